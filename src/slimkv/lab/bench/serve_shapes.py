@@ -108,7 +108,7 @@ def shape_config(shape: str) -> dict[str, Any]:
 
 
 def text_field(config: dict[str, Any], name: str) -> int:
-    """A number of the model that reads text, which models of several parts keep in a configuration of its own."""
+    """A field of the text model, which composite models keep in a nested configuration."""
     nested = (config.get(part) or {} for part in ("text_config", "llm_config", "language_config"))
     found = next((part[name] for part in (config, *nested) if part.get(name)), None)
     if found is None:

@@ -74,15 +74,14 @@ class VLLMLoad(Load):
         return [answer for answer in answers if answer is not None]
 
     def phase_offload(self) -> dict[str, Any]:
-        """Times of the plan's prompt, and of a shorter one under ``short`` where the plan has it."""
+        """Times of the plan's prompt, and of a shorter one under ``short`` if the plan has one."""
         short = self.plan["short_context"]
         shorter = {"short": self._offload(short)} if short else {}
         return {**self._offload(self.plan["context"]), **shorter}
 
     def _offload(self, context: int) -> dict[str, Any]:
-        """Time to the first token of one prompt: computed, from host memory, and from the device's own cache.
-
-        Emptying the prefix cache leaves what the host holds; a short request before it lets copies to the host finish.
+        """Time to the first token of one prompt: computed, from host memory, and from the device's prefix cache.
+        Resetting the prefix cache keeps the host copies; a short request before it lets copies to the host finish.
         """
         prompt = [self.prompt(20_000, context)]
         recompute, first = self._timed(prompt)

@@ -1,4 +1,4 @@
-"""Times ``store``, beside the baselines."""
+"""Times ``store`` and the baselines."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from slimkv.ops import PackedKV, Rounding
 from slimkv.ops.store.cuda.launch import format_refusal
 from slimkv.spec import PageLayout
 
-Sized = tuple[Callable[[], baselines.Candidates], int]  # a baseline, and the bytes that it moves
+Sized = tuple[Callable[[], baselines.Candidates], int]  # a baseline and its bytes
 
 
 def _layout(cell: StoreCell, device: torch.device) -> PageLayout:
-    """The cell's pages, with raw sides of the numbers that are stored."""
+    """The cell's pages, with raw sides in the dtype of the stored values."""
     dtype = str(compute_dtype(device)).removeprefix("torch.")
     return PageLayout(cell.layout.spec.with_raw_dtype(dtype), cell.page)
 
 
 def _inputs(cell: StoreCell, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """K, V, slots and pages. A chunk fills whole pages in any order; scattered tokens go to pages of their own."""
+    """K, V, slots and pages. A chunk fills whole pages in random order; scattered tokens go to different pages."""
     layout, dtype = _layout(cell, device), compute_dtype(device)
     blocks = cell.tokens if cell.scattered else cell.layout.blocks_for(cell.tokens)
     order = torch.randperm(blocks, device=device)
@@ -56,11 +56,11 @@ def _call(cell: StoreCell, backend: str, device: torch.device) -> tuple[partial[
     kv = PackedKV(pages, codec, layout, key[0].bfloat16() if cell.centred else None)
     plan = ops.plan_store(key, value, kv, slots, rounding, backend=backend)
     index = None if rounding is None else rounding.index
-    return partial(plan.run, key, value, slots, index), (key, value, slots)  # as engines do, step after step
+    return partial(plan.run, key, value, slots, index), (key, value, slots)  # as engines do in every step
 
 
 def _writer(key: Tensor, value: Tensor) -> Callable[[], object]:
-    """What writes K and V as they are."""
+    """Baselines that write unquantised K and V."""
     copies = key.clone(), value.clone()
 
     def write() -> None:
@@ -87,21 +87,21 @@ def _query_aware(cell: StoreCell, codec: Codec) -> tuple[Tensor, Tensor | None]:
 
 
 def _engines(cell: StoreCell, inputs: tuple[Tensor, Tensor, Tensor], moved: int) -> dict[str, Sized]:
-    """What vLLM stores with: in 4 bits, or latents as they are."""
+    """vLLM's own stores: 4-bit K and V, or unquantised latents."""
     if cell.rope_dim:
         return {"vllm_mla": (partial(baselines.concat_and_cache, *inputs), 2 * (inputs[0].nbytes + inputs[1].nbytes))}
     return {"vllm_4bit_nc": (partial(baselines.turboquant_store, cell, *inputs), moved)}
 
 
 def _backends(cell: StoreCell, options: Options, device: torch.device) -> list[str]:
-    """The implementations to time; where none is asked for, the one that stores the cell's format on ``device``."""
+    """The implementations to time; by default the one that stores the cell's format on ``device``."""
     chosen = options.chosen_backends(device)
     left_to_triton = not options.backends and chosen == ["cuda"] and format_refusal(_layout(cell, device)) is not None
     return ["triton"] if left_to_triton else chosen
 
 
 def _compile(job: tuple[StoreCell, str, str]) -> None:
-    """Compiles what a cell needs, in a process of its own."""
+    """Compiles the kernels of a cell, in a separate process."""
     cell, backend, device = job
     _call(cell, backend, torch.device(device))[0]()
     torch.cuda.synchronize()
@@ -110,9 +110,9 @@ def _compile(job: tuple[StoreCell, str, str]) -> None:
 def bench_store(options: Options, step: Step = silent) -> Report:
     """Runs the chosen cells under every chosen implementation.
 
-    Chunks are read from memory (a cold cache); those of a warm cell have just been written, by a copy whose time is
-    taken off, and lie in the cache as far as they fit. The few tokens of a decode step come from the kernel before, so
-    their inputs are warm and the time is that of one launch among others in a graph.
+    Chunks are read from memory (a cold cache). The inputs of a warm cell have just been written by a copy, whose time
+    is subtracted, and are in the cache as far as they fit. The few tokens of a decode step come from the previous
+    kernel, so their inputs are warm, and the time is that of one launch among others in a graph.
     """
     device = options.torch_device()
     small = options.small or device.type != "cuda"

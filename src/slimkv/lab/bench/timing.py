@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 _COPY_BYTES = 2**31
-_CPU_MS = 200  # calls of microseconds are repeated that long
+_CPU_MS = 200  # short calls are repeated for this long
 _TARGET_MS = 2.0  # of one graph
 
 
 @lru_cache(maxsize=4)
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written together, of a copy that no cache can hold."""
+    """Bytes per second (read plus written) of a copy that exceeds every cache."""
     size = _COPY_BYTES if device.type == "cuda" else _COPY_BYTES // 64
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -40,9 +40,8 @@ class Timer:
     def __call__(
         self, call: Callable[[], object], *, cold: bool = True, before: Callable[[], object] | None = None
     ) -> float:
-        """One call, replayed from a graph on a GPU; ``cold`` empties the L2 cache before each and takes that off.
-
-        ``before``: what runs before each instead, and is taken off.
+        """One call, replayed from a graph on a GPU; ``cold`` flushes the L2 cache before each call and subtracts that
+        time. ``before``: runs before each call instead, and is subtracted.
         """
         if self.device.type != "cuda":
             return self.eager(call)
@@ -88,7 +87,7 @@ class Timer:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for call in dict.fromkeys(calls):
-                call()  # libraries allocate at their first call on a stream
+                call()  # libraries allocate in their first call on a stream
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -98,7 +97,7 @@ class Timer:
         return graph
 
     def _flush(self) -> None:
-        """Fills the L2 cache with clean lines: written ones would cost the next kernel their way out."""
+        """Fills the L2 cache with clean lines: writing back dirty lines would slow down the next kernel."""
         source, sink = _flush_buffers(self.device)
         torch.sum(source, 0, keepdim=True, out=sink)
 

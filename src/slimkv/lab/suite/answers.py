@@ -17,7 +17,7 @@ class Answer(NamedTuple):
     """Whether greedy decoding begins with the answer, and the answer's negative log-likelihood in nats."""
 
     exact: bool
-    nll: float | None  # None: the engine does not tell
+    nll: float | None  # None: the engine does not report it
 
 
 @torch.no_grad()
@@ -25,8 +25,8 @@ def answer_context(model: Any, kind: CacheKind, context: Context, chunk: int = 5
     """Reads the context once, in passes of ``chunk`` tokens, and each question from a copy of that cache.
 
     Attention reads every key and value through the codec. Greedy decoding begins with the answer's tokens if and only
-    if each of them is the most likely one behind the question and those before it; so one pass over question and answer
-    decides.
+    if each of them is the most likely one after the question and the previous tokens, so one pass over question and
+    answer is enough.
     """
     cache = kind.new(model, STRICT)
     with attending(model, kind.format):

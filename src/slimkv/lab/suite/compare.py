@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs between them, and every figure that both have."""
+"""Compares two runs: their differences, and all figures that both contain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Line:
     a: float
     b: float
     difference: float  # b minus a
-    verdict: str  # of b: better, worse, not distinguishable, same; empty where nothing was tested
+    verdict: str  # of b: better, worse, not distinguishable, same; empty without a test
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Comparison:
 
     a: str
     b: str
-    settings: dict[str, tuple[Any, Any]]  # what is not the same in both
+    settings: dict[str, tuple[Any, Any]]  # settings that differ
     lines: tuple[Line, ...]
-    only_a: int  # figures that only one of them has
+    only_a: int  # figures of only one run
     only_b: int
 
 
 def _identity(document: Document) -> dict[str, Any]:
-    """What a run is described by, flat."""
+    """The description of a run as a flat mapping."""
     flat: dict[str, Any] = {name: document[name] for name in ("suite", "model", "engine")}
     settings = document["settings"]
     flat |= {name: value for name, value in settings.items() if name not in ("size", "model", "engine", "name")}
@@ -52,7 +52,7 @@ def _figures(document: Document) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def compare(a: Document, b: Document, name_a: str = "A", name_b: str = "B") -> Comparison:
-    """Every figure that both have. Answers to the same questions are tested in pairs; other figures are only shown."""
+    """All figures that both contain. Answers to the same questions are tested in pairs."""
     first, second = _identity(a), _identity(b)
     names = dict.fromkeys([*first, *second])
     differs = {n: (first.get(n), second.get(n)) for n in names if first.get(n) != second.get(n)}
@@ -72,7 +72,7 @@ def compare(a: Document, b: Document, name_a: str = "A", name_b: str = "B") -> C
 
 
 def _tests(a: Document, b: Document) -> dict[tuple[Any, ...], str]:
-    """Verdicts on ``answers`` and ``exact_match`` of every cache, where both runs asked the same questions."""
+    """Verdicts on ``answers`` and ``exact_match`` of every cache, if both runs asked the same questions."""
     if not _same_questions(a, b):
         return {}
     first, second = Questions(a), Questions(b)

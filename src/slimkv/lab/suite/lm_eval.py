@@ -1,7 +1,7 @@
-"""lm-evaluation-harness with a packed cache: any of its tasks, log-likelihoods and generation alike.
+"""lm-evaluation-harness with a packed cache: any of its tasks, with log-likelihoods and generation.
 
 ``SlimKVLM`` is its Hugging Face model with one difference: every forward pass and every ``generate`` has a cache of the
-asked kind, and attention reads all keys and values through the codec.
+requested kind, and attention reads all keys and values through the codec.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def vllm_lm(bench: Workbench, format: str) -> LM:
 
 @lru_cache(maxsize=4)
 def _task_manager(task_folder: str | None) -> Any:
-    """It reads thousands of files, so it is made once."""
+    """Created once, because it reads thousands of files."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=task_folder)
 
 
 def evaluate(model: LM, tasks: tuple[str, ...], limit: int | None, task_folder: str | None = None) -> dict[str, Any]:
-    """Scores of every task, and those of every example where the harness has one for each.
+    """Scores of every task, and of every example if the harness has them.
 
     Returns ``{"results": {task: {metric: value}}, "samples": {task: {metric: [value of each example]}}}``.
     """

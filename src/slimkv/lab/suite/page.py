@@ -97,7 +97,7 @@ def _tag(test: Document | None, shape: str) -> str:
 
 
 def _costs(results: Document) -> str:
-    """The big table, caches of equal bytes together."""
+    """The main table, grouped by caches of equal size."""
     rows = {row["format"]: row for row in results["summary"]["rows"]}
     order = [name for group in results["summary"]["groups"] for name in group] or list(rows)
     firsts = {group[0] for group in results["summary"]["groups"][1:]}

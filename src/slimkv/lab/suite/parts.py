@@ -1,4 +1,4 @@
-"""The parts of a run: each measures one thing for every cache and gives a JSON document."""
+"""The parts of a run: each measures one property of every cache and returns a JSON document."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from slimkv.lab.suite.tasks import TASKS
 from slimkv.lab.suite.workbench import Workbench
 
 Data = dict[str, Any]
-BUDGET = f"{MEMORY}{DEFAULT_FORMAT}"  # a cache whose formats follow memory, beside the fixed ones
-BLOCK = 32  # tokens whose losses are drawn together in the bootstrap
-_START = 20_000  # what starting an engine costs, in tokens read
+BUDGET = f"{MEMORY}{DEFAULT_FORMAT}"  # a cache whose formats follow memory, in addition to the fixed ones
+BLOCK = 32  # tokens per bootstrap block
+_START = 20_000  # cost of starting an engine, in tokens read
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to measure."""
+    """One part of a run."""
 
     name: str  # also of its file
     kind: str  # one of ``settings.PARTS``
     title: str
-    settings: Data  # what decides its result, beside the model and the versions
-    weight: float  # what it is expected to take, in tokens that the model reads
+    settings: Data  # what determines its result besides the model and the versions
+    weight: float  # expected cost, in tokens that the model reads
     run: Callable[[Workbench, Progress], Data]
 
 
@@ -54,7 +54,7 @@ def plan_parts(bench: Workbench) -> tuple[list[Part], list[str]]:
 
 
 def _fitting(bench: Workbench, lengths: tuple[int, ...], what: str, notes: list[str]) -> list[int]:
-    """The lengths that the model's positions allow."""
+    """The lengths within the model's context."""
     limit = bench.max_positions
     kept = [length for length in lengths if limit is None or length <= limit]
     if dropped := [length for length in lengths if length not in kept]:
@@ -64,7 +64,7 @@ def _fitting(bench: Workbench, lengths: tuple[int, ...], what: str, notes: list[
 
 
 def _window(bench: Workbench, tokens: int, what: str, notes: list[str]) -> int:
-    """Tokens of a window that the model's positions and the text allow."""
+    """Tokens of a window, limited by the model's context and the text."""
     allowed = min(tokens, bench.text_tokens, bench.max_positions or tokens)
     if allowed < tokens:
         why = "the text" if allowed == bench.text_tokens else "the model's positions"
@@ -128,7 +128,7 @@ def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
 
 
 def _used(bench: Workbench, names: list[str]) -> Any:
-    """The calibration, where one of the formats is calibrated; without it all of them would be."""
+    """The calibration, if one of the formats is marked as calibrated; otherwise all of them would use it."""
     return bench.calibration if any(name.endswith(WITH_CALIBRATION) for name in names) else None
 
 
@@ -188,7 +188,7 @@ def task_contexts(bench: Workbench, task: str, length: int) -> list[Any]:
 
 
 def task_items(contexts: list[Any]) -> list[Data]:
-    """What identifies each question, and what it is grouped by."""
+    """The key of each question, and its group."""
     return [
         {"task": context.task, "length": context.length, "context": number, "question": q, "depth": question.depth}
         for number, context in enumerate(contexts)

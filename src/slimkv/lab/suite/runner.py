@@ -1,4 +1,4 @@
-"""Runs the parts one after another: finished ones are kept and not run again, failing ones do not stop the rest."""
+"""Runs the parts one after another: finished ones are not run again, and failing ones do not stop the rest."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ RESULTS_VERSION = 1
 DONE, REUSED, FAILED = "done", "reused", "failed"
 _KEPT = "parts"
 _MARKER = "results.json"
-# Code that shapes reports, not results.
+# Code that affects reports, not results.
 _REPORTING = ("page", "summary", "written", "words", "compare", "runner")
 _NOT_MEASURING = ("cli/", "lab/report/", *(f"lab/suite/{name}.py" for name in _REPORTING))
 
 
 class Watcher(Protocol):
-    """Somebody who looks at a run."""
+    """Receives the progress of a run."""
 
     def begin(self, parts: Sequence[Part], notes: Sequence[str]) -> None:
         """Before the first part."""
@@ -44,7 +44,7 @@ class Watcher(Protocol):
 
 
 class Nobody:
-    """Looks at nothing."""
+    """Ignores progress."""
 
     def begin(self, parts: Sequence[Part], notes: Sequence[str]) -> None:
         """See ``Watcher``."""
@@ -58,7 +58,7 @@ class Nobody:
 
 @dataclass
 class Clock:
-    """How much is left, from what has been done in this run; parts that were finished before do not count."""
+    """Estimates the remaining time from the work done in this run, without parts that were finished before."""
 
     total: float
     skipped: float = 0.0
@@ -66,7 +66,7 @@ class Clock:
     started: float = 0.0
 
     def left(self, share_of_part: float, weight: float) -> tuple[float, float | None]:
-        """(share of all work that is done, seconds left or None while nobody can tell)."""
+        """(share of the work that is done, seconds left or None if unknown)."""
         done = self.done + share_of_part * weight
         share = (done + self.skipped) / self.total if self.total else 1.0
         elapsed = time.monotonic() - self.started
@@ -77,7 +77,7 @@ class Clock:
 
 @lru_cache(maxsize=1)
 def code_digest() -> str:
-    """Of the sources of slimkv that measure."""
+    """A digest of the sources that affect measurements."""
     root, digest = Path(slimkv.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
@@ -109,12 +109,12 @@ def part_key(part: Part, bench: Workbench, calibration: str | None) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """All or nothing: a run that is interrupted leaves no half of a file."""
+    """Writes atomically, so that an interrupted run leaves no partial file."""
     write_whole(path, text.encode())
 
 
 def _kept(path: Path) -> dict[str, Any] | None:
-    """A finished part's document; None where there is none, or not a whole one."""
+    """The document of a finished part; None if it is missing or incomplete."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -135,7 +135,7 @@ def _check_folder(folder: Path) -> None:
 def run_suite(settings: SuiteSettings, folder: Path, watcher: Watcher | None = None) -> dict[str, Any]:
     """Measures everything and writes ``results.json``, ``results.csv``, ``summary.md`` and ``report.html``.
 
-    Finished parts are kept under ``folder/parts`` and used again as long as nothing that decides them has changed. The
+    Finished parts are kept under ``folder/parts`` and reused while their inputs are unchanged. The
     result's ``failed`` names the parts that did not finish.
     """
     from slimkv.lab.suite.written import write_all
@@ -177,7 +177,7 @@ def run_suite(settings: SuiteSettings, folder: Path, watcher: Watcher | None = N
 
 
 def _command() -> str:
-    """How the run was called, without where its folder is: the result does not depend on it."""
+    """The command of the run without its folder, which does not affect the result."""
     words, out = provenance().command.split(" "), []
     while words:
         word = words.pop(0)
@@ -193,7 +193,7 @@ def _unused(bench: Workbench, progress: Any) -> dict[str, Any]:
 
 
 def _calibrate(bench: Workbench, part: Part, clock: Clock, watcher: Watcher) -> tuple[dict[str, Any], str | None]:
-    """The record of it, and a digest of the calibration, None where it failed."""
+    """The record of the calibration and its digest; None if it failed."""
     begin = time.monotonic()
 
     def progress(what: str, done: int, total: int) -> None:
@@ -227,7 +227,7 @@ def _run_part(part: Part, path: Path, bench: Workbench, clock: Clock, watcher: W
     try:
         data = part.run(bench, progress)
         text = json.dumps({"seconds": round(time.monotonic() - begin, 1), "data": data}, allow_nan=False)
-    except Exception as error:  # whatever it is, the other parts still have something to tell
+    except Exception as error:  # any error: the other parts continue
         clock.done += part.weight
         return _failed(part, error, time.monotonic() - begin, bench, watcher)
     _write(path, text + "\n")

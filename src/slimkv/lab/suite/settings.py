@@ -25,9 +25,9 @@ _MANY = (*_PAIRS, "k3v3", "k8v8", "k6v6", "k5v5", "k5v5+cal", "turboquant_k3v4_n
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """The counts and lengths of a size."""
 
-    formats: tuple[str, ...]  # beside raw
+    formats: tuple[str, ...]  # in addition to raw
     windows: int  # of text, for perplexity, agreement and KL divergence
     window_tokens: int
     position_tokens: int  # of one long window, for KL divergence by position
@@ -140,9 +140,10 @@ def _tuple(value: Any) -> Any:
 
 
 def lighter(settings: SuiteSettings, parameters: int) -> tuple[SuiteSettings, list[str]]:
-    """Settings for a model of so many parameters, and what was changed: on a CPU a larger one reads less.
+    """The settings for a model with this many parameters, and a note of changes: on a CPU, larger models read less.
 
-    Sizes whose counts a user has chosen, ``full`` and GPUs are left alone."""
+    Counts set by the user, ``full`` and GPUs are not changed.
+    """
     size, share = settings.size, CPU_PARAMETERS / max(parameters, 1)
     usual = replace(SIZES[settings.name, False], formats=size.formats)
     if not settings.device.startswith("cpu") or settings.name == FULL or size != usual or share > 0.75:

@@ -15,12 +15,12 @@ NOT_DISTINGUISHABLE = "not distinguishable"
 
 @dataclass(frozen=True)
 class PairedTest:
-    """A cache against the stock one on the same questions or tokens."""
+    """A cache compared with the stock cache on the same questions or tokens."""
 
     difference: float  # this minus raw
     low: float  # 95%, bootstrap over contexts
     high: float
-    p: float  # two-sided; the larger of McNemar's and the bootstrap's where both apply
+    p: float  # two-sided; the larger of McNemar's and the bootstrap's if both apply
     only_raw: int | None = None  # questions that only the stock cache answered
     only_this: int | None = None
 
@@ -52,7 +52,7 @@ def paired_answers(raw: Sequence[bool], other: Sequence[bool], clusters: Sequenc
 
 
 def paired_losses(raw: Sequence[float], other: Sequence[float], counts: Sequence[int]) -> PairedTest:
-    """Losses of the same tokens under two caches, as sums over blocks of ``counts`` tokens that follow one another."""
+    """Losses of the same tokens with two caches, as sums over consecutive blocks of ``counts`` tokens."""
     if not len(raw) == len(other) == len(counts):
         raise InputError(f"losses do not pair: {len(raw)} and {len(other)} blocks of {len(counts)}")
     differences = [b - a for a, b in zip(raw, other, strict=True)]
@@ -63,7 +63,7 @@ def paired_losses(raw: Sequence[float], other: Sequence[float], counts: Sequence
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p-values of several tests, raised so that the chance of one false alarm among all of them stays what it was."""
+    """p-values of several tests with Holm's correction, which bounds the chance of any false positive."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     out, least = [1.0] * len(values), 0.0
     for rank, index in enumerate(order):

@@ -12,7 +12,7 @@ from slimkv.lab.evals.intervals import wilson
 from slimkv.lab.suite.statistics import PairedTest, holm, paired_answers, paired_losses, verdict
 
 Document = dict[str, Any]
-_EQUAL = 1.08  # bytes of caches that are compared as equals differ by less
+_EQUAL = 1.08  # largest relative difference in bytes of caches that are compared as equal
 
 
 def parts_of(document: Document, kind: str) -> list[Document]:
@@ -41,7 +41,7 @@ def summarise(document: Document) -> Document:
 
 
 def equal_bytes(rows: Sequence[Document]) -> list[list[str]]:
-    """Names of caches of about equal bytes, the largest first; a cache that has no equal is alone."""
+    """Groups of cache names of about equal bytes, the largest first."""
     sized = sorted((row for row in rows if row.get("bytes_per_token")), key=lambda row: -row["bytes_per_token"])
     groups: list[list[Document]] = []
     for row in sized:
@@ -62,7 +62,7 @@ def _add_memory(document: Document, rows: dict[str, Document]) -> None:
 
 
 def _tested(rows: dict[str, Document], key: str, tests: dict[str, PairedTest], higher_is_better: bool) -> None:
-    """Adds the tests to the rows, with p-values corrected for their number, and the words."""
+    """Adds the tests to the rows, with p-values corrected for their number, and the verdicts."""
     for (name, test), p in zip(tests.items(), holm([test.p for test in tests.values()]), strict=True):
         words = verdict(test.difference, p, higher_is_better)
         rows[name][key] = {**asdict(test), "p_corrected": p, "verdict": words}
@@ -114,7 +114,7 @@ class Questions:
         return list(self.exact)
 
     def test(self, name: str, keys: Iterable[tuple[Any, ...]]) -> PairedTest | None:
-        """A cache against the stock one on the questions ``keys`` that both have answered."""
+        """A cache compared with the stock cache on the questions ``keys`` that both have answered."""
         both = [key for key in keys if key in self.exact.get(RAW, {}) and key in self.exact[name]]
         if not both:
             return None

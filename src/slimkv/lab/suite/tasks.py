@@ -1,7 +1,7 @@
 """Synthetic long-context tasks in the manner of RULER (Hsieh et al., 2024), made from a seed: they need no data set.
 
-A context holds facts between sentences of a text, and several questions are asked about it. A question is answered when
-greedy decoding begins with exactly the answer's tokens.
+A context holds facts between sentences of a text, and several questions are asked about it. A question counts as
+answered if greedy decoding begins with exactly the answer's tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FACTS_SHARE = 0.5  # of a context at most; the rest is text
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked, the answer it must begin with, and the block of the context that holds it."""
+    """A question, its answer, and the block of the context that contains it."""
 
     suffix: str
     answer: str
@@ -31,7 +31,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Draft:
-    """A context before it has its length."""
+    """A context before it is filled to its length."""
 
     header: str
     blocks: list[str]  # in the order of the text
@@ -40,7 +40,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Question:
-    """Token ids of a question and its answer; ``depth``: where in the context the answer stands, 0 to 1."""
+    """Token ids of a question and its answer; ``depth``: the relative position of the answer in the context, 0 to 1."""
 
     suffix: tuple[int, ...]
     answer: tuple[int, ...]
@@ -70,7 +70,7 @@ def _keys(source: random.Random, count: int) -> list[str]:
 
 
 def multikey(source: random.Random, room: int, questions: int) -> Draft:
-    """Many keys with a number each; which number belongs to a key?"""
+    """Many keys with a number each; the question asks for the number of a key."""
     keys = _keys(source, max(room, 1))
     numbers = [_number(source) for _ in keys]
     blocks = [f"The special magic number for {k} is {n}." for k, n in zip(keys, numbers, strict=True)]
@@ -82,7 +82,7 @@ def multikey(source: random.Random, room: int, questions: int) -> Draft:
 
 
 def multivalue(source: random.Random, room: int, questions: int) -> Draft:
-    """Several numbers for each key, in different places; all of them are asked for, in the order of the text."""
+    """Several numbers for each key, in different places; the question asks for all of them, in order."""
     each = 2 if room < 32 else 4
     keys = _keys(source, max(room // each, 1))
     placed = [key for key in keys for _ in range(each)]
@@ -99,7 +99,7 @@ def multivalue(source: random.Random, room: int, questions: int) -> Draft:
 
 
 def variables(source: random.Random, room: int, questions: int) -> Draft:
-    """Chains of assignments; what is the value of a variable, up to three hops from its number?"""
+    """Chains of assignments; the question asks for a variable's value, up to three hops away."""
     hops = min(4, max(room, 1))
     count = max(1, min(room // hops, 100))
     names: set[str] = set()
@@ -127,7 +127,7 @@ def variables(source: random.Random, room: int, questions: int) -> Draft:
 
 
 def common_words(source: random.Random, room: int, questions: int) -> Draft:
-    """Lists of words, one of which comes again and again; which one?"""
+    """Lists of words, one of which is repeated often; the question asks which one."""
     count = max(1, min(questions, room, len(LETTERS)))
     size = max(8, 3 * room // count)  # words of a list
     blocks, asks = [], []
@@ -143,7 +143,7 @@ def common_words(source: random.Random, room: int, questions: int) -> Draft:
 
 
 def documents(source: random.Random, room: int, questions: int) -> Draft:
-    """Documents about people, in no order; where was somebody born, and what is their work?"""
+    """Documents about people in random order; the questions ask for birthplaces and professions."""
     people = source.sample([f"{a} {b}" for a in FIRST_NAMES for b in LAST_NAMES], max(1, min(room // 2, 500)))
     blocks, asks = [], []
     for number, name in enumerate(people):
@@ -223,7 +223,7 @@ class TaskMaker:
         return [self.tokenizer.bos_token_id] if wants_bos(self.tokenizer) else []
 
     def _filler(self, source: random.Random, tokens: int) -> list[str]:
-        """Sentences that follow one another in the text, from a random place on, of at most ``tokens`` tokens."""
+        """Consecutive sentences of the text from a random position on, of at most ``tokens`` tokens."""
         at, out, skipped = source.randrange(len(self.sentences)), [], 0
         while skipped < len(self.sentences):
             sentence = self.sentences[at % len(self.sentences)]
@@ -236,7 +236,7 @@ class TaskMaker:
         return out
 
     def _joined(self, source: random.Random, draft: Draft, filler: Sequence[str]) -> tuple[str, list[int]]:
-        """The text, and where each block starts in it; blocks stand at random places between sentences."""
+        """The text, and where each block starts; blocks are at random positions between sentences."""
         places = sorted(source.randint(0, len(filler)) for _ in draft.blocks)
         text, starts, done = draft.header, [], 0
         for block, place in zip(draft.blocks, places, strict=True):
