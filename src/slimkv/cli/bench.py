@@ -22,7 +22,7 @@ from slimkv.cli.options import (
     require_engine,
 )
 
-app = typer.Typer(name="bench", help="Time slimkv beside the baselines that run on this machine.", no_args_is_help=True)
+app = typer.Typer(name="bench", help="Time slimkv and the baselines that run on this machine.", no_args_is_help=True)
 
 Cells = Annotated[str, typer.Option(help="Cells by name or pattern, such as decode-*,prefill-*, or all.")]
 Backend = Annotated[str, typer.Option(help="Backends to time, such as cuda,triton; default: the device's own.")]
@@ -74,8 +74,8 @@ def _add_operation(name: str, told: str) -> None:
         emit(report, as_json, *([] if as_json else report_table(report)), output=output)
 
 
-_add_operation("attend", "Attention on packed pages: decode, speculative verification, prefill.")
-_add_operation("store", "Writing K and V to packed pages: a prefill chunk, a decode step.")
+_add_operation("attend", "Time attention on packed pages: decode, speculative verification, prefill.")
+_add_operation("store", "Time writing K and V to packed pages: a prefill chunk, a decode step.")
 
 
 @app.command()
@@ -107,7 +107,7 @@ def generate(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Decoding through transformers with a packed cache and with DynamicCache, in one run."""
+    """Time decoding through transformers with a packed cache and with DynamicCache."""
     import torch
 
     from slimkv.cli.bench_tables import generation_table
@@ -175,7 +175,7 @@ def serve(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """An engine under load, with stock caches and with slimkv's: tokens held, decoding, full memory, arrivals."""
+    """Load an engine with stock caches and with slimkv's: capacity, decoding, full memory, arrivals."""
     from slimkv.cli.bench_tables import serving_table
     from slimkv.cli.output import emit
     from slimkv.lab.bench.serve import ServeSettings, bench_serve

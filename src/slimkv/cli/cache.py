@@ -12,7 +12,7 @@ from slimkv.cli.options import Json
 if TYPE_CHECKING:
     from slimkv.wire.prompt_file import PromptHeader
 
-app = typer.Typer(name="cache", no_args_is_help=True, help="Prompt-cache files.")
+app = typer.Typer(name="cache", no_args_is_help=True, help="Inspect prompt-cache files.")
 File = Annotated[Path, typer.Argument(help="A prompt-cache file.")]
 
 

@@ -34,7 +34,7 @@ def attention(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Error of the attention output on synthetic samples or a model's layers, by format and scale policy."""
+    """Measure the error of the attention output, by format and scale policy."""
     from dataclasses import asdict
 
     from rich.table import Table

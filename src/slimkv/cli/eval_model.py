@@ -234,7 +234,7 @@ def perplexity(
     offset: Offset = 0,
     serving: Serving = False,
 ) -> Result:
-    """Perplexity with a packed cache, compared with the stock cache."""
+    """Measure perplexity, compared with the stock cache."""
     from slimkv.lab.evals.model_plots import plot_quality
     from slimkv.lab.evals.perplexity import measure_perplexity
 
@@ -259,7 +259,7 @@ def agreement(
         str, typer.Option(help="Arithmetic of long passes: auto, 16bit, 8bit, or 16bit,8bit.", callback=_check_prefill)
     ] = "auto",
 ) -> Result:
-    """KL divergence and top-1 agreement of predictions, compared with the stock cache."""
+    """Measure KL divergence and top-1 agreement of predictions, compared with the stock cache."""
     from slimkv.lab.evals.agreement import measure_agreement
     from slimkv.lab.evals.model_plots import plot_quality
 
@@ -282,7 +282,7 @@ def agreement(
 
 @_command("k4v4", plot=False)
 def scores(subject: Subject, tokens: Tokens = 512) -> Result:
-    """Noise that quantised keys add to attention scores, by layer: what the fidelity guard of engines measures."""
+    """Measure the noise of attention scores by layer, as the fidelity guard of engines does."""
     from slimkv.lab.evals.scores import measure_scores
 
     report = measure_scores(subject.model, subject.windows(1, tokens), subject.formats, **subject.options)
@@ -300,7 +300,7 @@ def score_table(report: Any) -> Any:
 
 @_command("k4v4")
 def positions(subject: Subject, windows: Windows = 1, tokens: Tokens = 8192, offset: Offset = 0) -> Result:
-    """KL divergence and top-1 agreement by position in long windows (strict).
+    """Measure KL divergence and top-1 agreement by position in long windows.
 
     A format may be a budget: memory=90MiB, memory=50% of bfloat16 at the end, or memory=k4v4, what that takes there.
     """
@@ -328,7 +328,7 @@ def needle(
     offset: Offset = 0,
     strict: Strict = False,
 ) -> Result:
-    """Needle in a haystack, over depth and context length."""
+    """Measure needle retrieval over depth and context length."""
     from slimkv.lab.evals.intervals import wilson
     from slimkv.lab.evals.model_plots import plot_needle
     from slimkv.lab.evals.needle import measure_needle
@@ -358,7 +358,7 @@ def generation(
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.", callback=at_least(1))] = 64,
     strict: Strict = False,
 ) -> Result:
-    """Where greedy text first differs from that of the stock cache."""
+    """Find where greedy text first differs from that of the stock cache."""
     from rich.markup import escape
 
     from slimkv.lab.evals.generation import PROMPTS, measure_generation

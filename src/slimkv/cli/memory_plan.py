@@ -30,7 +30,7 @@ def plan(
     block: Annotated[int, typer.Option(help="Tokens per page: 1, 16, 32, 64 or 128.")] = 16,
     as_json: Json = False,
 ) -> None:
-    """Bytes per token and tokens that fit, for each format and kind of layer."""
+    """Print bytes per token and tokens that fit, for each format and kind of layer."""
     from slimkv.cli.output import emit
     from slimkv.memory_plan import make_plan, parse_size
 

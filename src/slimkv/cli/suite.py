@@ -73,9 +73,9 @@ Dtype = Annotated[
 ]
 
 _SIZES = {
-    "smoke": "Five caches, a little of everything, in minutes.",
-    "quick": "Nine caches, paired by bytes, within an hour.",
-    "full": "Every length the model allows, overnight.",
+    "smoke": "Measure a little of everything for five caches, in minutes.",
+    "quick": "Measure nine caches, paired by bytes, within an hour.",
+    "full": "Measure every length that the model allows, overnight.",
 }
 
 
