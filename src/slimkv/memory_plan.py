@@ -150,7 +150,9 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     for name in names:
         if config.get(name):
             return int(config[name])
-    raise InputError(f"the configuration has no {' or '.join(names)}; give --layers, --kv-heads and --head-dim instead")
+    raise InputError(
+        f"the configuration has no {' or '.join(names)}; give --layers, --num-kv-heads and --head-dim instead"
+    )
 
 
 def _layer_types(config: Mapping[str, Any], layers: int) -> list[tuple[str, int | None]]:

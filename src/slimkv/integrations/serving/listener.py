@@ -142,7 +142,7 @@ class ListeningPlan:
             say: makes it continue from the first token of every fragment.
             progress: called with a description of each stage.
         """
-        progress("what positions do", 1, STEPS)
+        progress("measuring positions", 1, STEPS)
         for shift in self.shifts:
             ask("probe", shift=shift)
             read()

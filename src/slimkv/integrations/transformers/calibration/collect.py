@@ -123,7 +123,7 @@ def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress:
     shifts = probe_shifts(declared) if declared > PROBE_TOKENS else ()
     seen: dict[int, dict[int, Tensor]] = {}
     for number, shift in enumerate((0, *shifts)):
-        progress("what positions do", number, len(shifts) + 1)
+        progress("measuring positions", number, len(shifts) + 1)
         recorder.probe = seen[shift] = {}
         positions = torch.arange(ids.shape[1], device=ids.device)[None] + shift
         model.base_model(ids, position_ids=positions, use_cache=False)
