@@ -34,6 +34,8 @@ class NoDraft:
     def is_standalone(self) -> bool:
         return False
 
+    is_ngram = is_dflash_family = is_standalone
+
 
 class Model(SimpleNamespace):
     """SGLang's model configuration: 4 KV heads."""

@@ -65,7 +65,7 @@ def test_what_it_tells_vllm():
     }  # fmt: skip
     assert SlimKVMLABackend.validate_configuration(**asked, use_sparse=False) == []
     reasons = " ".join(SlimKVMLABackend.validate_configuration(**asked, use_sparse=True, use_dcp=True))
-    assert "DeepSeek V3.2 and later" in reasons
+    assert "DeepSeek V3.2, GLM-5 and later" in reasons
     assert "DCP not supported" in reasons
     assert "non-MLA not supported" in SlimKVMLABackend.validate_configuration(
         **{**asked, "use_mla": False}, use_sparse=False
