@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 
 from slimkv.errors import InputError
+from slimkv.versions import version_numbers
 
 _VERSION_NEEDED = {"triton": (3, 3), "transformers": (5, 17), "vllm": (0, 28), "sglang": (0, 5, 22)}
 
@@ -41,23 +42,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    out = []
-    for part in version.split("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
-        if not part or not part[0].isdigit():
-            break
-        out.append(int(digits))
-    return tuple(out)
-
-
 def _package(name: str, purpose: str, distributions: Sequence[str] = ()) -> Check:
     """Checks that a package is installed and new enough, without importing it."""
     version = next((v for v in map(_version, (name, *distributions)) if v), None)
     if version is None or util.find_spec(name) is None:
         return Check(name, False, version, f"not installed: pip install 'slimkv[{name}]'")
     least = _VERSION_NEEDED[name]
-    if _numbers(version) < least:
+    if version_numbers(version, len(least)) < least:
         wanted = ".".join(map(str, least))
         return Check(name, False, version, f"older than {wanted}: pip install -U '{name}>={wanted}'")
     return Check(name, True, version, purpose)

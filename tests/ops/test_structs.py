@@ -50,10 +50,18 @@ def test_the_cpu_library_was_compiled_with_the_same_sizes():
     assert structures.CFault.limit.offset == 24
 
 
-def test_sizes_of_cuda_arguments():
-    """As nvcc lays them out on 64-bit machines; a tuple becomes a structure or an array."""
-    sizes = {StoreArgs: 256, GatherArgs: 136, decode.Args: 584, latent.Args: 216, prefill.PrefillArgs: 400}
-    assert {kind: ctypes.sizeof(kind) for kind in sizes} == sizes
+@pytest.mark.parametrize("kind", [StoreArgs, GatherArgs, decode.Args, latent.Args, prefill.PrefillArgs], ids=str)
+def test_arguments_of_cuda_kernels(kind):
+    """Fields follow one another with no gap but that of the next one's alignment."""
+    end = 0
+    for (name, offset, size), (_, field) in zip(fields_of(kind), kind._fields_, strict=True):
+        assert 0 <= offset - end < ctypes.alignment(field), name
+        assert offset % ctypes.alignment(field) == 0, name
+        end = offset + size
+    assert 0 <= ctypes.sizeof(kind) - end < 8
+
+
+def test_a_tuple_becomes_a_structure_or_an_array():
     made = decode.Args(key_table=(1, 2), key_sign_bits=tuple(range(8)))
     assert (made.key_table.low, made.key_table.high, made.key_table.signs) == (1, 2, 0)
     assert list(made.key_sign_bits) == list(range(8))

@@ -12,7 +12,8 @@ from typing import Any
 
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang.names import BACKEND
-from slimkv.integrations.sglang.versions import NEWEST_TESTED, OLDEST, installed_version, text, version_numbers
+from slimkv.integrations.sglang.versions import NEWEST_TESTED, OLDEST, installed_version, text
+from slimkv.versions import version_numbers
 
 VERSION = installed_version()
 
@@ -59,7 +60,7 @@ except ImportError as error:
         f"{error}; install a tested version"
     ) from error
 
-if version_numbers(VERSION) > NEWEST_TESTED:
+if version_numbers(VERSION, 3) > NEWEST_TESTED:
     logger.warning(
         "slimkv was tested in SGLang up to %s; this is %s. Its interfaces are the expected ones.",
         text(NEWEST_TESTED),

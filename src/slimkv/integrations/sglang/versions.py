@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from slimkv.errors import MissingDependencyError
+from slimkv.versions import version_numbers
 
 OLDEST = (0, 5, 22)
 NEWEST_TESTED = (0, 5, 23)
-
-
-def version_numbers(version: str) -> tuple[int, int, int]:
-    """``0.5.23.post1`` -> (0, 5, 23); zeros for a text that does not start with numbers."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2]), int(match[3])) if match else (0, 0, 0)
 
 
 def text(version: tuple[int, int, int]) -> str:
@@ -29,7 +22,7 @@ def installed_version() -> str:
         raise MissingDependencyError(
             'the SGLang integration needs SGLang, which is not installed: pip install "slimkv[sglang]"'
         ) from error
-    if version_numbers(__version__) < OLDEST:
+    if version_numbers(__version__, 3) < OLDEST:
         raise MissingDependencyError(
             f"slimkv works in SGLang {text(OLDEST)} and later, not in {__version__}: "
             'pip install --upgrade "slimkv[sglang]"'

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any
 
 from slimkv.errors import MissingDependencyError, UnsupportedError
+from slimkv.versions import version_numbers
 
 try:
     import transformers
@@ -18,12 +18,9 @@ except ImportError as error:
 OLDEST = (5, 17)
 
 
-def _version() -> tuple[int, int]:
-    match = re.match(r"(\d+)\.(\d+)", transformers.__version__)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
+VERSION = version_numbers(transformers.__version__, 2)
 
-
-if _version() < OLDEST:
+if VERSION < OLDEST:
     raise MissingDependencyError(
         f"SlimKVCache needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, not {transformers.__version__}: "
         'pip install --upgrade "slimkv[transformers]"'
@@ -107,7 +104,7 @@ def caches_latents(config: Any) -> bool:
     """
     text = config.get_text_config(decoder=True)
     indexed = getattr(text, "index_topk", None) is not None
-    return getattr(text, "kv_lora_rank", None) is not None and (not indexed or _version() >= (5, 19))
+    return getattr(text, "kv_lora_rank", None) is not None and (not indexed or VERSION >= (5, 19))
 
 
 def refuse_without_cache(config: Any, model: Any) -> None:

@@ -6,7 +6,6 @@ Importing this module is the check: an installation that slimkv cannot work in i
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import fields, replace
 from enum import Enum
 from importlib import import_module
@@ -15,17 +14,12 @@ from typing import Any
 import torch
 
 from slimkv.errors import MissingDependencyError, UnsupportedError
+from slimkv.versions import version_numbers
 
 OLDEST = (0, 28)
 NEWEST_TESTED = (0, 32)
 
 logger = logging.getLogger("vllm.slimkv")  # vLLM shows what is logged below its own name
-
-
-def version_numbers(version: str) -> tuple[int, int]:
-    """``0.32.0rc1`` -> (0, 32); (0, 0) for a text that does not start with numbers."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 try:
@@ -37,7 +31,7 @@ except ImportError as error:
 
 VERSION: str = vllm.__version__
 
-if version_numbers(VERSION) < OLDEST:
+if version_numbers(VERSION, 2) < OLDEST:
     raise MissingDependencyError(
         f"slimkv works in vLLM {OLDEST[0]}.{OLDEST[1]} and later, not in {VERSION}: "
         'pip install --upgrade "slimkv[vllm]"'
@@ -77,7 +71,7 @@ except ImportError as error:
         f"{NEWEST_TESTED[1]}): it lacks {error}; install a tested version"
     ) from error
 
-if version_numbers(VERSION) > NEWEST_TESTED:
+if version_numbers(VERSION, 2) > NEWEST_TESTED:
     logger.warning(
         "slimkv was tested in vLLM up to %d.%d; this is %s. Its interfaces are the expected ones.",
         *NEWEST_TESTED,

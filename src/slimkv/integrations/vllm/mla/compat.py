@@ -9,12 +9,13 @@ from functools import wraps
 from typing import Any
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.vllm.compat import NEWEST_TESTED, VERSION, logger, version_numbers
+from slimkv.integrations.vllm.compat import NEWEST_TESTED, VERSION, logger
+from slimkv.versions import version_numbers
 
 OLDEST = (0, 32)
 FUSED_UPDATE = "fuse_rope_kvcache_cat_mla"
 
-if version_numbers(VERSION) < OLDEST:
+if version_numbers(VERSION, 2) < OLDEST:
     raise UnsupportedError(
         f"slimkv packs latent attention (MLA) in vLLM {OLDEST[0]}.{OLDEST[1]} and later, not in {VERSION}: upgrade "
         "vLLM, or serve this model with vLLM's own attention backend"

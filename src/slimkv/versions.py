@@ -1,0 +1,12 @@
+"""Version numbers of other packages."""
+
+from __future__ import annotations
+
+import re
+
+
+def version_numbers(version: str, count: int) -> tuple[int, ...]:
+    """The first ``count`` numbers: ``0.32.0rc1`` -> (0, 32); zeros where the text has none."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in found[0].split(".")] if found else []
+    return tuple((numbers + [0] * count)[:count])
