@@ -633,28 +633,6 @@ DEVICE void mma_bf16_from_zero(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u3
   d[0] = d[1] = d[2] = d[3] = 0;
   mma_bf16(d, a0, a1, a2, a3, b0, b1);
 }
-// As the tensor cores of sm_90 do (hopper_host.h): what is below the 14th bit of the largest product, or of the sum so far, is dropped.
-DEVICE void mma_e4m3(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  u64 mine[6] = {a0, a1, a2, a3, b0, b1};
-  host::Operands all = host::meet("mma_e4m3", mine, 6);
-  const int g = host::lane() / 4, t = host::lane() % 4;
-  for (int n = 0; n < 4; n++) {
-    float terms[33], largest = 0.0f, sum = 0.0f;
-    for (int k = 0; k < 32; k++)
-      terms[k] = e4m3_to_f32((u32)(all[4 * g + k / 4 % 4][k / 16 * 2 + n / 2] >> (8 * (k % 4))) & 0xFF) *
-                 e4m3_to_f32((u32)(all[4 * (2 * t + n % 2) + k / 4 % 4][4 + k / 16] >> (8 * (k % 4))) & 0xFF);
-    terms[32] = c[n];
-    for (float x : terms) largest = !(fabsf(x) <= largest) ? fabsf(x) : largest;
-    const float last = as_float(as_bits(largest) & 0x7F800000u) * (1.0f / 8192);
-    for (float x : terms) sum += largest > 0.0f && largest < 1e30f ? truncf(x / last) * last : x;
-    c[n] = sum;
-  }
-}
-DEVICE void mma_e4m3_from_zero(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  d[0] = d[1] = d[2] = d[3] = 0;
-  mma_e4m3(d, a0, a1, a2, a3, b0, b1);
-}
-
 DEVICE u32 shared_address(const void* p) { return (u32)(static_cast<const u8*>(p) - host::machine.shared); }
 template <int OFFSET = 0> DEVICE u32 ld_shared_constant(u32 address) {
   address += OFFSET;

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cubin import resources
 
-from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
 from slimkv.ops.attention.cuda.decode_config import config_for
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
@@ -66,8 +65,6 @@ def _prefill(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
     found = [config for kind in kinds for config in prefill_config.configs(spec, *kind)]
     if not device.warpgroups:
         found = [prefill_config.warp_config(spec, device)]
-        if device.fp8_rate and eight_bit.format_refusal(spec) is None and spec.key_dim in (64, 128):
-            found.append(prefill_config.warp_config(spec, device, eight_bit=True))
         few = prefill_config.FEW_ROWS
         if (
             spec.key_dim in prefill_config.FEW_HEAD_DIMS

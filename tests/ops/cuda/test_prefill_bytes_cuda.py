@@ -19,7 +19,6 @@ from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest
 from slimkv.ops.attention.cuda import prefill as prefill_cuda
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
 from slimkv.ops.cuda.compiler import compile_kernels
-from slimkv.ops.cuda.device import NAMED, record_of
 from slimkv.spec import CodecSpec, PageLayout
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
@@ -27,8 +26,6 @@ CONFIGS = {
     dim: prefill_config.configs(CodecSpec.parse("k4v4", dim), prefill_config.FIRST, eight_bit=True)
     for dim in prefill_config.EIGHT_BIT_HEAD_DIMS
 }
-ADA = record_of(NAMED["rtx4090"], 128)
-OF_WARPS = {dim: prefill_config.warp_config(CodecSpec.parse("k4v4", dim), ADA, eight_bit=True) for dim in CONFIGS}
 MOST_ROWS = {dim: configs[-1] for dim, configs in CONFIGS.items()}
 BOUND = 5e-3  # of a row's relative error, against the reference
 # Two implementations may round differently what lies between two numbers: a coordinate of the rotated query, which
@@ -145,15 +142,6 @@ def test_attend(case):
 
 
 @emulated
-@pytest.mark.parametrize("case", [*EMULATED, replace(SHORT, lens=(420,), queries=(140,))], ids=str)
-def test_attend_with_products_of_single_warps(case):
-    config = OF_WARPS[case.dim]
-    attend_and_check(case, config=config)
-    if case.window is None:  # in passes, of a tile each
-        attend_and_check(case, config=config, budget=2 * config.tile_bytes(case.dim) * case.num_kv_heads)
-
-
-@emulated
 def test_a_token_that_draws_nearly_all_attention_leaves_small_ones_their_share():
     """They are so small that sums of e4m3 drop them beside it, and that e4m3 has few bits for them."""
     case, token = replace(SHORT, group=1, lens=(600,)), 300
@@ -173,12 +161,9 @@ def test_a_token_that_draws_nearly_all_attention_leaves_small_ones_their_share()
 
 @emulated
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("promote", [16, pytest.param(1, marks=pytest.mark.slow), None])
+@pytest.mark.parametrize("promote", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_tokens_that_tower_over_all_before_them(dim, promote):
-    """Tokens whose scores are higher than any before, by a little and by far, after tiles without masks.
-
-    None: with products of single warps.
-    """
+    """Tokens whose scores are higher than any before, by a little and by far, after tiles without masks."""
     case = replace(SHORT, dim=dim, group=1, lens=(700,))
     built = build(case, CPU)
     kv = eight_bit.operands(built.codec, built.layout, built.pages, built.positions(0))
@@ -190,8 +175,7 @@ def test_tokens_that_tower_over_all_before_them(dim, promote):
         built.query[query, 0] = nats[query % len(nats)] * towering * case.dim**0.5 / towering.square().sum()
     (out, lse), (want, want_lse) = poisoned_out(case, built), poisoned_out(case, built)
     request = request_in_bytes(built, out, lse)
-    config = replace(MOST_ROWS[dim], promote=promote) if promote else OF_WARPS[dim]
-    prefill_cuda.attend_prefill(request, launch, config=config)
+    prefill_cuda.attend_prefill(request, launch, config=replace(MOST_ROWS[dim], promote=promote))
     ops.attend(**built.arguments(options=request.options), out=want, lse=want_lse, backend="reference")
     assert row_errors(out, want.double()).max() < BOUND
     assert ((lse - want_lse).abs() / (1 + want_lse.abs())).max() < 1e-3

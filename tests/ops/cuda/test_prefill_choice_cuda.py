@@ -116,9 +116,9 @@ def as_device(monkeypatch):
     ("change", "source", "decoded"),
     [
         ({}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),
-        ({"dim": 256, "group": 2}, prefill_config.FEW, 4),
-        ({"dim": 256, "group": 6, "queries": (8, 3)}, prefill_config.FEW, 1),
-        ({"dim": 256, "group": 6, "queries": (1, 1)}, prefill_config.FEW, MAX_DECODE_QUERIES),  # 6 rows are decode's
+        ({"dim": 256, "group": 2}, prefill_config.FEW, 16),
+        ({"dim": 256, "group": 6, "queries": (8, 3)}, prefill_config.FEW, 5),
+        ({"dim": 256, "group": 6, "queries": (5, 5)}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),  # decode's
         ({"dim": 256, "group": 6}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),  # 240 rows are unpacked first
         ({"dim": 256, "queries": (8, 3), "format": "k6v6"}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),
     ],
@@ -131,20 +131,6 @@ def test_without_products_of_warpgroups(change, source, decoded, as_device):
     as_device("rtx4090")
     assert prefill_config.config_for(request).source == source
     assert prefill_config.most_packed_queries(request) == decoded
-
-
-@pytest.mark.parametrize(("name", "has"), [("rtx4090", True), ("rtx5090", True), ("a100", False), ("b300", False)])
-def test_eight_bits_where_tensor_cores_gain(name, has, as_device):
-    case = replace(LONG, dim=128)
-    built = build(case, CPU)
-    request = request_of(built, *poisoned_out(case, built))
-    request = replace(request, options=replace(request.options, prefill="8bit"))
-    as_device(name)
-    assert prefill_config.has_eight_bit(CPU) == has
-    if has:
-        config = prefill_config.config_for(request)
-        assert (config.eight_bit, config.single_warps) == (True, True)
-        assert [part.config for part in prefill_config.parts_of(request)] == [config]
 
 
 def test_what_decode_leaves_to_it(monkeypatch):

@@ -338,12 +338,7 @@ WARP_CASES = [
 @emulated
 @pytest.mark.parametrize(
     ("case", "config"),
-    [
-        (case, config)
-        for case in WARP_CASES
-        for dims, config in prefill_config.WARP_CONFIGS
-        if case.dim in dims and not config.eight_bit
-    ],
+    [(case, config) for case in WARP_CASES for dims, config in prefill_config.WARP_CONFIGS if case.dim in dims],
     ids=str,
 )
 def test_attend_with_products_of_single_warps(case, config):

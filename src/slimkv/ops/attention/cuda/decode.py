@@ -97,8 +97,8 @@ def supports(request: AttendRequest) -> str | None:
     refusal = _refusal(request.layout, request.group)
     if refusal is None and request.must_be_eight_bit:
         refusal = prefill.eight_bit_refusal(request)
-        if refusal is None and not prefill.has_eight_bit(request.pages.device):
-            refusal = "it prefills in 8 bits where tensor cores take e4m3 and int8 gains; use backend='reference'"
+        if refusal is None and not prefill.has_warpgroups(request.pages.device):
+            refusal = "it prefills in 8 bits on compute capability 9.0 only; use backend='reference'"
     if refusal is None and request.pages.device.type == "cuda":
         if request.options.deterministic:
             return _deterministic_refusal(request)

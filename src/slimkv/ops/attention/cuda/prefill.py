@@ -28,7 +28,6 @@ from slimkv.ops.attention.cuda.prefill_config import (
     Part,
     PrefillConfig,
     eight_bit_refusal,
-    has_eight_bit,
     has_warpgroups,
     most_packed_queries,
     multiprocessors,
@@ -52,7 +51,6 @@ from slimkv.spec import Kind, PageLayout, TensorFormat
 __all__ = [
     "attend_prefill",
     "eight_bit_refusal",
-    "has_eight_bit",
     "has_warpgroups",
     "launcher",
     "most_packed_queries",

@@ -121,25 +121,25 @@ CONFIGS: tuple[tuple[tuple[int, ...], tuple[Codes, ...], PrefillConfig], ...] = 
 
 
 def _of_warps(
-    tile_tokens: int, consumers: int, row_blocks: int, blocks_per_sm: int, eight_bit: bool = False, held: bool = False
+    tile_tokens: int, consumers: int, row_blocks: int, blocks_per_sm: int, held: bool = False
 ) -> PrefillConfig:
     return PrefillConfig(
-        FIRST, tile_tokens, 2 if eight_bit else 1, consumers, row_blocks, producers=0, eight_bit=eight_bit,
-        single_warps=True, blocks_per_sm=blocks_per_sm, held_queries=held,
+        FIRST, tile_tokens, 1, consumers, row_blocks, producers=0, single_warps=True, blocks_per_sm=blocks_per_sm,
+        held_queries=held,
     )  # fmt: skip
 
 
-# Without products of warpgroups. Of several, the first whose blocks fit the shared memory is taken: with 99 KB a block,
-# tiles are shorter.
+# Without products of warpgroups. Of several, the first whose blocks fit the shared memory is taken: two blocks of four
+# warps, or one of eight where a multiprocessor has 100 KB.
 WARP_CONFIGS: tuple[tuple[tuple[int, ...], PrefillConfig], ...] = (
-    ((64,), _of_warps(64, 1, 2, 2)),
+    ((64,), _of_warps(64, 1, 2, 2, held=True)),
     ((80, 96, 112, 128), _of_warps(64, 1, 2, 2)),
-    ((80, 96, 112, 128), _of_warps(32, 1, 2, 2)),
-    (_TO_256, _of_warps(64, 2, 1, 1, held=True)),
-    ((64, 128), _of_warps(128, 3, 1, 1, eight_bit=True)),
+    ((80, 96, 112, 128), _of_warps(64, 2, 2, 1)),
+    (_TO_256, _of_warps(32, 2, 1, 1, held=True)),
 )
-# Few rows without them: of head sizes at which decode reads pages again for every 8 rows.
-FEW_ROWS, FEW_HEAD_DIMS, FEW_UP_TO = PrefillConfig(FUSED, 64, 1, consumers=1, single_warps=True), (256,), 128
+# Few rows without them: at head sizes of which decode reads pages again for every 8 rows; it gains from FEW_FROM on.
+FEW_ROWS, FEW_HEAD_DIMS = PrefillConfig(FUSED, 64, 1, consumers=1, single_warps=True), (256,)
+FEW_FROM, FEW_UP_TO = 33, 128
 HEAD_DIMS = tuple(sorted({dim for dims, _, _ in CONFIGS for dim in dims}))
 EIGHT_BIT_HEAD_DIMS = tuple(sorted({dim for dims, _, config in CONFIGS if config.eight_bit for dim in dims}))
 MOST_GROUP = 64
@@ -202,14 +202,8 @@ def eight_bit_refusal(request: AttendRequest) -> str | None:
 
 
 def has_warpgroups(device: torch.device) -> bool:
-    """Whether products of warpgroups prefill; those of single warps elsewhere, of pages that are unpacked first."""
+    """Whether products of warpgroups prefill: in 8 bits, and with warps that unpack ahead, they alone do."""
     return device_of(device).warpgroups
-
-
-def has_eight_bit(device: torch.device) -> bool:
-    """Whether there are tensor cores for int8 and e4m3, and int8 gains."""
-    record = device_of(device)
-    return record.fp8_rate > 0 and record.int8_rate >= 1
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -218,7 +212,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=256)
-def warp_config(spec: CodecSpec, device: Device, eight_bit: bool = False) -> PrefillConfig:
+def warp_config(spec: CodecSpec, device: Device) -> PrefillConfig:
     """The first of products of single warps that fits the device."""
 
     def fits(config: PrefillConfig) -> bool:
@@ -226,21 +220,16 @@ def warp_config(spec: CodecSpec, device: Device, eight_bit: bool = False) -> Pre
         within = (shared + 1024) * config.blocks_per_sm <= device.shared_of_multiprocessor
         return within and shared <= device.shared_of_block
 
-    found = (config for dims, config in WARP_CONFIGS if spec.key_dim in dims and config.eight_bit == eight_bit)
-    return next(filter(fits, found))
+    return next(config for dims, config in WARP_CONFIGS if spec.key_dim in dims and fits(config))
 
 
 def takes_few_rows(request: AttendRequest) -> bool:
-    """Whether sequences of more rows than decode takes at a time, but few, have a kernel of their own."""
+    """Whether sequences of a few dozen rows have a kernel of their own."""
     spec, device = request.layout.spec, device_of(request.query.device)
-    if (
-        request.options.deterministic
-        or device.warpgroups
-        or spec.key_dim not in FEW_HEAD_DIMS
-        or request.max_query_len * request.group > FEW_UP_TO
-    ):
+    rows = request.max_query_len * request.group
+    if request.options.deterministic or device.warpgroups or spec.key_dim not in FEW_HEAD_DIMS:
         return False
-    return request.options.prefill != EIGHT_BIT and shared_bytes(spec, FEW_ROWS) <= device.shared_of_block
+    return FEW_FROM <= rows <= FEW_UP_TO and shared_bytes(spec, FEW_ROWS) <= device.shared_of_block
 
 
 def config_for(request: AttendRequest) -> PrefillConfig:
@@ -249,8 +238,7 @@ def config_for(request: AttendRequest) -> PrefillConfig:
     if takes_few_rows(request):
         return FEW_ROWS
     if not has_warpgroups(request.query.device):
-        in_bytes = request.options.prefill == EIGHT_BIT
-        return replace(warp_config(spec, device_of(request.query.device), in_bytes), by_row=exact)
+        return replace(warp_config(spec, device_of(request.query.device)), by_row=exact)
     if exact:
         return replace(configs(spec, FIRST)[0], by_row=True)
     if request.options.prefill == EIGHT_BIT:
@@ -325,8 +313,8 @@ def most_packed_queries(request: AttendRequest) -> int:
         prompt = request.options.prompt
         return MAX_DECODE_QUERIES if prompt is None else 0 if prompt else request.max_query_len
     group, device, rows = request.group, request.query.device, request.max_query_len * request.group
-    if refusal(request) is None and takes_few_rows(request) and rows > 8:
-        return max(1, 8 // group, 16 // group if group > 8 else 0)
+    if refusal(request) is None and takes_few_rows(request):
+        return (FEW_FROM - 1) // group
     few = max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // group)) - 1
     if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not has_warpgroups(device):
         return MAX_DECODE_QUERIES
@@ -367,7 +355,7 @@ def parts_of(request: AttendRequest) -> list[Part]:
     In a fresh prompt the last blocks are short ones, and there is nothing to gain.
     """
     config, alike = config_for(request), request.max_seq_len >= 4 * request.query.shape[0]
-    if not config.eight_bit or config.single_warps or request.seq_lens.shape[0] > 1 or not alike:
+    if not config.eight_bit or request.seq_lens.shape[0] > 1 or not alike:
         return [Part(config)]
     queries, heads, available = request.query.shape[0], request.pages.shape[1], multiprocessors(request.query.device)
     best, least = [Part(config)], _rounds(request, queries, config) * config.tile_time

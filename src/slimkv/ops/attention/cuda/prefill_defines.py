@@ -55,7 +55,7 @@ def _shared_memory(spec: CodecSpec, config: PrefillConfig, packed: int) -> dict[
         "QUERIES": 0 if config.held_queries else config.rows // 64 * query,
         "KEYS": config.stages * tile,
         "VALUES": config.stages * tile,
-        "TOTALS": 4 * config.rows * spec.key_dim if config.eight_bit and not config.single_warps else 0,
+        "TOTALS": 4 * config.rows * spec.key_dim if config.eight_bit else 0,
         "BARRIERS": 0 if config.single_warps else 4 * 8 * config.stages,
         "SCALES": 4 * 64 * 5 if few else 16 * config.stages,
         "LEVELS": tables_bytes(spec) if config.fused or config.ahead else 0,

@@ -1,11 +1,7 @@
 // Attention of many queries a sequence on unpacked keys and values (tiles.cuh), from sm_80 on: what attend.cu does, with products of
 // single warps and copies by all threads. A block has 64 CONSUMERS ROW_BLOCKS rows, a warp 16 of each block of 64.
 // Compile-time beside that of work.cuh: BLOCKS_PER_SM (that registers are to suffice for).
-#if EIGHT_BIT
-#include "prefill/warp_bytes.cuh"
-#else
 #include "prefill/warp_products.cuh"
-#endif
 #include "prefill/attend_rows.cuh"
 
 KERNEL(THREADS, BLOCKS_PER_SM) attend(GRID_CONSTANT PrefillArgs args) {

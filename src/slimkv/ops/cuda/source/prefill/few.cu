@@ -39,9 +39,9 @@ template <int PARTS> DEVICE float raised(float reference, const float* maxima, i
 }
 DEVICE float rescale_of(float before, float after) { return before == after ? 1.0f : exp2_approx(before - after); }
 
-// 16 TILES rows: warps share each 16 rows' scores by tokens.
-template <int TILES> struct FewRows {
-  static constexpr int PARTS = 8 / TILES, TOKENS = STEP / PARTS, SCORES = TOKENS / 2;
+// Two warps share the scores of 16 rows, each 32 tokens.
+struct FewRows {
+  static constexpr int TILES = 4, PARTS = 8 / TILES, TOKENS = STEP / PARTS, SCORES = TOKENS / 2;
   const PrefillArgs& args;
   const Work& w;
   u8* shared;
@@ -232,7 +232,6 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   pdl_wait();
   Work w;
   if (!find_work(args, lane, w)) return;
-  if ((min_i32(w.s.queries, args.end_query) - w.first) * args.group_size <= 32) FewRows<2>{args, w, shared, warp, lane}.run(key_levels, value_levels);
-  else FewRows<4>{args, w, shared, warp, lane}.run(key_levels, value_levels);
+  FewRows{args, w, shared, warp, lane}.run(key_levels, value_levels);
 }
 HOST_TESTABLE(attend, PrefillArgs)
