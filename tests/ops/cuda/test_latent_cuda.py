@@ -17,7 +17,7 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.cuda.device import Device
 from slimkv.ops.latent.cuda import launch as latent_cuda
-from slimkv.ops.latent.cuda.config import NARROW, NARROW_32_SHORT, WIDE, config_for, merge_warps
+from slimkv.ops.latent.cuda.config import NARROW, NARROW_32, WIDE, config_for, merge_warps
 from slimkv.spec import LatentSpec, PageLayout
 from tail import sample
 
@@ -64,18 +64,14 @@ EMULATED = [
     Case(format="c8r8", lens=(2,), queries=(4,), out_dtype="bf16", page=128),
     Case(peaked=True, scale=1.0, lens=(130,), queries=(1,)),
 ]
-TWO_ROW_TILES = [
-    Case(heads=20, lens=(200, 0, 9), queries=(1, 1, 1), padding=1, page=32),
-    Case(format="c4", heads=17, lens=(70, 5), page=64),
-    Case(format="c4", heads=16, lens=(270, 130), queries=(2, 1), page=64),
-    Case(format="c3", dtype="fp16", out_dtype="fp16", lens=(20,), queries=(4,), heads=8),
-    Case(format="cfp8rfp8", lens=(70,), queries=(1,), scale=-0.1, heads=32, latent_dim=256),
+TWO_ROW_TILES = [  # of formats that the kernel of many rows does not take
     Case(format="c6r8", lens=(70,), queries=(1,), heads=20, page=128),
+    Case(format="c5r6", heads=16, lens=(270, 130), queries=(2, 1), page=32, padding=1),
     Case(format="c8r7", lens=(2,), queries=(7,), heads=4, out_dtype="bf16", rope_dim=64),
-    Case(peaked=True, scale=1.0, lens=(330,), queries=(3,), heads=8),
-    Case(format="c4", peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=30),
+    Case(format="c6", peaked=True, scale=1.0, lens=(330,), queries=(3,), heads=10),
 ]
 MANY_ROWS = [
+    Case(format="c4", heads=17, lens=(70, 5), page=64),
     Case(heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32),
     Case(heads=65, lens=(70,), queries=(1,)),
     Case(format="cfp8rfp8", lens=(70,), queries=(1,), scale=-0.1, heads=40),
@@ -99,8 +95,7 @@ def test_attend(case):
 @emulated
 @pytest.mark.parametrize("case", sample(TWO_ROW_TILES, 3), ids=str)
 def test_attend_two_row_tiles(case):
-    kernel = config_for(case.layout, case.heads * max(case.queries), H200).kernel
-    assert (kernel.source, kernel.rows) == (NARROW.source, 32)
+    assert config_for(case.layout, case.heads * max(case.queries), H200).kernel is NARROW_32
     attend_and_check(case, SMALL)
 
 
@@ -115,13 +110,13 @@ def test_attend_many_rows(case):
 @pytest.mark.parametrize("case", SEVERAL_TILES, ids=str)
 def test_attend_many_rows_in_tiles_of_few(case):
     config = config_for(case.layout, case.heads * max(case.queries), H200)
-    assert config.kernel is (NARROW if case.latent_dim % 128 else NARROW_32_SHORT)
+    assert config.kernel is (NARROW if case.latent_dim % 128 else NARROW_32)
     assert config.row_tiles(case.heads * max(case.queries)) > 1
     attend_and_check(case, SMALL)
 
 
 @emulated
-@pytest.mark.parametrize(("format", "heads"), [("c4", 16), ("c4r8", 16), ("c6r8", 16), ("c4", 32), ("c6r8", 32)])
+@pytest.mark.parametrize(("format", "heads"), [("c4", 16), ("c4r8", 16), ("c6r8", 16), ("c6r8", 32)])
 def test_rings_go_round(format, heads):
     """One block has all KV blocks of two sequences, so that both teams have several."""
     case = Case(format=format, heads=heads, page=16, lens=(650, 40), queries=(1, 1))
@@ -205,10 +200,9 @@ def test_the_kernel_follows_rows_and_format():
         return [f"{Path(kernel.source).stem}{kernel.rows}" for kernel in found]
 
     for format in ("c1r6", "c4", "c4r8", "c4rfp8", "cfp8r8"):
-        expected = ["narrow16"] * 2 + ["narrow32"] * 2 + ["wide64"] * 4
-        assert kernels(format, [1, 16, 17, 32, 33, 64, 65, 512]) == expected
+        assert kernels(format, [1, 16, 17, 32, 33, 64, 65, 512]) == ["narrow16"] * 2 + ["wide64"] * 6
         assert kernels(format, [16, 17, 64], 320, 128) == ["narrow16"] * 3
-        assert kernels(format, [64], 512, 128) == ["narrow32"]
+        assert kernels(format, [64], 512, 128) == ["narrow16"]
     assert kernels("c6r8", [16, 17, 64]) == ["narrow16", "narrow32", "narrow32"]
 
 

@@ -67,6 +67,10 @@ class PackedBackend(AttentionBackend):
         """The length of padding requests."""
         return 1
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """The same, which SGLang asks on CPUs where ranks pad their batches to one another's."""
+        return 1
+
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
         """Chains are causal: nothing depends on what was drafted."""
 

@@ -4,8 +4,7 @@
 kernel   query rows  KV block      latents
 =======  ==========  ============  ============================================================================
 narrow   16          32 tokens     all that ``launch.refusal`` accepts
-narrow   32          64 tokens     of multiples of 128 numbers in 4 bits
-narrow   32          32 tokens     of multiples of 128 numbers in other formats, which leave fewer registers
+narrow   32          32 tokens     of multiples of 128 numbers that ``wide`` does not take
 wide     64          64 tokens     of 128, 256 or 512 numbers whose levels take no LUT (1-4 bits, fp8)
 =======  ==========  ============  ============================================================================
 
@@ -164,20 +163,15 @@ def _wide_offsets(layout: PageLayout, stages: int) -> Offsets:
     )
 
 
-def _in_nibbles(layout: PageLayout) -> bool:
-    return layout.spec.key.kind == Kind.LLOYD and layout.spec.key.bits == 4
-
-
-def _in_eighths(layout: PageLayout) -> bool:
-    """Whether eight warps share the latent's dimensions evenly."""
-    return layout.spec.key_dim % 128 == 0
+def _narrow_32_takes(layout: PageLayout) -> bool:
+    """Eight warps share the dimensions. Where ``wide`` exists it is as fast from 17 rows on."""
+    return layout.spec.key_dim % 128 == 0 and not _wide_takes(layout)
 
 
 NARROW = _narrow(16, 32, lambda layout: True)
-NARROW_32 = _narrow(32, 64, lambda layout: _in_eighths(layout) and _in_nibbles(layout))
-NARROW_32_SHORT = _narrow(32, 32, lambda layout: _in_eighths(layout) and not _in_nibbles(layout))
+NARROW_32 = _narrow(32, 32, _narrow_32_takes)
 WIDE = Kernel("latent/wide.cu", rows=64, kv_block=64, stages=(2,), offsets=_wide_offsets, takes=_wide_takes)
-KERNELS = (NARROW, NARROW_32, NARROW_32_SHORT, WIDE)
+KERNELS = (NARROW, NARROW_32, WIDE)
 
 
 def merge_dims(dim: int) -> int:

@@ -6,14 +6,13 @@
 // bring the KV blocks of each team to its ring in shared memory. Each warp of a team has as much of the latent's
 // dimensions, for scores and for values: it unpacks their codes once, for all row tiles, in the order in which products
 // of scores take them, and transposes them for products of values. A warp's scores are sums over its own dimensions;
-// they are added up in shared memory, 8 tokens of every 32 and one row tile by each warp, which makes probabilities of
-// them for all.
+// they are added up in shared memory, 8 tokens and one row tile by each warp, which makes probabilities of them for all.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 
 constexpr int ROW_TILES = ROWS / 16, TEAMS = 2 / ROW_TILES, WARPS = 8 / TEAMS;  // WARPS: of a team
 constexpr int CONSUMER_WARPS = TEAMS * WARPS, THREADS = 32 * (CONSUMER_WARPS + 4);  // one more warpgroup: the producer
-constexpr int TILE_COST = 128 / KV_BLOCK;
+constexpr int TILE_COST = 4;
 constexpr int QUERY_BYTES = 32 * LD, ROPE_QUERY_BYTES = 32 * RD;  // of a row tile
 #include "latent/merge.cuh"
 #include "latent/queries.cuh"
@@ -21,7 +20,7 @@ constexpr int QUERY_BYTES = 32 * LD, ROPE_QUERY_BYTES = 32 * RD;  // of a row ti
 
 constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 constexpr int CONSUMERS = 1 + TEAMS;  // a named barrier; each team has one before it
-static_assert((ROWS == 16 || ROWS == 32) && (KV_BLOCK == 32 || KV_BLOCK == 64), "operands");
+static_assert((ROWS == 16 || ROWS == 32) && KV_BLOCK == 32, "operands");
 static_assert(sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT && RAISED_AT - BARRIERS_AT >= 16 * STAGES &&
                   LATENT_FIELDS_AT - ROPE_CODES_AT == TOKEN_TILES * R_TILE && ROPE_CODES_AT == TOKEN_TILES * L_TILE,
               "regions of shared memory");

@@ -3,8 +3,7 @@
 #include "latent/codes.cuh"
 
 constexpr int OWN = LATENT_SLICES / WARPS;  // slices of a warp
-// Levels are looked up, those of two codes at a time, if the block has room for that table.
-constexpr bool BY_PAIRS = L_KIND == LLOYD && L_BITS == 4 && OUTPUT_AT > LEVELS_AT;
+constexpr bool BY_PAIRS = L_KIND == LLOYD && L_BITS == 4;  // levels are looked up, those of two codes at a time
 // Entries of the table of levels: of two 4-bit codes, of a byte with a 6-bit code and anything above it, of a code.
 constexpr int ENTRIES = BY_PAIRS ? PAIR_ENTRIES : L_LEVELS && L_BITS == 6 ? 256 : L_LEVELS;
 constexpr int COPIES = 32;  // of a level, so that lanes do not wait for one another

@@ -2,7 +2,7 @@
 #pragma once
 #include "latent/narrow_codes.cuh"
 
-constexpr int TOKEN_TILES = KV_BLOCK / 16, OCTETS = KV_BLOCK / 8, UNITS = KV_BLOCK / 32;  // UNITS: octets of a warp
+constexpr int TOKEN_TILES = KV_BLOCK / 16, OCTETS = KV_BLOCK / 8;
 constexpr int GROUP = 2 / ROW_TILES;  // token tiles whose scores are summed at a time, in four fragments
 constexpr float SHIFT = BY_PAIRS ? 0.0f : OFFSET;  // what the operands have too much
 constexpr bool HELD = BY_PAIRS || ROW_TILES > 1;  // queries stay in registers, of which other formats leave too few
@@ -33,7 +33,7 @@ struct Consumer {
   u8* const mine;    // of the team
   const int team, warp, lane, g, t;
   const int row_tile, quarter;  // this warp makes probabilities of a row tile and a quarter of the tokens
-  // Its 8 tokens of every 32: even lanes have those of their warp, odd ones those of the next, so that 16-byte units of
+  // Its 8 tokens: even lanes have those of their warp, odd ones those of the next, so that 16-byte units of
   // the lanes fill the banks.
   const int octet;
   const LevelTable levels;
@@ -103,9 +103,9 @@ struct Consumer {
 
   // ---- scores -------------------------------------------------------------------------------------------------------
 
-  // Of the rope parts of a unit's 8 tokens and the own row tile.
-  DEVICE_MEMBER void score_rope(const u8* stage, int unit_, Fragment& r) const {
-    const RopeOperand rope(stage + ROPE_CODES_AT + (2 * unit_ + quarter / 2) * R_TILE, lane, octet % 2);
+  // Of the rope parts of the warp's 8 tokens and row tile.
+  DEVICE_MEMBER void score_rope(const u8* stage, Fragment& r) const {
+    const RopeOperand rope(stage + ROPE_CODES_AT + quarter / 2 * R_TILE, lane, octet % 2);
 #pragma unroll
     for (int i = 0; i < ROPE_SLICES; i++) {
       const Words4 q = *(const Words4*)(shared + ROPE_QUERIES_AT + row_tile * ROPE_QUERY_BYTES + 512 * i + 16 * lane);
@@ -147,14 +147,14 @@ struct Consumer {
         for (int n = 0; n < 2; n++)
           *scores(tile, 2 * first + j, warp, n) = {as_bits(s[tile][j][2 * n]), as_bits(s[tile][j][2 * n + 1])};
   }
-  DEVICE_MEMBER int place(int unit_) const { return 32 * unit_ + 8 * octet + 2 * t; }  // of a lane's tokens
-  DEVICE_MEMBER Fields read_fields(const u8* stage, int unit_) const {
-    return {*(const u32*)(stage + LATENT_FIELDS_AT + 2 * place(unit_)),
-            R_KIND == RAW ? 0 : *(const u32*)(stage + ROPE_FIELDS_AT + 2 * place(unit_))};
+  DEVICE_MEMBER int place() const { return 8 * octet + 2 * t; }  // of the lane's tokens
+  DEVICE_MEMBER Fields read_fields(const u8* stage) const {
+    return {*(const u32*)(stage + LATENT_FIELDS_AT + 2 * place()),
+            R_KIND == RAW ? 0 : *(const u32*)(stage + ROPE_FIELDS_AT + 2 * place())};
   }
-  DEVICE_MEMBER TokenPair token_pair(const Fields& fields, int kv_block, int unit_) const {
+  DEVICE_MEMBER TokenPair token_pair(const Fields& fields, int kv_block) const {
     TokenPair pair;
-    pair.token = kv_block * KV_BLOCK + place(unit_);
+    pair.token = kv_block * KV_BLOCK + place();
 #pragma unroll
     for (int b = 0; b < 2; b++) {
       pair.scale[b] = marked_scale(pair.token + b < length ? fields.latent >> (16 * b) & 0xFFFF : 0);
@@ -171,22 +171,20 @@ struct Consumer {
     if (slot == STAGES) slot = 0, phase ^= 1;
   }
 
-  // Adds up what the warps have of a unit's scores x, of two rows and two tokens, and masks them. Additions wait for
-  // one another: meanwhile levels of all but the first 16 tokens are transposed, a share of them in every unit.
-  DEVICE_MEMBER void sum_scores(const Fragment& r, const TokenPair& pair, int unit_, bool clear, Levels& kept,
+  // Adds up what the warps have of the lane's scores x, of two rows and two tokens, and masks them. Additions wait for
+  // one another: meanwhile levels of the last 16 tokens are transposed.
+  DEVICE_MEMBER void sum_scores(const Fragment& r, const TokenPair& pair, bool clear, Levels& kept,
                                 float (&x)[4]) const {
-    constexpr int LATER = (TOKEN_TILES - 1) * OWN, SHARES = 2 * UNITS;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       float low[WARPS], high[WARPS];
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        const Words2 sums = *scores(row_tile, 4 * unit_ + octet, w, n);
+        const Words2 sums = *scores(row_tile, octet, w, n);
         low[w] = as_float(sums.x), high[w] = as_float(sums.y);
       }
-      const int share = 2 * unit_ + n;
 #pragma unroll
-      for (int i = share * LATER / SHARES; i < (share + 1) * LATER / SHARES; i++) transpose(kept[1 + i / OWN][i % OWN]);
+      for (int i = n * OWN / 2; i < (n + 1) * OWN / 2; i++) transpose(kept[1][i]);
 #pragma unroll
       for (int w = WARPS / 2; w; w /= 2)
 #pragma unroll
@@ -207,31 +205,27 @@ struct Consumer {
 
   // ---- softmax ------------------------------------------------------------------------------------------------------
 
-  // Probabilities of a unit by the running maximum so far, which seldom rises. False if one is large.
-  DEVICE_MEMBER bool exponentiate(const float (&x)[4], const TokenPair& pair, int unit_, float (&sum)[2]) const {
+  // Probabilities by the running maximum so far, which seldom rises. False if one is large.
+  DEVICE_MEMBER bool exponentiate(const float (&x)[4], const TokenPair& pair, float (&sum)[2]) const {
     bool fine = true;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       const float p = exp2_approx(x[2 * n] - own_max(n)), q = exp2_approx(x[2 * n + 1] - own_max(n));
-      sum[n] = unit_ ? sum[n] + (p + q) : p + q;
+      sum[n] = p + q;
       // What is not seen has probability zero, even if it is not a number.
       const float first = p > 0.0f ? p * pair.scale[0] : p, second = q > 0.0f ? q * pair.scale[1] : q;
       fine = fine && first <= MOST_PROBABILITY && second <= MOST_PROBABILITY;
-      *(u32*)(probabilities(row_tile, 2 * unit_ + quarter / 2) + octet % 2 * 8 + 4 * n) =
-          pack_f16x2(first, second);
+      *(u32*)(probabilities(row_tile, quarter / 2) + octet % 2 * 8 + 4 * n) = pack_f16x2(first, second);
     }
     return fine;
   }
   // Agrees with the other warps on a higher maximum and rescales.
-  DEVICE_MEMBER void raise_max(const float (&x)[UNITS][4], const Fields (&fields)[UNITS], int kv_block, float (&sum)[2]) {
-    TokenPair pair[UNITS];
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) pair[i] = token_pair(fields[i], kv_block, i);
+  DEVICE_MEMBER void raise_max(const float (&x)[4], const Fields& fields, int kv_block, float (&sum)[2]) {
+    const TokenPair pair = token_pair(fields, kv_block);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      auto wanted = [&](int i, int b) { return x[i][2 * n + b] + log2_approx(max_f32(pair[i].scale[b], LEAST_SCALE)); };
-      float top = max_f32(wanted(0, 0), wanted(0, 1));
-      if (UNITS > 1) top = max_f32(top, max_f32(wanted(UNITS - 1, 0), wanted(UNITS - 1, 1)));
+      float top = max_f32(x[2 * n] + log2_approx(max_f32(pair.scale[0], LEAST_SCALE)),
+                          x[2 * n + 1] + log2_approx(max_f32(pair.scale[1], LEAST_SCALE)));
       top = max_f32(top, shfl_xor(top, 1));
       top = max_f32(top, shfl_xor(top, 2));
       if (t == 0) warp_max()[quarter * ROWS + 16 * row_tile + g + 8 * n] = top;
@@ -247,8 +241,7 @@ struct Consumer {
       by[i / 2][i % 2] = raise ? exp2_approx(highest - wanted) : 1.0f;
       highest = raise ? wanted : highest;
     }
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) exponentiate(x[i], pair[i], i, sum);
+    exponentiate(x, pair, sum);
 #pragma unroll
     for (int n = 0; n < 2; n++) row_sum[n] *= own_of(by[0][n], by[ROW_TILES - 1][n]);
 #pragma unroll
@@ -270,30 +263,20 @@ struct Consumer {
     OwnCodes codes[TOKEN_TILES];
 #pragma unroll
     for (int i = 0; i < TOKEN_TILES; i++) codes[i].load(stage + i * L_TILE, lane, warp);
-    Fragment r[UNITS];
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) {  // first: these products wait for one another
-      r[i][0] = 0.0f, r[i][1] = 0.0f, r[i][2] = 0.0f, r[i][3] = 0.0f;
-      score_rope(stage, i, r[i]);
-    }
+    Fragment r = {0.0f, 0.0f, 0.0f, 0.0f};
+    score_rope(stage, r);  // first: these products wait for one another
     Levels kept;
 #pragma unroll
     for (int i = 0; i < TOKEN_TILES; i += GROUP) score_latents(codes, i, kept);
-    Fields fields[UNITS];
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) fields[i] = read_fields(stage, i);
+    const Fields fields = read_fields(stage);
     sync();  // the stage has been read and all scores are there
     release();
-    float x[UNITS][4], sum[2];
-    bool fine = true;
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) {
-      const TokenPair pair = token_pair(fields[i], kv_block, i);
-      sum_scores(r[i], pair, i, (kv_block + 1) * KV_BLOCK <= clear_end, kept, x[i]);
-      fine = exponentiate(x[i], pair, i, sum) && fine;
-    }
+    const TokenPair pair = token_pair(fields, kv_block);
+    float x[4], sum[2];
+    sum_scores(r, pair, (kv_block + 1) * KV_BLOCK <= clear_end, kept, x);
+    const bool raises = !exponentiate(x, pair, sum);
     i32* const last_raised = (i32*)(mine + RAISED_AT);  // the last KV block in which a maximum is raised
-    if (!fine) *last_raised = kv_block;
+    if (raises) *last_raised = kv_block;
     sync();
     const int raised_at = *last_raised;
     Words4 p[ROW_TILES];
