@@ -154,6 +154,11 @@ def test_other_commands_are_known_and_their_arguments_hold():
             assert " @ " not in words[2] or words[2].endswith(f" @ git+{REPOSITORY}"), command
             assert extras is None or set(extras[1].split(",")) <= set(EXTRAS), command
         elif words[:2] == ["vllm", "serve"]:
+            transfer = json.loads(words[words.index("--kv-transfer-config") + 1]) if "CUSTOM" not in words else {}
+            if "spec_name" in (cold := transfer.get("kv_connector_extra_config", {})):  # vLLM's own attention
+                assert (cold["spec_name"], transfer["kv_connector"]) == ("SlimKVOffloadingSpec", "OffloadingConnector")
+                KVCacheConfig.parse(cold["slimkv"])
+                continue
             assert words[words.index("--attention-backend") + 1] == "CUSTOM"
             settings = json.loads(words[words.index("--additional-config") + 1])["slimkv"]
             settings = {k: v for k, v in settings.items() if k != "calibration"}  # a file that does not exist here

@@ -38,7 +38,9 @@ def soak(
     seed: Annotated[int, typer.Option(help="Seed of the random load.")] = 0,
     faults: Annotated[
         int,
-        typer.Option(help="Serve nothing; damage files of stores so many times, kill their writers, fill their disk."),
+        typer.Option(
+            min=0, help="Serve nothing; damage files of stores so often, kill their writers, fill their disk."
+        ),
     ] = 0,
     output: Output = None,
     logs: Annotated[
