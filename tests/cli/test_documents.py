@@ -154,8 +154,12 @@ def test_other_commands_are_known_and_their_arguments_hold():
             assert " @ " not in words[2] or words[2].endswith(f" @ git+{REPOSITORY}"), command
             assert extras is None or set(extras[1].split(",")) <= set(EXTRAS), command
         elif words[:2] == ["vllm", "serve"]:
-            assert words[words.index("--attention-backend") + 1] == "CUSTOM"
-            settings = json.loads(words[words.index("--additional-config") + 1])["slimkv"]
+            if "--attention-backend" in words:
+                assert words[words.index("--attention-backend") + 1] == "CUSTOM"
+                settings = json.loads(words[words.index("--additional-config") + 1])["slimkv"]
+            else:  # packed blocks in host memory only
+                transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+                settings = transfer["kv_connector_extra_config"]["slimkv"]
             settings = {k: v for k, v in settings.items() if k != "calibration"}  # a file that does not exist here
             KVCacheConfig.parse(settings)
         elif words[0] in ("git", "cd"):
