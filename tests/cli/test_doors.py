@@ -23,8 +23,9 @@ def commands(group: typer.Typer, path: tuple[str, ...] = ()):
 def numbers(function):
     """The options of a command that are numbers."""
     hints = typing.get_type_hints(function, include_extras=True)
-    for name in inspect.signature(function).parameters:
-        kind, *details = typing.get_args(hints[name]) or (hints[name],)
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints.get(name, parameter.annotation)  # a frame of commands gives them signatures
+        kind, *details = typing.get_args(hint) or (hint,)
         if {int, float} & {kind, *typing.get_args(kind)}:
             for info in details:
                 if isinstance(info, typer.models.OptionInfo):

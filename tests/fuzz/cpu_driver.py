@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import os
+import platform
 import random
 import struct
 import subprocess
@@ -22,6 +24,7 @@ from slimkv.ops.cpu import isa
 from slimkv.ops.cpu.compiler import FLAGS, find_compiler, source_texts
 from slimkv.ops.cpu.module import layout_tables
 from slimkv.ops.cpu.structures import CLayout
+from slimkv.paths import cache_dir
 from slimkv.spec import CodecSpec, PageLayout
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -73,17 +76,26 @@ def _pointers(x: Any, base: int):
 
 
 def build(folder: Path, sanitize: bool, name: str | None = None) -> Path:
-    """The driver for an instruction set, with or without sanitizers."""
+    """The driver for an instruction set, with or without sanitizers; compiled in ``folder``, kept for later runs."""
     compiler = find_compiler()
     assert compiler is not None
-    for file, text in source_texts().items():
-        (folder / file).write_text(text)
-    chosen, target = isa.find(name), folder / f"driver-{name}-{sanitize}"
     flags = [f for f in FLAGS if f not in ("-shared", "-fvisibility=hidden", "-O3")]
     extra = ["-O1", "-g", SANITIZERS, "-fno-sanitize-recover=all", "-DSLIMKV_ALWAYS_THREADS"] if sanitize else ["-O2"]
-    command = [compiler, *flags, *chosen.flags, *extra, f"-I{folder}", str(SOURCE), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    command = [compiler, *flags, *isa.find(name).flags, *extra]
+    texts = source_texts()
+    parts = [*command, platform.processor(), SOURCE.read_text(), *(f"{file}\0{text}" for file, text in texts.items())]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    target = cache_dir("host") / f"cpu_driver-{digest}"
+    if not target.exists():
+        for file, text in texts.items():
+            (folder / file).write_text(text)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as beside:
+            built = Path(beside) / "driver"
+            command += [f"-I{folder}", str(SOURCE), "-o", str(built)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            built.replace(target)
     return target
 
 

@@ -74,7 +74,8 @@ def _serve(words: list[str], folder: Path) -> None:
 
     if "--kv-offloading-size" in words:
         words[words.index("--kv-offloading-size") + 1] = "1"
-    with serving(folder, *words[3:]) as (address, _):
+    small = [word.replace("/var/cache/kv", str(folder)).replace("42949672960", str(1 << 30)) for word in words[3:]]
+    with serving(folder, *small, packed="--attention-backend" in words) as (address, _):
         client = openai.OpenAI(base_url=address, api_key="none", timeout=300)
         asked = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
         assert "Paris" in client.completions.create(**asked).choices[0].text

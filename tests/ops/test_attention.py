@@ -19,6 +19,7 @@ from slimkv.ops import PackedKV
 from slimkv.ops.attention.api import AttendRequest, checked_request, split_workspace_bytes
 from slimkv.ops.attention.triton import launch as attend_triton
 from slimkv.ops.attention.workspace import workspace_bytes
+from tail import sample
 
 DECODE = Case()
 VERIFY = Case(lens=(40, 5, 17), queries=(5, 2, 3))
@@ -233,7 +234,7 @@ def check(case: Case, device: torch.device, backend: str = "triton", bound: floa
     assert not len(off) or off.max() <= case.lse_bound, f"log-sum-exp off by {off.max():.1e} of 1 + itself"
 
 
-@pytest.mark.parametrize("case", [*always(COVERING), *full([c for c in MATRIX if c not in COVERING])])
+@pytest.mark.parametrize("case", [*sample(always(COVERING), 2), *full([c for c in MATRIX if c not in COVERING])])
 def test_attend(case, device):
     check(case, device)
 

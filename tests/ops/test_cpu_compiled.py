@@ -49,7 +49,15 @@ EMULATED = {
 }
 
 
-@pytest.fixture(params=[*(s.name for s in isa.usable()), *(pytest.param(n, marks=pytest.mark.slow) for n in EMULATED)])
+HERE = [s.name for s in isa.usable()]  # from the best one to plain C++
+BUILDS = [
+    *dict.fromkeys((HERE[0], HERE[-1])),
+    *(pytest.param(name, marks=pytest.mark.tail) for name in HERE[1:-1]),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in EMULATED),
+]
+
+
+@pytest.fixture(params=BUILDS)
 def instruction_set(request, monkeypatch):
     """Every build that runs on this machine, one after the other."""
     if request.param not in EMULATED:

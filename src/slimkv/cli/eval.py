@@ -21,7 +21,7 @@ def root() -> None:
 
 @app.command()
 def attention(
-    head_dim: Annotated[int, typer.Option(help="Head size of the synthetic samples.")] = 128,
+    head_dim: Annotated[int, typer.Option(help="Head size of the synthetic samples.", callback=at_least(16))] = 128,
     model: Annotated[str | None, typer.Option(help="A model instead of synthetic samples: a name or a folder.")] = None,
     text: Text = "shipped",
     tokens: Annotated[int, typer.Option(help="Tokens of the text that the model reads.", callback=at_least(2))] = 1024,

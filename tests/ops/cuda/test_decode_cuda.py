@@ -93,7 +93,7 @@ EMULATED = [
 
 
 @emulated
-@pytest.mark.parametrize("case", sample(EMULATED, 2), ids=str)
+@pytest.mark.parametrize("case", sample(EMULATED, 3), ids=str)
 def test_attend(case):
     check_emulated(case)
 

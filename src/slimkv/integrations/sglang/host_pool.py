@@ -11,7 +11,7 @@ from typing import Any
 
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang.compat import MHATokenToKVPool, check_hooks, host_pool_parts
-from slimkv.integrations.sglang.plugin import HOST_POOL
+from slimkv.integrations.sglang.names import HOST_POOL
 
 
 def device_pool_infos(pool: Any) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slimkv.errors import SlimKVError
-from slimkv.integrations.sglang.names import BACKEND, LISTENING
+from slimkv.integrations.sglang.names import BACKEND, HOST_POOL, LISTENING
 
 DEFAULT_PAGE_SIZE = 64
 
@@ -28,7 +28,6 @@ HOOKS = {
     f"{_WINDOWED}._recompute_cell_size": "recompute_cell_size",
 }
 TARGETS = (*HOOKS, _POOL_CLASS)
-HOST_POOL = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.build_kv_host_pool"
 _RPC = "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request"
 
 

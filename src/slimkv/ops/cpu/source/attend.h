@@ -228,11 +228,12 @@ static void decode_fields(const SideUse& use, const u8* page, int position, int 
     for (int t = 0; t < count; t++) scale[t] *= unit;
 }
 
-// Fields of tokens [first, first + count) of a chunk that begins at `first`; zeros up to CHUNK.
-static void load_fields(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int count, float* scale, float* zero) {
+// Fields of tokens [first + skip, first + count) of a chunk that begins at `first`; zeros before and up to CHUNK.
+static void load_fields(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int skip, int count, float* scale, float* zero) {
   const int block_size = use.side->block_size;
   if (use.side->field_count < 2) memset(zero, 0, sizeof(float) * CHUNK);
-  for (int t = 0; t < count;) {
+  for (int t = 0; t < skip; t++) scale[t] = zero[t] = 0;
+  for (int t = skip; t < count;) {
     const int position = (int)((first + t) % block_size);
     const int run = block_size - position < count - t ? block_size - position : count - t;
     decode_fields(use, a.page(tile.sequence, tile.head, first + t), position, run, scale + t, zero + t);
@@ -275,7 +276,7 @@ static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m,
     load_fresh(a, a.key, false, tile, first, count, m.key_floats, stride);
     for (int t = 0; t < CHUNK; t++) m.key_scale[t] = 1, m.key_zero[t] = 0;
   } else {
-    load_fields(a, a.key, tile, first, count, m.key_scale, m.key_zero);
+    load_fields(a, a.key, tile, first, skip, count, m.key_scale, m.key_zero);
     if (a.key.bytes)
       for (int t = 0; t < count; t += TILE)
         unpack_key_bytes(side, tile_codes(a, side, tile, first + t), a.key.table, m.key_bytes + t * stride, stride);
@@ -474,7 +475,7 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
       if (fresh)
         for (int t = 0; t < CHUNK; t++) m.value_scale[t] = 1, m.value_zero[t] = 0;
       else
-        load_fields(a, a.value, tile, first, count, m.value_scale, m.value_zero);
+        load_fields(a, a.value, tile, first, skip, count, m.value_scale, m.value_zero);
       const bool exact_rows = fresh || !a.key.bytes;
       const bool zeros = a.key.side->field_count > 1 || a.value.side->field_count > 1;
       for (i64 r = 0; r < rows; r++) {
