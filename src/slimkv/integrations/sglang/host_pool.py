@@ -6,7 +6,6 @@ which it wrote for another packed cache. That one knows nothing of what a row ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from slimkv.errors import UnsupportedError
@@ -36,13 +35,8 @@ def device_pool_infos(pool: Any) -> tuple[Any, ...]:
     return (parts.DevicePoolInfo(pool_name=name, indices_from_pool=name, layer_ids=layers, buffer_info=rows),)
 
 
-def host_pool(original: Callable[..., Any], **asked: Any) -> Any:
-    """Around ``build_kv_host_pool``."""
-    from slimkv.integrations.sglang.pool import PackedPool
-
-    pool = asked["kv_pool"]
-    if not isinstance(pool, PackedPool):
-        return original(**asked)
+def host_pool(pool: Any, asked: dict[str, Any]) -> Any:
+    """What ``build_kv_host_pool`` makes of a packed pool, given its other arguments."""
     if asked.get("mtp_draft_device_pools"):
         raise UnsupportedError("slimkv's host pool holds no drafter's cache: leave out --enable-hierarchical-cache")
     parts = host_pool_parts()

@@ -140,8 +140,10 @@ def _pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: 
 def _host_pool(original: Callable[..., Any], **asked: Any) -> Any:
     """Around ``build_kv_host_pool``."""
     from slimkv.integrations.sglang.host_pool import host_pool
+    from slimkv.integrations.sglang.pool import PackedPool
 
-    return host_pool(original, **asked)
+    pool = asked["kv_pool"]
+    return host_pool(pool, asked) if isinstance(pool, PackedPool) else original(**asked)
 
 
 def _answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
