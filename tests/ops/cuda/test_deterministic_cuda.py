@@ -183,11 +183,11 @@ def test_the_order_of_tiles_and_their_units_must_not_reach_a_row(monkeypatch):
 @pytest.mark.parametrize(
     ("format", "dim", "group", "queries", "config"),
     [
-        ("k4v4", 128, 4, 1, DecodeConfig(4, 64, 8, 2, bulk=True)),
-        ("k4v4", 128, 4, 8, DecodeConfig(16, 64, 8, 2, bulk=True, narrow=True)),
-        ("k4v4", 128, 8, 4, DecodeConfig(16, 64, 8, 2, bulk=True)),
-        ("k4v4", 64, 4, 2, DecodeConfig(8, 128, 12, 2, bulk=True, narrow=True)),
-        ("k4v4", 256, 6, 2, DecodeConfig(8, 32, 8, 2)),
+        ("k4v4", 128, 4, 1, DecodeConfig(4, 64, 8, 2, bulk=True, exact=True)),
+        ("k4v4", 128, 4, 8, DecodeConfig(16, 64, 8, 2, bulk=True, exact=True, narrow=True)),
+        ("k4v4", 128, 8, 4, DecodeConfig(16, 64, 8, 2, bulk=True, exact=True)),
+        ("k4v4", 64, 4, 2, DecodeConfig(8, 128, 12, 2, bulk=True, exact=True, narrow=True)),
+        ("k4v4", 256, 6, 2, DecodeConfig(8, 32, 8, 2, exact=True)),
     ],
 )
 def test_more_queries_take_the_arithmetic_of_one(format, dim, group, queries, config):
