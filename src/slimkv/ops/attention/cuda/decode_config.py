@@ -37,6 +37,7 @@ class DecodeConfig:
     blocks_per_sm: int = 1
     pairs: bool = False
     bulk: bool = False  # blocks of tokens are whole pages, which the copy engine copies
+    exact: bool = False  # results depend on a row's own sequence alone, to the last bit
     narrow: bool = False  # more than 4 rows in the arithmetic of 4
 
     @property
@@ -127,9 +128,12 @@ def config_for(
 @lru_cache(maxsize=256)
 def deterministic_config(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
     """One with the results of that of a single query: its blocks of tokens, warps and arithmetic, maybe more rows."""
-    one = config_for(device, layout, group, 1)
-    if one is None or one.pairs or group * queries <= one.rows:
-        return None if one is None or one.pairs else one
+    found = config_for(device, layout, group, 1)
+    if found is None or found.pairs:
+        return None
+    one = replace(found, exact=True)
+    if group * queries <= one.rows:
+        return one
     # 12 warps have no registers for the output of 16 rows.
     rows = (8,) if one.warps > 8 or _head_class(layout) == 256 else (16, 8)
     wider = (replace(one, rows=n, stages=stages, narrow=one.rows <= 4) for n in rows for stages in (one.stages, 1))

@@ -29,7 +29,7 @@ def kernel_defines(
         "BLOCK_SIZE": layout.block_size, "KD": layout.spec.key_dim, "VD": layout.spec.value_dim,
         "V_CODES": layout.value.codes_offset, **side("K", layout.key), **side("V", layout.value),
         "COLUMNS": config.rows, "BLOCK_TOKENS": config.block_tokens, "WARPS": config.warps, "STAGES": config.stages,
-        "BULK": int(config.bulk), "NARROW": int(config.narrow), "BLOCKS_PER_SM": config.blocks_per_sm,
+        "BULK": int(config.bulk), "EXACT": config.exact + config.narrow, "BLOCKS_PER_SM": config.blocks_per_sm,
         "SHARED": shared_bytes(layout, config), "Q_TYPE": q_type, "OUT_TYPE": out_type,
         "WINDOW": int(window), "SOFTCAP": int(softcap),
     })  # fmt: skip

@@ -130,7 +130,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     DecodeRange next = range;
     ring.filled = 1;
     same_queries = next.next_split(args);
-    left -= (same_queries ? 1 : range.last - range.first) + (args.split_steps ? 0 : TILE_COST);  // with what the next work tile takes
+    left -= (same_queries ? 1 : range.last - range.first) + (SPLITS ? 0 : TILE_COST);  // with what the next work tile takes
     if (left > 0) {
       if (!same_queries) next = DecodeRange(args, next_range(args, range, left));
       if (STAGES > 1) begin_loading(next);

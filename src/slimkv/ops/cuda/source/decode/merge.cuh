@@ -13,7 +13,7 @@ constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
 DEVICE MergedState merge_parts(const DecodeArgs& args, const Partials& parts, int column, int from, int by, int lane) {
   MergedState merged;
   merged.clear();
-  if (args.split_steps) {  // relative to one maximum, so that parts without keys change nothing wherever they are
+  if (SPLITS) {  // relative to one maximum, so that parts without keys change nothing wherever they are
     for (int i = lane; i < parts.count; i += 32)
       merged.highest = max_f32(merged.highest, args.part_states[2 * ((i64)(parts.first + i) * COLUMNS + column)]);
 #pragma unroll

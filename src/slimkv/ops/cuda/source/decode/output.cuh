@@ -10,7 +10,7 @@ constexpr bool WHOLE_ITEMS = !OUTPUT_TAKES_SCRATCH || VD <= 2 * KD;
 static_assert(!WHOLE_ITEMS || WRITERS > 0, "queries are two bytes a number, of four columns");
 DEVICE float* scratch_of_writer(u8* shared, int warp) { return (float*)(shared + OUTPUT_SCRATCH_AT) + warp * VD; }
 DEVICE bool is_whole(const DecodeArgs& args, const DecodeRange& range) {
-  return WHOLE_ITEMS && range.first == 0 && range.last == range.s.kv_blocks && (!args.split_steps || range.s.kv_blocks <= 1);
+  return WHOLE_ITEMS && range.first == 0 && range.last == range.s.kv_blocks && (!SPLITS || range.s.kv_blocks <= 1);
 }
 
 // Parts of a row, some at a time.

@@ -1,7 +1,7 @@
 // Work of the decode kernels: a work tile is a KV head of a sequence and of a chunk of its queries. A step is STEP tokens, and a KV block
 // of the schedule a step.
 //
-// With args.split_steps a KV block is a split of so many steps instead, from the sequence's first token on. Its partial result is the same
+// SPLITS: a KV block is a split of args.split_steps steps instead, from the sequence's first token on. Its partial result is the same
 // in every call, whatever else is attended and whichever thread block has it (docs/design/kernels.md). A warp has every WARPS-th step of
 // a split, counted from the split's first one: those before a window's begin are left out.
 #pragma once
@@ -15,7 +15,7 @@ struct Sequence {
   int start, queries, length;
   int begin;      // token of step 0, a multiple of STEP
   int steps;      // up to the last token
-  int skipped;    // steps that no query sees; only with splits
+  int skipped;    // SPLITS: steps that no query sees
   int tiles;      // work tiles: chunks of queries that are attended together, times KV heads
   int kv_blocks;  // of each of them
 };
@@ -27,20 +27,20 @@ DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
   s.begin = 0;
   s.skipped = 0;
   const int first = WINDOW ? max_i32(0, s.length - s.queries - args.sliding_window + 1) / STEP : 0;
-  if (args.split_steps) s.skipped = first;
+  if (SPLITS) s.skipped = first;
   else s.begin = first * STEP;
   const int per_chunk = args.queries_of_chunk;
   const bool ours = s.queries > 0 && s.queries <= args.max_decode_queries;
   s.tiles = ours ? small_quotient(s.queries + per_chunk - 1, per_chunk) * args.num_kv_heads : 0;
   s.steps = ours ? (max_i32(0, s.length - s.begin) + STEP - 1) / STEP : 0;
   s.kv_blocks = s.steps;
-  if (args.split_steps && ours)
+  if (SPLITS && ours)
     s.kv_blocks = quotient(s.steps + args.split_steps - 1, args.split_steps) - quotient(s.skipped, args.split_steps);
   return s;
 }
 DEVICE Sequence from_lane(const Sequence& s, int lane) {
-  return {shfl(s.start, lane), shfl(s.queries, lane), shfl(s.length, lane), WINDOW ? shfl(s.begin, lane) : 0, shfl(s.steps, lane),
-          WINDOW ? shfl(s.skipped, lane) : 0, shfl(s.tiles, lane), shfl(s.kv_blocks, lane)};
+  return {shfl(s.start, lane), shfl(s.queries, lane), shfl(s.length, lane), WINDOW ? shfl(s.begin, lane) : 0, SPLITS ? shfl(s.steps, lane) : 0,
+          SPLITS && WINDOW ? shfl(s.skipped, lane) : 0, shfl(s.tiles, lane), shfl(s.kv_blocks, lane)};
 }
 
 // What it costs to go on to another work tile, in KV blocks, and with the idle warps of its last ones.
@@ -48,8 +48,8 @@ constexpr int TILE_SWITCH_COST = VERIFY ? 2 * RINGS : WARPS + WARPS / 4, TILE_CO
 constexpr int MIN_SHARE = VERIFY ? 1 : 4;  // fewer KV blocks leave more to merge than they save
 constexpr bool PAD_TILES = true;
 #include "common/schedule.cuh"
-DEVICE WorkCosts costs_of(const DecodeArgs& args) {
-  return args.split_steps ? WorkCosts{0, 0, 1} : WorkCosts{TILE_COST, TILE_SWITCH_COST, MIN_SHARE};
+DEVICE WorkCosts costs_of(const DecodeArgs&) {
+  return SPLITS ? WorkCosts{0, 0, 1} : WorkCosts{TILE_COST, TILE_SWITCH_COST, MIN_SHARE};
 }
 
 // KV blocks of a work tile, and whose they are. Steps `from` to `to` are attended before a result is left: all, or those of the first split.
@@ -64,30 +64,30 @@ struct DecodeRange : WorkRange {
   }
   DEVICE_MEMBER void set_steps(const DecodeArgs& args) {
     base = from = first, to = last;
-    if (!args.split_steps) return;
+    if (!SPLITS) return;
     base = (quotient(s.skipped, args.split_steps) + first) * args.split_steps;
     from = max_i32(base, s.skipped), to = last > first ? min_i32(s.steps, base + args.split_steps) : from;
   }
   DEVICE_MEMBER int first_step(int warp) const {
     const int before = from - base - warp;  // steps of the split that the warp leaves out, if any
-    return base + warp + (WINDOW && before > 0 ? (before + WARPS - 1) / WARPS * WARPS : 0);
+    return base + warp + (SPLITS && WINDOW && before > 0 ? (before + WARPS - 1) / WARPS * WARPS : 0);
   }
   // On to the next split of the same work tile; whether there is one.
   DEVICE_MEMBER bool next_split(const DecodeArgs& args) {
-    if (!args.split_steps || first + 1 >= last) return false;
+    if (!SPLITS || first + 1 >= last) return false;
     first++;
     set_steps(args);
     return true;
   }
   // Number of the partial result.
   DEVICE_MEMBER int part(const DecodeArgs& args) const {
-    return args.split_steps ? number * args.max_splits + first : number + block_index();
+    return SPLITS ? number * args.max_splits + first : part_of(*this);
   }
 };
 
 // The partial results of a work tile.
 DEVICE Partials decode_partials(const DecodeArgs& args, int b, int tile, int lane) {
-  if (!args.split_steps) return partials_of(args, b, tile, lane);
+  if (!SPLITS) return partials_of(args, b, tile, lane);
   return {(tiles_before(args, b, lane) + tile) * args.max_splits, sequence_at(args, b).kv_blocks};
 }
 

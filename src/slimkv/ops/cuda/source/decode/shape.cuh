@@ -1,6 +1,6 @@
 // What the attention kernels for few queries are compiled for, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_CORE (the pages; a core
-// of 0: not rotated), COLUMNS, BLOCK_TOKENS, WARPS, STAGES, BULK, BLOCKS_PER_SM, SHARED (decode_config.py), NARROW, Q_TYPE, OUT_TYPE
+// of 0: not rotated), COLUMNS, BLOCK_TOKENS, WARPS, STAGES, BULK, BLOCKS_PER_SM, SHARED (decode_config.py), EXACT (results depend on a row's own sequence alone; 0: no, 1: SPLITS, 2: and NARROW), Q_TYPE, OUT_TYPE
 // (types.cuh), WINDOW, SOFTCAP (the options). VERIFY: 0 in decode.cu, 1 in verify.cu.
 //
 // A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
@@ -13,6 +13,7 @@
 
 constexpr int KS = KD / 16, VS = VD / 16, STEP = BLOCK_TOKENS, NT = STEP / 16;
 constexpr bool K_ROTATED = K_CORE > 0, V_ROTATED = V_CORE > 0;
+constexpr bool SPLITS = EXACT > 0, NARROW = EXACT == 2;
 constexpr bool WIDE = COLUMNS > 4 && !NARROW;
 constexpr int NG = COLUMNS / (WIDE ? 8 : 4);
 constexpr int OWN = WIDE ? 2 : 1;  // columns of a group that a lane has
@@ -104,8 +105,8 @@ struct DecodeArgs {
   u32 key_core[32], value_core[32];  // columns of the keys' core, rows of the values', likewise
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
   i32 blocks;        // of `attend`; 0: one for each KV head of every sequence, and nothing to merge
-  i32 split_steps;   // splits of a fixed number of steps (schedule.cuh); 0: as even as can be
-  i32 max_splits;    // of a work tile
+  i32 split_steps;   // SPLITS: of each (schedule.cuh)
+  i32 max_splits;    // SPLITS: of a work tile
   i32 merge_split;   // warps of `merge` that share the parts of a row
   i32 merge_places;  // of a sequence, one for each query, that `merge` looks at; 0: it looks at every row
   i32 queries_of_chunk;  // that are attended together: COLUMNS / group_size

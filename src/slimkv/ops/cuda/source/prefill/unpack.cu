@@ -12,8 +12,8 @@
 
 constexpr int S = D / 16, WARPS = STEP / 16, FIELD_BIAS = 40;
 // What is largest in a tile is below 2^LARGEST_EXPONENT. BY_ROW: units are multiples of 2^UNIT_STEP, so that they seldom change, and even
-// numbers 2^19 below the largest are halves without a loss: which unit they have does not show.
-constexpr int LARGEST_EXPONENT = BY_ROW ? 13 : 6, UNIT_STEP = BY_ROW ? 8 : 1;
+// numbers 2^24 below the largest are halves without a loss: which unit they have does not show.
+constexpr int LARGEST_EXPONENT = BY_ROW ? 15 : 6, UNIT_STEP = BY_ROW ? 2 : 1;
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 
 struct UnpackArgs {
