@@ -125,16 +125,20 @@ test-sglang-extended:
 engines: $(VLLM_VENV)/.ready $(SGLANG_VENV)/.ready
 
 CODE := src tests examples benchmarks
+KERNELS = $(shell find src -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
+CLANG_FORMAT = $(PY) -c "import clang_format; clang_format.clang_format()"
 
 lint: $(READY)
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
+	$(CLANG_FORMAT) --dry-run -Werror $(KERNELS)
 	$(PY) -m mypy
 	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()" --no-cache
 
 format: $(READY)
 	$(PY) -m ruff check --fix $(CODE)
 	$(PY) -m ruff format $(CODE)
+	$(CLANG_FORMAT) -i $(KERNELS)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(DOCS_VENV) $(OUT) site build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

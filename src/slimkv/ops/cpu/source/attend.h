@@ -40,7 +40,7 @@ struct SideUse {
 struct RowTile {
   i64 sequence, head, first, end;
   i64 key_begin, key_end;  // keys that any of its rows sees
-  i64 parts;   // of its keys
+  i64 parts;  // of its keys
   i64 splits;  // tasks: one for each part, or one for all
   i64 partial;  // index of its first float in the partial results
   std::atomic<i64> left;
@@ -49,7 +49,7 @@ struct RowTile {
 // The running softmax of a tile's rows.
 struct State {
   float *greatest, *sum, *zero;  // [rows]
-  float* out;                    // [rows][value_dim]
+  float* out;  // [rows][value_dim]
 };
 
 static inline i64 state_floats(i64 rows, i64 value_dim) { return rows * (value_dim + 3); }
@@ -114,21 +114,21 @@ struct Attention {
 
 // The part of a thread's memory that one tile uses.
 struct TileMemory {
-  float* query;      // [rows][key_stride], in the order of K's bytes
-  i8* digits;        // [rows][3][key_stride]
-  i32* offset;       // [rows][3]
+  float* query;  // [rows][key_stride], in the order of K's bytes
+  i8* digits;  // [rows][3][key_stride]
+  i32* offset;  // [rows][3]
   float *row_scale, *row_sum, *row_shift, *rescale;  // [rows]
-  u8* active;        // [rows]
-  float* scores;     // [rows][CHUNK]; then weights
+  u8* active;  // [rows]
+  float* scores;  // [rows][CHUNK]; then weights
   i8* weight_digits;  // [rows][3][CHUNK]
   i32* weight_offset;  // [rows][3]
   // A chunk of K, and when its scores are there, of V: one memory, so that it stays in the first cache.
-  u8* key_bytes;        // [CHUNK][key_stride]
-  float* key_floats;    // [CHUNK][key_stride]
-  u8* value_bytes;      // see value_offset
+  u8* key_bytes;  // [CHUNK][key_stride]
+  float* key_floats;  // [CHUNK][key_stride]
+  u8* value_bytes;  // see value_offset
   float* value_floats;  // [CHUNK][value_dim]
   float *key_scale, *key_zero, *value_scale, *value_zero;  // [CHUNK]
-  float* row;        // [MAX_DIM]
+  float* row;  // [MAX_DIM]
   float *state, *part;  // of a tile that one task attends, and of a later part of its keys
 
   template <typename T>
@@ -229,7 +229,8 @@ static void decode_fields(const SideUse& use, const u8* page, int position, int 
 }
 
 // Fields of tokens [first + skip, first + count) of a chunk that begins at `first`; zeros before and up to CHUNK.
-static void load_fields(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int skip, int count, float* scale, float* zero) {
+static void load_fields(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int skip, int count,
+    float* scale, float* zero) {
   const int block_size = use.side->block_size;
   if (use.side->field_count < 2) memset(zero, 0, sizeof(float) * CHUNK);
   for (int t = 0; t < skip; t++) scale[t] = zero[t] = 0;
@@ -244,16 +245,19 @@ static void load_fields(const Attention& a, const SideUse& use, const RowTile& t
 
 // A chunk of K or V as floats [token][stride], in the order of the side's numbers. The first `skip` tokens are seen by no
 // row: a page of one token may belong to somebody else.
-static void load_floats(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int skip, int count, float* out, i64 stride) {
+static void load_floats(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int skip, int count,
+    float* out, i64 stride) {
   const Side& side = *use.side;
   for (int t = skip; t < count; t++) {
     const i64 token = first + t;
-    unpack_token(side, a.page(tile.sequence, tile.head, token), (int)(token % side.block_size), use.numbers, out + t * stride);
+    unpack_token(side, a.page(tile.sequence, tile.head, token), (int)(token % side.block_size), use.numbers,
+        out + t * stride);
   }
 }
 
 // Fresh vectors of a chunk, rotated before.
-static void load_fresh(const Attention& a, const SideUse& use, bool value, const RowTile& tile, i64 first, int count, float* out, i64 stride) {
+static void load_fresh(const Attention& a, const SideUse& use, bool value, const RowTile& tile, i64 first, int count,
+    float* out, i64 stride) {
   const i64 begin = a.call.cu_seqlens_q[tile.sequence] + a.queries(tile.sequence) - a.length(tile.sequence);
   const int dim = use.side->dim;
   for (int t = 0; t < count; t++) {
@@ -268,7 +272,8 @@ static inline const u8* tile_codes(const Attention& a, const Side& side, const R
 }
 
 // Scores of every row that sees something of the chunk [first, first + count).
-static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m, i64 first, int skip, int count, bool fresh) {
+static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m, i64 first, int skip, int count,
+    bool fresh) {
   const Side& side = *a.key.side;
   const int rows = (int)(tile.end - tile.first), four = (count + 3) / 4 * 4;
   const i64 stride = a.key_stride;
@@ -280,8 +285,7 @@ static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m,
     if (a.key.bytes)
       for (int t = 0; t < count; t += TILE)
         unpack_key_bytes(side, tile_codes(a, side, tile, first + t), a.key.table, m.key_bytes + t * stride, stride);
-    else
-      load_floats(a, a.key, tile, first, skip, count, m.key_floats, stride);
+    else load_floats(a, a.key, tile, first, skip, count, m.key_floats, stride);
   }
   if (fresh || !a.key.bytes) {
     scores_float<float>(m.query, rows, stride, m.key_floats, stride, four, side.dim, m.scores);
@@ -382,8 +386,14 @@ static WeightDigits weight_digits(TileMemory& m, i64 r, int tokens) {
 
 // The tokens of a chunk [first, first + count) that a row sees; empty where it sees none.
 static Seen seen_by(const Attention& a, const RowTile& tile, i64 r, i64 first, int count) {
-  const i64 row = tile.first + r, from = a.sees_from(tile.sequence, row) - first, to = a.sees_to(tile.sequence, row) - first;
-  const int begin = from > count ? count : from > 0 ? (int)from : 0, end = to < begin ? begin : to < count ? (int)to : count;
+  const i64 row = tile.first + r, from = a.sees_from(tile.sequence, row) - first,
+            to = a.sees_to(tile.sequence, row) - first;
+  const int begin = from > count ? count
+      : from > 0                 ? (int)from
+                                 : 0,
+            end = to < begin ? begin
+      : to < count           ? (int)to
+                             : count;
   return {begin, end};
 }
 
@@ -402,19 +412,19 @@ static void weighted_rows(const Attention& a, const RowTile& tile, TileMemory& m
   for (int r = 0; r < rows; r++) {
     const Seen seen = seen_by(a, tile, r, first, count);
     if (seen.end > seen.begin)
-      weighted_float(m.scores + r * CHUNK + seen.begin, 1, m.value_floats + seen.begin * dim, dim, seen.end - seen.begin, dim, m.rescale + r, state.out + (i64)r * dim, dim);
+      weighted_float(m.scores + r * CHUNK + seen.begin, 1, m.value_floats + seen.begin * dim, dim,
+          seen.end - seen.begin, dim, m.rescale + r, state.out + (i64)r * dim, dim);
   }
 }
 
 // out = out * rescale + weights v, for the rows that see something of the chunk.
-static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 first, int skip, int count, bool fresh) {
+static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 first, int skip,
+    int count, bool fresh) {
   const Side& side = *a.value.side;
   const int rows = (int)(tile.end - tile.first), dim = side.dim;
   if (fresh || !a.value.bytes) {
-    if (fresh)
-      load_fresh(a, a.value, true, tile, first, count, m.value_floats, dim);
-    else
-      load_floats(a, a.value, tile, first, skip, count, m.value_floats, dim);
+    if (fresh) load_fresh(a, a.value, true, tile, first, count, m.value_floats, dim);
+    else load_floats(a, a.value, tile, first, skip, count, m.value_floats, dim);
     weighted_rows(a, tile, m, state, first, count);
     return;
   }
@@ -448,7 +458,8 @@ static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m,
 }
 
 // The keys [key_begin, key_end) of a tile whose queries are prepared.
-static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 key_begin, i64 key_end) {
+static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 key_begin,
+    i64 key_end) {
   const i64 rows = tile.end - tile.first, dim = a.value.side->dim, fresh_from = a.fresh_from(tile.sequence);
   for (i64 r = 0; r < rows; r++) {
     state.greatest[r] = -INFINITY;
@@ -474,8 +485,7 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
       chunk_scores(a, tile, m, first, skip, count, fresh);
       if (fresh)
         for (int t = 0; t < CHUNK; t++) m.value_scale[t] = 1, m.value_zero[t] = 0;
-      else
-        load_fields(a, a.value, tile, first, skip, count, m.value_scale, m.value_zero);
+      else load_fields(a, a.value, tile, first, skip, count, m.value_scale, m.value_zero);
       const bool exact_rows = fresh || !a.key.bytes;
       const bool zeros = a.key.side->field_count > 1 || a.value.side->field_count > 1;
       for (i64 r = 0; r < rows; r++) {
@@ -489,9 +499,11 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
           const bool all = from == 0 && to == count && count % W == 0;
           const Seen seen{(int)from, (int)to};
           if (zeros)
-            all ? softmax_row<true, true>(a, m, state, r, seen, count, row_scale) : softmax_row<false, true>(a, m, state, r, seen, count, row_scale);
+            all ? softmax_row<true, true>(a, m, state, r, seen, count, row_scale)
+                : softmax_row<false, true>(a, m, state, r, seen, count, row_scale);
           else
-            all ? softmax_row<true, false>(a, m, state, r, seen, count, row_scale) : softmax_row<false, false>(a, m, state, r, seen, count, row_scale);
+            all ? softmax_row<true, false>(a, m, state, r, seen, count, row_scale)
+                : softmax_row<false, false>(a, m, state, r, seen, count, row_scale);
         } else {
           for (int t = 0; t < CHUNK; t++) m.scores[r * CHUNK + t] = 0;
           m.rescale[r] = 1;
@@ -525,7 +537,8 @@ static void finish_tile(const Attention& a, const RowTile& tile, const State& st
   float x[MAX_DIM];
   for (i64 r = 0; r < rows; r++) {
     float greatest = state.greatest[r], share = 1, sum = state.sum[r];
-    const i64 row = tile.first + r, query = a.call.cu_seqlens_q[tile.sequence] + row / a.group, head = tile.head * a.group + row % a.group;
+    const i64 row = tile.first + r, query = a.call.cu_seqlens_q[tile.sequence] + row / a.group,
+              head = tile.head * a.group + row % a.group;
     const bool has_sink = a.call.sinks != nullptr;
     const float sink = has_sink ? a.call.sinks[query * a.call.sink_stride + head] : -INFINITY;
     if (sink > greatest) {
@@ -578,7 +591,8 @@ static i64 make_tiles(const Attention& a, std::vector<RowTile>& tiles, i64& part
   const AttendCall& call = a.call;
   const i64 value_dim = a.value.side->dim;
   i64 tasks = 0, count = 0;
-  for (i64 i = 0; i < call.sequences; i++) count += (a.queries(i) * a.group + TILE_ROWS - 1) / TILE_ROWS * call.pages.heads;
+  for (i64 i = 0; i < call.sequences; i++)
+    count += (a.queries(i) * a.group + TILE_ROWS - 1) / TILE_ROWS * call.pages.heads;
   tiles = std::vector<RowTile>((size_t)count);
   partials = most_rows = 0;
   size_t next = 0;
@@ -615,7 +629,8 @@ static void rotate_fresh(Attention& a) {
   const AttendCall& call = a.call;
   const i64 heads = call.pages.heads, total = call.cu_seqlens_q[call.sequences];
   const i64 dims[2] = {a.key.side->dim, a.value.side->dim};
-  a.rotated_fresh[0] = (float*)fresh_scratch.reserve(sizeof(float) * (size_t)(total * heads * (dims[0] + dims[1]) + 16));
+  a.rotated_fresh[0] =
+      (float*)fresh_scratch.reserve(sizeof(float) * (size_t)(total * heads * (dims[0] + dims[1]) + 16));
   a.rotated_fresh[1] = a.rotated_fresh[0] + total * heads * dims[0];
   parallel_for(total, call.threads, (double)total * heads * (dims[0] + dims[1]) * 2, [&](i64 query) {
     for (int side = 0; side < 2; side++)

@@ -206,12 +206,12 @@ static void encode_fp8(EncodeScratch& s, const Side& side, u32 largest, Encoded&
 
 // Row `token`, `head` of x -> codes and fields; a vector that cannot be encoded is marked. weights: the transposed matrix of
 // query-aware rounding, [dim, dim]; null rounds to the nearest level.
-static void encode(const Vectors& x, i64 token, i64 head, const Side& side, const i8* weights, EncodeScratch& s, Encoded& e) {
+static void encode(const Vectors& x, i64 token, i64 head, const Side& side, const i8* weights, EncodeScratch& s,
+    Encoded& e) {
   const int dim = side.dim;
   if (side.kind == RAW) {
     const i64 first = token * x.token_stride + head * x.head_stride;
-    if (side.bits == 32)
-      memcpy(e.codes, (const u32*)x.data + first, sizeof(u32) * dim);
+    if (side.bits == 32) memcpy(e.codes, (const u32*)x.data + first, sizeof(u32) * dim);
     else
       for (int d = 0; d < dim; d++) e.codes[d] = ((const u16*)x.data + first)[d];
     return;
@@ -220,12 +220,9 @@ static void encode(const Vectors& x, i64 token, i64 head, const Side& side, cons
   const u32 largest = largest_bits(s.x, dim);
   bool bad = !finite_bits(largest);
   if (!bad) {
-    if (side.kind == LLOYD)
-      encode_lloyd(s, side, largest, x.dtype != F32, weights, e);
-    else if (side.kind == UNIFORM)
-      encode_uniform(s, side, largest, e);
-    else
-      encode_fp8(s, side, largest, e);
+    if (side.kind == LLOYD) encode_lloyd(s, side, largest, x.dtype != F32, weights, e);
+    else if (side.kind == UNIFORM) encode_uniform(s, side, largest, e);
+    else encode_fp8(s, side, largest, e);
     for (int i = 0; i < side.field_count; i++) bad |= e.fields[i] == INVALID;
   }
   if (bad) {

@@ -4,7 +4,8 @@
 #include "store.h"
 #include "unpack.h"
 
-static void gather_vector(const GatherCall& call, const Side& side, const Vectors& out, i64 token, i64 slot, i64 head, const float* table) {
+static void gather_vector(const GatherCall& call, const Side& side, const Vectors& out, i64 token, i64 slot, i64 head,
+    const float* table) {
   alignas(64) float x[MAX_DIM];
   if (slot < 0) {
     memset(x, 0, sizeof(float) * side.dim);
@@ -25,7 +26,8 @@ static void gather_vector(const GatherCall& call, const Side& side, const Vector
 
 static Status gather(GatherCall& call) {
   const Layout& layout = *call.layout;
-  const Status checked = check_slots(call.slots, call.wide_slots, call.tokens, call.pages, layout.block_size, call.fault);
+  const Status checked =
+      check_slots(call.slots, call.wide_slots, call.tokens, call.pages, layout.block_size, call.fault);
   if (checked != OK) return checked;
   float key_table[256], value_table[256];
   if (layout.key.kind != RAW) number_table(layout.key, 0, key_table);

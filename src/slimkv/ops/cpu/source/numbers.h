@@ -68,9 +68,7 @@ static inline u32 encode_unsigned(float x) {
   return rounded >= (i32)INVALID ? INVALID : (u32)rounded;
 }
 
-static inline float decode_unsigned(u32 code) {
-  return code == INVALID ? NAN : bits_as<float>(code << 13) * 0x1p87f;
-}
+static inline float decode_unsigned(u32 code) { return code == INVALID ? NAN : bits_as<float>(code << 13) * 0x1p87f; }
 
 static inline u32 encode_signed(float x) {
   const i32 bits = bits_as<i32>(x), magnitude = bits & 0x7FFFFFFF;

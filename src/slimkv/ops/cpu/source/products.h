@@ -45,10 +45,13 @@ static void scores_block(const float* q, i64 q_stride, const T* k, i64 stride, i
 }
 
 template <typename T>
-static void scores_float(const float* q, int rows, i64 q_stride, const T* k, i64 stride, int tokens, int dim, float* scores) {
+static void scores_float(const float* q, int rows, i64 q_stride, const T* k, i64 stride, int tokens, int dim,
+    float* scores) {
   int r = 0;
-  for (; r + 4 <= rows; r += 4) scores_block<4, T>(q + r * q_stride, q_stride, k, stride, tokens, dim, scores + r * CHUNK);
-  for (; r + 2 <= rows; r += 2) scores_block<2, T>(q + r * q_stride, q_stride, k, stride, tokens, dim, scores + r * CHUNK);
+  for (; r + 4 <= rows; r += 4)
+    scores_block<4, T>(q + r * q_stride, q_stride, k, stride, tokens, dim, scores + r * CHUNK);
+  for (; r + 2 <= rows; r += 2)
+    scores_block<2, T>(q + r * q_stride, q_stride, k, stride, tokens, dim, scores + r * CHUNK);
   if (r < rows) scores_block<1, T>(q + r * q_stride, q_stride, k, stride, tokens, dim, scores + r * CHUNK);
 }
 
@@ -56,7 +59,8 @@ static void scores_float(const float* q, int rows, i64 q_stride, const T* k, i64
 
 // R rows of weights [CHUNK] by V [token][dim] -> out [R][dim].
 template <int R>
-static void weighted_block(const float* weights, const float* v, i64 stride, int tokens, int dim, const float* rescale, float* out, i64 out_stride) {
+static void weighted_block(const float* weights, const float* v, i64 stride, int tokens, int dim, const float* rescale,
+    float* out, i64 out_stride) {
   for (int d = 0; d < dim; d += 2 * W) {
     const int vectors = d + W < dim ? 2 : 1;
     VF sums[R][2];
@@ -82,7 +86,8 @@ static void weighted_block(const float* weights, const float* v, i64 stride, int
   }
 }
 
-static void weighted_float(const float* weights, int rows, const float* v, i64 stride, int tokens, int dim, const float* rescale, float* out, i64 out_stride) {
+static void weighted_float(const float* weights, int rows, const float* v, i64 stride, int tokens, int dim,
+    const float* rescale, float* out, i64 out_stride) {
   int r = 0;
   for (; r + 4 <= rows; r += 4)
     weighted_block<4>(weights + r * CHUNK, v, stride, tokens, dim, rescale + r, out + r * out_stride, out_stride);
@@ -94,12 +99,14 @@ static void weighted_float(const float* weights, int rows, const float* v, i64 s
 
 // R rows of weights, in the order of V's bytes, by V's bytes -> out [R][dim].
 template <int R>
-static void weighted_bytes_block(const float* weights, const i8* v, int tokens, int dim, float unit, const float* rescale, float* out, i64 out_stride) {
+static void weighted_bytes_block(const float* weights, const i8* v, int tokens, int dim, float unit,
+    const float* rescale, float* out, i64 out_stride) {
   for (int d = 0; d < dim; d += W) {
     VF sums[R] = {};
     for (int t = 0; t < tokens; t += 4) {
       const VI four = load_i(v + value_offset(d, t));
-      const VF numbers[4] = {to_float((four << 24) >> 24), to_float((four << 16) >> 24), to_float((four << 8) >> 24), to_float(four >> 24)};
+      const VF numbers[4] = {to_float((four << 24) >> 24), to_float((four << 16) >> 24), to_float((four << 8) >> 24),
+          to_float(four >> 24)};
       for (int r = 0; r < R; r++)
         for (int k = 0; k < 4; k++) sums[r] = fma_f(splat(weights[r * CHUNK + t + k]), numbers[k], sums[r]);
     }
@@ -110,13 +117,15 @@ static void weighted_bytes_block(const float* weights, const i8* v, int tokens, 
   }
 }
 
-static void weighted_bytes(const float* weights, int rows, const i8* v, int tokens, int dim, float unit, const float* rescale, float* out, i64 out_stride) {
+static void weighted_bytes(const float* weights, int rows, const i8* v, int tokens, int dim, float unit,
+    const float* rescale, float* out, i64 out_stride) {
   int r = 0;
   for (; r + 4 <= rows; r += 4)
     weighted_bytes_block<4>(weights + r * CHUNK, v, tokens, dim, unit, rescale + r, out + r * out_stride, out_stride);
   for (; r + 2 <= rows; r += 2)
     weighted_bytes_block<2>(weights + r * CHUNK, v, tokens, dim, unit, rescale + r, out + r * out_stride, out_stride);
-  if (r < rows) weighted_bytes_block<1>(weights + r * CHUNK, v, tokens, dim, unit, rescale + r, out + r * out_stride, out_stride);
+  if (r < rows)
+    weighted_bytes_block<1>(weights + r * CHUNK, v, tokens, dim, unit, rescale + r, out + r * out_stride, out_stride);
 }
 
 #else
@@ -138,7 +147,8 @@ typedef float F4 __attribute__((vector_size(16)));
 // Four accumulators -> their four sums.
 static inline I4 sum_four(const VI* acc) {
 #if defined(SLIMKV_NEON)
-  const int32x4_t a = vpaddq_s32((int32x4_t)acc[0], (int32x4_t)acc[1]), b = vpaddq_s32((int32x4_t)acc[2], (int32x4_t)acc[3]);
+  const int32x4_t a = vpaddq_s32((int32x4_t)acc[0], (int32x4_t)acc[1]),
+                  b = vpaddq_s32((int32x4_t)acc[2], (int32x4_t)acc[3]);
   return (I4)vpaddq_s32(a, b);
 #else
   __m256i half[4];

@@ -11,9 +11,7 @@ template <typename Call>
 static i32 guarded(Status (*run)(Call&), Call* call) {
   try {
     return run(*call);
-  } catch (const std::bad_alloc&) {
-    return OUT_OF_MEMORY;
-  }
+  } catch (const std::bad_alloc&) { return OUT_OF_MEMORY; }
 }
 
 EXPORT i32 slimkv_store(StoreCall* call) { return guarded(store, call); }

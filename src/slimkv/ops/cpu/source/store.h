@@ -65,7 +65,8 @@ static void store_token(const StoreCall& call, i64 token, i64 slot, i64 head, St
 
 static Status store(StoreCall& call) {
   const Layout& layout = *call.layout;
-  const Status checked = check_slots(call.slots, call.wide_slots, call.tokens, call.pages, layout.block_size, call.fault);
+  const Status checked =
+      check_slots(call.slots, call.wide_slots, call.tokens, call.pages, layout.block_size, call.fault);
   if (checked != OK) return checked;
   const i64 heads = call.pages.heads;
   const double work = (double)call.tokens * heads * (layout.key.dim + layout.value.dim) * 8;

@@ -76,9 +76,7 @@ struct Vectors {
 };
 
 // What was out of range: the caller raises with these numbers.
-struct Fault {
-  i64 where, index, value, limit;
-};
+struct Fault { i64 where, index, value, limit; };
 
 struct StoreCall {
   const Layout* layout;
@@ -88,7 +86,8 @@ struct StoreCall {
   i64 tokens;
   i32 wide_slots;  // slots are int64, not int32
   i32 threads;
-  const i8* query_aware;  // [matrices, heads, key_dim, key_dim] transposed: [j][i] corrects i for the error of j; or null
+  const i8*
+      query_aware;  // [matrices, heads, key_dim, key_dim] transposed: [j][i] corrects i for the error of j; or null
   const i32* query_aware_index;  // [tokens]: which of the matrices; or null for the first
   i64 matrices;
   Fault fault;

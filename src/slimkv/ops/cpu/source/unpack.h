@@ -145,8 +145,10 @@ static inline void key_group(const u8* data, int g, const u8* table, u8* low_tok
 #elif defined(SLIMKV_X86)
   const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
   const __m256i low_bits = _mm256_set1_epi8(15);
-  const __m256i apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-  __m256i a = _mm256_loadu_si256((const __m256i*)(data + 64 * g)), b = _mm256_loadu_si256((const __m256i*)(data + 64 * g + 32));
+  const __m256i apart =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  __m256i a = _mm256_loadu_si256((const __m256i*)(data + 64 * g)),
+          b = _mm256_loadu_si256((const __m256i*)(data + 64 * g + 32));
   a = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(a, apart), 0xD8);
   b = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(b, apart), 0xD8);
   const __m256i one = _mm256_permute2x128_si256(a, b, 0x20), other = _mm256_permute2x128_si256(a, b, 0x31);
@@ -197,10 +199,8 @@ static void unpack_key_bytes(const Side& side, const u8* codes, const u8* table,
     const u8* data = words + 4 * LANES * first;
     for (int g = 0; g < 8; g++) {
       u8 *low = out + g * stride + SLICE * first, *high = out + (g + 8) * stride + SLICE * first;
-      if (v == 4)
-        key_group(data, g, table, low, high);
-      else
-        key_group_plain(data, v, g, table, low, high);
+      if (v == 4) key_group(data, g, table, low, high);
+      else key_group_plain(data, v, g, table, low, high);
     }
   }
 }
@@ -214,20 +214,16 @@ static void unpack_value_bytes(const Side& side, const u8* codes, const u8* tabl
     v = group_words(slices, first);
     const u8* data = words + 4 * LANES * first;
     for (int g = 0; g < 8; g++)
-      if (v == 4)
-        value_group(data, g, table, out, SLICE * first, token);
-      else
-        value_group_plain(data, v, g, table, out, SLICE * first, token);
+      if (v == 4) value_group(data, g, table, out, SLICE * first, token);
+      else value_group_plain(data, v, g, table, out, SLICE * first, token);
   }
 }
 
 // What each code of up to 8 bits stands for, less `centre`, before scale and zero: float32 [256].
 static void number_table(const Side& side, int centre, float* table) {
   for (int code = 0; code < 256; code++) {
-    if (side.kind == LLOYD)
-      table[code] = side.levels[code & ((1 << side.bits) - 1)];
-    else
-      table[code] = side.kind == FP8 ? e4m3_to_float((u8)code) : (float)(code - centre);
+    if (side.kind == LLOYD) table[code] = side.levels[code & ((1 << side.bits) - 1)];
+    else table[code] = side.kind == FP8 ? e4m3_to_float((u8)code) : (float)(code - centre);
   }
 }
 
@@ -239,9 +235,9 @@ static void unpack_token(const Side& side, const u8* page, int position, const f
   if (side.kind == RAW) {
     for (int d = 0; d < dim; d++) {
       const u8* p = page + at[d];
-      out[d] = side.bits == 32 ? bits_as<float>(load_u32(p))
-               : side.raw_dtype == BF16 ? bf16_to_float((u16)load_u16(p))
-                                        : half_to_float((u16)load_u16(p));
+      out[d] = side.bits == 32     ? bits_as<float>(load_u32(p))
+          : side.raw_dtype == BF16 ? bf16_to_float((u16)load_u16(p))
+                                   : half_to_float((u16)load_u16(p));
     }
     return;
   }
@@ -262,9 +258,7 @@ static void unpack_token(const Side& side, const u8* page, int position, const f
 }
 
 // x = number * scale + zero.
-struct Affine {
-  float scale, zero;
-};
+struct Affine { float scale, zero; };
 
 static inline Affine token_fields(const Side& side, const u8* page, int position) {
   if (side.kind == RAW) return {1.0f, 0.0f};

@@ -12,7 +12,8 @@ constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS - 1) / PARTS> struct Plane {
   static constexpr int PER_WORD = 4 / W;
   static constexpr bool FRACTION = PARTS > 1 && OF_PART < PER_WORD;
-  static constexpr int WHOLE_WORDS = FRACTION ? 1 : OF_PART / PER_WORD, TAIL = S % PER_WORD, WORDS = WHOLE_WORDS + (PARTS == 1 && TAIL > 0);
+  static constexpr int WHOLE_WORDS = FRACTION ? 1 : OF_PART / PER_WORD, TAIL = S % PER_WORD,
+                       WORDS = WHOLE_WORDS + (PARTS == 1 && TAIL > 0);
   static constexpr int BYTES = 32 * S * W;
   static_assert(PARTS == 1 || (FRACTION ? PER_WORD % OF_PART : OF_PART % PER_WORD) == 0, "no part is cut by a word");
   u32 words[WORDS];
@@ -71,7 +72,8 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
   }
 
   // Words N part, N part + 1, ... of a plane of N PARTS.
-  template <int N, int PARTS_> DEVICE_MEMBER static void load_words_of_part(const u8* plane, int lane, int part, u32 (&w)[N]) {
+  template <int N, int PARTS_> DEVICE_MEMBER static void load_words_of_part(const u8* plane, int lane, int part,
+      u32 (&w)[N]) {
     if constexpr (N % 4 == 0) {
       load_words<N>(plane + 128 * N * part, lane, w);
     } else if constexpr (N == 2 && PARTS_ % 2 == 0) {
@@ -86,7 +88,9 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
   // Where word i of the ALL that a lane has is.
   template <int ALL> DEVICE_MEMBER static int place_of_word(int i, int lane) {
     constexpr int QUADS = ALL & ~3, PAIRS = ALL & ~1;
-    return i < QUADS ? 512 * (i / 4) + 16 * lane + 4 * (i % 4) : i < PAIRS ? 128 * QUADS + 8 * lane + 4 * (i - QUADS) : 128 * PAIRS + 4 * lane;
+    return i < QUADS ? 512 * (i / 4) + 16 * lane + 4 * (i % 4)
+        : i < PAIRS  ? 128 * QUADS + 8 * lane + 4 * (i - QUADS)
+                     : 128 * PAIRS + 4 * lane;
   }
 
   // Of parts that are not alike. Two words at a time; the last one of an odd number comes with that of another lane.
@@ -148,11 +152,14 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
     if (REST & 1) one.load(tile + First::BYTES + (REST >= 2 ? Two::BYTES : 0), lane, part);
   }
   // Parts of N tiles, tile i at `tile(i)`.
-  template <int N, class Tile> DEVICE_MEMBER static void load_parts(Codes* codes, const Tile& tile, int lane, int part) {
+  template <int N, class Tile> DEVICE_MEMBER static void load_parts(Codes* codes, const Tile& tile, int lane,
+      int part) {
     constexpr int TWO = First::BYTES, ONE = TWO + (REST >= 2 ? Two::BYTES : 0);
     load_plane_of_tiles<First, N>([&](int i) { return PlaneAt<First>{codes[i].first, tile(i)}; }, lane, part);
-    if constexpr (REST >= 2) load_plane_of_tiles<Two, N>([&](int i) { return PlaneAt<Two>{codes[i].two, tile(i) + TWO}; }, lane, part);
-    if constexpr (REST & 1) load_plane_of_tiles<One, N>([&](int i) { return PlaneAt<One>{codes[i].one, tile(i) + ONE}; }, lane, part);
+    if constexpr (REST >= 2)
+      load_plane_of_tiles<Two, N>([&](int i) { return PlaneAt<Two>{codes[i].two, tile(i) + TWO}; }, lane, part);
+    if constexpr (REST & 1)
+      load_plane_of_tiles<One, N>([&](int i) { return PlaneAt<One>{codes[i].one, tile(i) + ONE}; }, lane, part);
   }
 
   // Of two tiles of values, up to 4 bits: dimensions g of both (ODD: g + 8), the first one's codes in even nibbles and the second one's
@@ -207,7 +214,8 @@ template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PART
   static constexpr bool VALUES = TRANSPOSED;
   Plane<4, 2 * S, TRANSPOSED, PARTS, 2 * ((S + PARTS - 1) / PARTS)> plane;
   DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) { plane.load(tile, lane, part); }
-  template <int N, class Tile> DEVICE_MEMBER static void load_parts(Codes* codes, const Tile& tile, int lane, int part) {
+  template <int N, class Tile> DEVICE_MEMBER static void load_parts(Codes* codes, const Tile& tile, int lane,
+      int part) {
 #pragma unroll
     for (int i = 0; i < N; i++) codes[i].load(tile(i), lane, part);
   }
@@ -232,9 +240,7 @@ struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 struct LevelTable {
   u32 address;  // of this lane's first entry
   // The entry whose number is byte i of the word; an entry's 128 bytes are what the byte is multiplied by.
-  DEVICE_MEMBER u32 at(u32 word, int i) const {
-    return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), address));
-  }
+  DEVICE_MEMBER u32 at(u32 word, int i) const { return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), address)); }
 };
 
 // Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5. BY_PRODUCT: shifts by 16 on the units that multiply,
@@ -273,9 +279,7 @@ template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
   return KIND != UNIFORM ? 0.0f : TRANSPOSED ? -(float)(1 << (BITS - 1)) : 1024.0f;
 }
 // And what its numbers are multiplied by to be levels.
-template <int KIND, int BITS> constexpr float half_unit() {
-  return KIND == FP8 ? 256.0f : 1.0f;
-}
+template <int KIND, int BITS> constexpr float half_unit() { return KIND == FP8 ? 256.0f : 1.0f; }
 
 // The numbers of a slice as an operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7), of which keys want the middle two the
 // other way round. Lloyd-Max: one by one from a table in shared memory (of 6 bits and more; see below for fewer). FP8: behind
@@ -296,7 +300,8 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u3
   }
   u32 words[2] = {low, high};  // codes as bytes
   if (BITS < 8) {
-    const u32 even = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4, odd = (low >> 4 & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);
+    const u32 even = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4,
+              odd = (low >> 4 & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);
     words[0] = prmt(even, odd, 0x5140), words[1] = prmt(even, odd, 0x7362);
   }
 #pragma unroll
@@ -321,7 +326,8 @@ constexpr float DENORMAL_UNIT = 8388608.0f;
 template <bool TRANSPOSED> DEVICE void denormal_halves(u32 low, Table table, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
   const u32 magnitudes = low & 0x77777777u;
-  const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, high_half(magnitudes));
+  const u32 first = prmt(table.low, table.high, magnitudes),
+            second = prmt(table.low, table.high, high_half(magnitudes));
   const u32 even = ~(low << 4) & 0x80808080u, odd = ~low & 0x80808080u;
   a[0] = prmt(first, even, 0x5240), a[ODD] = prmt(first, odd, 0x5341);
   a[NEXT] = prmt(second, even, 0x7260), a[3] = prmt(second, odd, 0x7361);
@@ -339,8 +345,10 @@ template <class C> DEVICE void joined_halves(const C& codes, int s, const LevelT
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int m = (i & 1) + 4 * (i >> 1), n = m + 2;
-    a[i == 1 ? ODD : i == 2 ? NEXT : i] = prmt(levels.at(words[C::word_of_byte(m)], C::place_of_byte(m)),
-                                               levels.at(words[C::word_of_byte(n)], C::place_of_byte(n)), 0x5410);
+    a[i == 1         ? ODD
+            : i == 2 ? NEXT
+                     : i] = prmt(levels.at(words[C::word_of_byte(m)], C::place_of_byte(m)),
+        levels.at(words[C::word_of_byte(n)], C::place_of_byte(n)), 0x5410);
   }
 }
 
@@ -360,7 +368,8 @@ template <bool ACROSS> DEVICE u32 pairs_apart(u32 x) {
 
 // The four pairs of a slice.
 template <bool ACROSS, int BITS, int S, bool TRANSPOSED, int PARTS>
-DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& codes, int s, const LevelTable& levels, u32 (&pair)[4]) {
+DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& codes, int s, const LevelTable& levels,
+    u32 (&pair)[4]) {
   static_assert(BITS <= 5, "an entry of the table has two nibbles");
   u32 low = codes.low(s);
   if (ACROSS) {  // nibbles 1 and 2 change places, and 5 and 6
@@ -378,14 +387,16 @@ DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& codes, int s, c
 
 // Of two tiles of values: pairs of a dimension's tokens, one of each tile. Pair p of `even` has their values 2 p, of `odd` 2 p + 1.
 template <int BITS, int S, bool TRANSPOSED, int PARTS>
-DEVICE void merged_pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& a, const Codes<BITS, S, TRANSPOSED, PARTS>& b, int s, const LevelTable& levels,
-                               u32 (&even)[4], u32 (&odd)[4]) {
+DEVICE void merged_pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& a, const Codes<BITS, S, TRANSPOSED, PARTS>& b,
+    int s, const LevelTable& levels, u32 (&even)[4], u32 (&odd)[4]) {
   static_assert(BITS <= 5, "an entry of the table has two nibbles");
-  const u32 x = a.low(s), y = b.low(s), even_codes = bit_select(0x0F0F0F0Fu, x, y << 4), odd_codes = bit_select(0x0F0F0F0Fu, x >> 4, y);
+  const u32 x = a.low(s), y = b.low(s), even_codes = bit_select(0x0F0F0F0Fu, x, y << 4),
+            odd_codes = bit_select(0x0F0F0F0Fu, x >> 4, y);
 #pragma unroll
   for (int p = 0; p < 4; p++) even[p] = levels.at(even_codes, p), odd[p] = levels.at(odd_codes, p);
   if constexpr (BITS == 5) {  // the tiles' signs 16 bits apart
-    const u32 first = a.sign_word(s), second = b.sign_word(s), signs[2] = {prmt(first, second, 0x5410), prmt(first, second, 0x7632)};
+    const u32 first = a.sign_word(s), second = b.sign_word(s),
+              signs[2] = {prmt(first, second, 0x5410), prmt(first, second, 0x7632)};
 #pragma unroll
     for (int p = 0; p < 4; p++) {
       const int shift = 15 - 8 * (p % 2) - a.sign_shift(s);

@@ -29,7 +29,8 @@ template <int DIM> DEVICE void hadamard(float (&x)[(DIM + 31) / 32], int lane) {
 // of the a-th vector that the core multiplies. `signs`: the whole matrix, whose first rows and columns have the core's
 // entries (times the signs of the first CORE dimensions), or with BACK its transpose.
 template <int DIM, int CORE, bool BACK>
-DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch, int lane) {
+DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch,
+    int lane) {
   constexpr int N = (DIM + 31) / 32;
   const auto sign_of = [&](float y, int d) {  // the sign of dimension d, without that which the core's entries have
     const int b = d % CORE;
@@ -79,8 +80,10 @@ DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const
 // needs a word of the core's entries, `core` (a set bit for -1), and doubling is additions in the lane.
 constexpr bool core_of_lanes(int core) { return core > 1 && core <= 32 && core % 4 == 0; }
 template <int DIM, int CORE, bool BACK>
-DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, float norm, float* scratch, int lane) {
-  constexpr int N = (DIM + 31) / 32, VECTORS = DIM / CORE, SPLIT = 32 / CORE >= 2 && VECTORS > 1 ? 2 : 1, OWN = VECTORS / SPLIT;
+DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, float norm,
+    float* scratch, int lane) {
+  constexpr int N = (DIM + 31) / 32, VECTORS = DIM / CORE, SPLIT = 32 / CORE >= 2 && VECTORS > 1 ? 2 : 1,
+                OWN = VECTORS / SPLIT;
   static_assert(DIM % CORE == 0 && VECTORS % SPLIT == 0, "vectors are doubled");
   const int b = lane < CORE ? lane : lane < SPLIT * CORE ? lane - CORE : 0, upper = lane >= CORE && lane < SPLIT * CORE;
   const u32 entries = core[b];
@@ -132,7 +135,8 @@ DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bi
 // x times the rotation: its random signs are `bits`, its core's columns `core` (up to 32), its whole matrix `signs`. scratch: DIM floats of this
 // warp's own, on a boundary of 16 bytes.
 template <int DIM, int CORE>
-DEVICE void rotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm, float* scratch, int lane) {
+DEVICE void rotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm,
+    float* scratch, int lane) {
   if (POWER_OF_TWO(DIM) && DIM >= 32) {
 #pragma unroll
     for (int i = 0; i < (DIM + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
@@ -146,7 +150,8 @@ DEVICE void rotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core
 
 // The other way; `core`: its rows.
 template <int DIM, int CORE>
-DEVICE void unrotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm, float* scratch, int lane) {
+DEVICE void unrotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm,
+    float* scratch, int lane) {
   if (POWER_OF_TWO(DIM) && DIM >= 32) {
     hadamard<DIM>(x, lane);
 #pragma unroll

@@ -97,14 +97,14 @@ template <class Args> DEVICE Partials partials_of(const Args& args, int b, int t
   const int from = offset.positions + tile * partition.positions(kv_blocks) + partition.lead();
   const int first_block = quotient(from, partition.share);
   return {offset.tiles + tile + first_block,
-          kv_blocks ? quotient(from + kv_blocks - 1, partition.share) + 1 - first_block : 0};
+      kv_blocks ? quotient(from + kv_blocks - 1, partition.share) + 1 - first_block : 0};
 }
 
 // KV blocks first .. last - 1 of a work tile.
 struct WorkRange {
-  int b;            // sequence
-  int tile;         // of the sequence
-  int number;       // of all work tiles
+  int b;  // sequence
+  int tile;  // of the sequence
+  int number;  // of all work tiles
   int first, last;
   Sequence s;
 };
@@ -162,7 +162,7 @@ template <class Args> DEVICE WorkRange next_range(const Args& args, const WorkRa
   if (++next.tile == range.s.tiles) {
     next.tile = 0;
     for (next.s = sequence_at(args, ++next.b); next.s.tiles == 0 || next.s.kv_blocks == 0;
-         next.s = sequence_at(args, ++next.b))
+        next.s = sequence_at(args, ++next.b))
       next.number += next.s.tiles;
   }
   next.first = 0;

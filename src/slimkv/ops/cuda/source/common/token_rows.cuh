@@ -11,14 +11,16 @@ template <int W, int TAIL> DEVICE u32 key_rows_word(const u8* rows, int lane) {
   const int g = lane >> 2, t = lane & 3;
   if constexpr (W == 2) {
     static_assert(TAIL == 1, "two slices are a whole word");
-    const u32 both = prmt(row_part<u32>(rows, 4 * g), row_part<u32>(rows, 32 + 4 * g), 0x6420 + 0x1111 * (t >> 1)) >> (4 * (t & 1));
+    const u32 both =
+        prmt(row_part<u32>(rows, 4 * g), row_part<u32>(rows, 32 + 4 * g), 0x6420 + 0x1111 * (t >> 1)) >> (4 * (t & 1));
     return bit_select(0x0F0F0F0Fu, both, both << 2);
   } else {
     u32 even = 0, odd = 0;  // bit j of a byte: dimensions 2 t of both halves of slice j; bit j + 1: those behind them
 #pragma unroll
     for (int j = 0; j < TAIL; j++) {
       u32 both;
-      if constexpr (TAIL == 2) both = prmt(row_part<u32>(rows, 4 * g), row_part<u32>(rows, 32 + 4 * g), j ? 0x7632 : 0x5410);
+      if constexpr (TAIL == 2)
+        both = prmt(row_part<u32>(rows, 4 * g), row_part<u32>(rows, 32 + 4 * g), j ? 0x7632 : 0x5410);
       else both = prmt(row_part<u16>(rows, 2 * (TAIL * g + j)), row_part<u16>(rows, 2 * (TAIL * (g + 8) + j)), 0x5410);
       both = both >> (2 * t) << j;
       even = j ? bit_select(0x01010101u << j, both, even) : both;
@@ -53,8 +55,10 @@ template <int W, int TAIL> DEVICE u32 value_rows_word(const u8* rows, int lane) 
         const Words2 both = row_part<Words2>(two_rows, 0);
         first = dp4a_u8(both.x & own, 0x20021001u, 0), second = dp4a_u8(both.y & own, 0x20021001u, 0);
       } else {
-        const u32 a = row_part<u32>(two_rows, 0) & own, b = row_part<u32>(two_rows, 4) & own, c = row_part<u32>(two_rows, 8) & own;
-        first = dp4a_u8(b, 0x00004004u, dp4a_u8(a, 0x20021001u, 0)), second = dp4a_u8(c, 0x40042002u, dp4a_u8(b, 0x10010000u, 0));
+        const u32 a = row_part<u32>(two_rows, 0) & own, b = row_part<u32>(two_rows, 4) & own,
+                  c = row_part<u32>(two_rows, 8) & own;
+        first = dp4a_u8(b, 0x00004004u, dp4a_u8(a, 0x20021001u, 0)),
+        second = dp4a_u8(c, 0x40042002u, dp4a_u8(b, 0x10010000u, 0));
       }
       two_tokens[i] = first + 256 * second;
     }

@@ -55,8 +55,9 @@ struct WarpRing {
 };
 
 // One step: its scores, their probabilities, values times these.
-DEVICE void attend_step(const DecodeArgs& args, const DecodeRange& range, int step, int taken, const u8* shared, WarpRing& ring,
-                        QueryOperands& queries, const ColumnState& columns, const LevelTables& tables, int lane, Accumulator& acc) {
+DEVICE void attend_step(const DecodeArgs& args, const DecodeRange& range, int step, int taken, const u8* shared,
+    WarpRing& ring, QueryOperands& queries, const ColumnState& columns, const LevelTables& tables, int lane,
+    Accumulator& acc) {
   Loader& loader = ring.loader;
   loader.wait(taken % STAGES, true);
   if (STAGES > 1) ring.copy(range, step + (STAGES - 1) * WARPS);
@@ -89,7 +90,8 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   pdl_wait();
   WorkPartition partition;
   int left = 0;  // positions of this block
-  DecodeRange range(args, args.blocks ? first_range(args, block_index(), args.blocks, lane, partition, left) : whole_tile(args));
+  DecodeRange range(args,
+      args.blocks ? first_range(args, block_index(), args.blocks, lane, partition, left) : whole_tile(args));
   if (args.blocks ? left <= 0 : range.s.tiles == 0) return;
   const LevelTables tables = load_tables(args, shared, lane);
 
@@ -111,7 +113,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     for (int i = 0; i < QUERIES_OF_WARP; i++)
       if (!same_queries && warp + i * WARPS < COLUMNS)
         prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT,
-                      (float*)(OWN_SCRATCH ? shared + SCRATCH_AT + 4 * KD * warp : ring.slot(ring.filled)), lane);
+            (float*)(OWN_SCRATCH ? shared + SCRATCH_AT + 4 * KD * warp : ring.slot(ring.filled)), lane);
     if (BULK) fence_proxy_async();  // rings were written to
     sync_threads();
     QueryOperands queries;
@@ -130,7 +132,8 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     DecodeRange next = range;
     ring.filled = 1;
     same_queries = next.next_split(args);
-    left -= (same_queries ? 1 : range.last - range.first) + (SPLITS ? 0 : TILE_COST);  // with what the next work tile takes
+    left -=
+        (same_queries ? 1 : range.last - range.first) + (SPLITS ? 0 : TILE_COST);  // with what the next work tile takes
     if (left > 0) {
       if (!same_queries) next = DecodeRange(args, next_range(args, range, left));
       if (STAGES > 1) begin_loading(next);

@@ -32,8 +32,8 @@ DEVICE void key_bytes(const KeyCodes& codes, int slice, Table table, u32& first,
 }
 
 // Queries as two signed bytes times levels as bytes.
-DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, QueryOperands& queries, const LevelTables& tables,
-                               int lane, StepScores& s) {
+DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, QueryOperands& queries,
+    const LevelTables& tables, int lane, StepScores& s) {
   i32 c[NT][NG][4];
 #pragma unroll
   for (int i = 0; i < QI; i++) {
@@ -61,7 +61,7 @@ DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, Qu
 
 // Queries as halves (narrow: two of them) times levels as halves.
 DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, QueryOperands& queries,
-                                const LevelTables& tables, int lane, StepScores& s) {
+    const LevelTables& tables, int lane, StepScores& s) {
   float c[NT][NG][4];
 #pragma unroll
   for (int i = 0; i < QI; i++) {
@@ -85,10 +85,12 @@ DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, Q
 #pragma unroll
       for (int r = 0; r < 2; r++)
 #pragma unroll
-        for (int j = 0; j < OWN; j++) s[n * OWN + j][x][r] = WIDE ? c[x][n][2 * r + j] : c[x][n][2 * r] + c[x][n][2 * r + 1];
+        for (int j = 0; j < OWN; j++)
+          s[n * OWN + j][x][r] = WIDE ? c[x][n][2 * r + j] : c[x][n][2 * r] + c[x][n][2 * r + 1];
 }
 
-DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queries, const LevelTables& tables, int lane, StepScores& s) {
+DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queries, const LevelTables& tables, int lane,
+    StepScores& s) {
   KeyCodes codes[NT];
 #pragma unroll
   for (int x = 0; x < NT; x++) codes[x].load(slot + keys_of(x), lane);
@@ -97,7 +99,8 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
 }
 
 // Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
-DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s, u32& largest_fields) {
+DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s,
+    u32& largest_fields) {
   if (clear) {
     constexpr int WORDS = FIELDS * FIELD_STRIDE / 4;
 #pragma unroll

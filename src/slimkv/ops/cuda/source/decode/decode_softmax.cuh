@@ -20,7 +20,7 @@ struct Accumulator : RunningSoftmax {
   DEVICE_MEMBER float number(int n, int i, int r, int j) const {
     if (!OUT_IN_PRODUCTS) return out[n][i][r];
     if (WIDE) return out[n][i][(2 * r + j) % OUT_NUMBERS];
-    const float(&pair)[OUT_NUMBERS] = out[n][V_AS_STORED ? i / 2 * 2 + r : i];
+    const float (&pair)[OUT_NUMBERS] = out[n][V_AS_STORED ? i / 2 * 2 + r : i];
     const int at = 2 * (V_AS_STORED ? i % 2 : r) % OUT_NUMBERS;
     return pair[at] + pair[at + 1];
   }
@@ -45,7 +45,8 @@ struct Probabilities {
 
 // The maximum of columns follows the scores of a step, and what is relative to it changes with it. `moves`: which of the lane's columns
 // have fallen behind, a bit for each; a column stays or moves for its own scores alone.
-DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const StepScores& s, Accumulator& acc, u32 moves = 0) {
+DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const StepScores& s, Accumulator& acc,
+    u32 moves = 0) {
   float highest[C];
 #pragma unroll
   for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
@@ -89,21 +90,25 @@ DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, Step
 #pragma unroll
     for (int x = 0; x < NT; x++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) s[c][x][r] = weigh(slot, base, reference, value_scale(slot, g, x, r), g, x, r, s[c][x][r], acc.row_sum[c], acc.shift[c]);
+      for (int r = 0; r < 2; r++)
+        s[c][x][r] =
+            weigh(slot, base, reference, value_scale(slot, g, x, r), g, x, r, s[c][x][r], acc.row_sum[c], acc.shift[c]);
   }
 }
 
 // Narrow bytes: exponents of probabilities, raised, from the reference there is, whatever it is: they will be relative to the largest of the
 // step. Returns which columns' has to move: one of them is MOST_RAISED or more, or there is none yet. Numbers above zero are in the order
 // of their bits, of which three are compared at once.
-DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, const Accumulator& acc, StepScores& exponents) {
+DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, const Accumulator& acc,
+    StepScores& exponents) {
   u32 moves = 0;
 #pragma unroll
   for (int c = 0; c < C; c++) {
     i32 highest = 0;
     const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
     const bool unseen = acc.row_max[c] == MINUS_INFINITY;
-    const float reference = MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded, as the warps' maxima will be
+    const float reference =
+        MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded, as the warps' maxima will be
     const float raised = unseen ? RAISED_BY : RAISED_BY - reference;
 #pragma unroll
     for (int x = 0; x < NT; x++) {
@@ -129,7 +134,8 @@ DEVICE void raised_exponentials(const u8* slot, int g, StepScores& s, Accumulato
         const float e = exp2_approx(s[c][x][r]);
         sum += e;
         s[c][x][r] = e * small_scale_of(field_bits(fields, g + 8 * r));
-        if (V_KIND == UNIFORM) shift = e > 0 ? fma_rn(e, zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r)), shift) : shift;
+        if (V_KIND == UNIFORM)
+          shift = e > 0 ? fma_rn(e, zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r)), shift) : shift;
       }
     }
     acc.row_sum[c] += sum * (1.0f / RAISED), acc.shift[c] += shift * (1.0f / RAISED);
@@ -138,9 +144,11 @@ DEVICE void raised_exponentials(const u8* slot, int g, StepScores& s, Accumulato
 
 // Narrow bytes: relative to the largest of the step, as two unsigned bytes.
 DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
-  u32 bits_of_largest = as_bits(1e-33f);  // numbers that are not negative are in the order of their bits, of which three are compared at once
+  u32 bits_of_largest = as_bits(
+      1e-33f);  // numbers that are not negative are in the order of their bits, of which three are compared at once
 #pragma unroll
-  for (int x = 0; x < NT; x++) bits_of_largest = max_u32(bits_of_largest, max_u32(as_bits(s[n][x][0]), as_bits(s[n][x][1])));
+  for (int x = 0; x < NT; x++)
+    bits_of_largest = max_u32(bits_of_largest, max_u32(as_bits(s[n][x][0]), as_bits(s[n][x][1])));
 #pragma unroll
   for (int d = 4; d < 32; d <<= 1) bits_of_largest = max_u32(bits_of_largest, shfl_xor(bits_of_largest, d));
   const float largest = as_float(bits_of_largest);
@@ -169,7 +177,8 @@ DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
 #pragma unroll
       for (int x = 0; x < NT; x++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) w.p[n][x][r] = movmatrix_trans(pack_f16x2(s[n * OWN][x][r], s[n * OWN + OWN - 1][x][r]));
+        for (int r = 0; r < 2; r++)
+          w.p[n][x][r] = movmatrix_trans(pack_f16x2(s[n * OWN][x][r], s[n * OWN + OWN - 1][x][r]));
     } else split_into_bytes(s, n, w);
   }
 }
@@ -178,8 +187,8 @@ DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
 // there is; returns which columns' has to move: one of them is 2^RESCALE_THRESHOLD or more. AGAIN: it has; a column that
 // has seen nothing yet has none.
 template <bool AGAIN>
-DEVICE u32 weigh_in_halves(const u8* slot, const ColumnState& columns, int g, const StepScores& s, const Accumulator& acc, Probabilities& w,
-                            float (&sum)[C], float (&shift)[C]) {
+DEVICE u32 weigh_in_halves(const u8* slot, const ColumnState& columns, int g, const StepScores& s,
+    const Accumulator& acc, Probabilities& w, float (&sum)[C], float (&shift)[C]) {
   u32 moves = 0;
 #pragma unroll
   for (int c = 0; c < C; c++) {
@@ -190,9 +199,11 @@ DEVICE u32 weigh_in_halves(const u8* slot, const ColumnState& columns, int g, co
     for (int x = 0; x < NT; x++) {
       float p[2];
 #pragma unroll
-      for (int r = 0; r < 2; r++) 
-        p[r] = weigh(slot, LATE_UNIT ? columns.unit_of(c) : 1.0f, reference, value_scale(slot, g, x, r), g, x, r, s[c][x][r], sum[c], shift[c]);
-      const u32 high = pack_f16x2(p[0], p[1]), low = pack_f16x2(p[0] - f16_to_f32(high & 0xFFFF), p[1] - f16_to_f32(high >> 16));
+      for (int r = 0; r < 2; r++)
+        p[r] = weigh(slot, LATE_UNIT ? columns.unit_of(c) : 1.0f, reference, value_scale(slot, g, x, r), g, x, r,
+            s[c][x][r], sum[c], shift[c]);
+      const u32 high = pack_f16x2(p[0], p[1]),
+                low = pack_f16x2(p[0] - f16_to_f32(high & 0xFFFF), p[1] - f16_to_f32(high >> 16));
       w.p[c][x][0] = movmatrix_trans(prmt(high, low, 0x5410)), w.p[c][x][1] = movmatrix_trans(prmt(high, low, 0x7632));
       largest = max_u16x2(largest, high);
     }
@@ -202,7 +213,8 @@ DEVICE u32 weigh_in_halves(const u8* slot, const ColumnState& columns, int g, co
 }
 
 // Scores of a step to the operand that multiplies its values.
-DEVICE void weigh_step(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc, Probabilities& w) {
+DEVICE void weigh_step(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc,
+    Probabilities& w) {
   if constexpr (!WIDE && !V_BYTES) {
     float sum[C], shift[C];
     const u32 moves = weigh_in_halves<false>(slot, columns, g, s, acc, w, sum, shift);

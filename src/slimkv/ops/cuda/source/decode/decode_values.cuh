@@ -14,13 +14,15 @@ DEVICE void add_products(const i32 (&c)[NG][4], const Probabilities& w, int slic
 #pragma unroll
   for (int n = 0; n < NG; n++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) 
-      acc.out[n][slice][j] = fma_rn((float)(256 * c[n][2 * j] + (c[n][2 * j + 1] + w.offset[n])), w.fold[n], acc.out[n][slice][j]);
+    for (int j = 0; j < 2; j++)
+      acc.out[n][slice][j] =
+          fma_rn((float)(256 * c[n][2 * j] + (c[n][2 * j + 1] + w.offset[n])), w.fold[n], acc.out[n][slice][j]);
 }
 
 // The bytes of a word alternate between dimensions g and g + 8. They are put apart, and two tiles are one operand. Up to 4 bits codes are,
 // before they are turned into bytes: then the tokens of both tiles alternate, and so do probabilities.
-template <class PackedCodes> DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
+template <class PackedCodes> DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabilities& w,
+    Table table, Accumulator& acc) {
   u32 b[NG][NT / 2][2];
   PackedCodes even[NT / 2], odd[NT / 2];
 #pragma unroll
@@ -53,7 +55,8 @@ template <class PackedCodes> DEVICE void add_merged_value_bytes(const PackedCode
 DEVICE u32 in_token_order(u32 p) { return prmt(p, 0, 0x3120); }
 
 // Others are put apart as bytes.
-DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table, Accumulator& acc) {
+DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table,
+    Accumulator& acc) {
   u32 b[NG][NT];
 #pragma unroll
   for (int n = 0; n < NG; n++)
@@ -83,7 +86,7 @@ DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Proba
 }
 
 DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
-                             Accumulator& acc) {
+    Accumulator& acc) {
 #pragma unroll
   for (int i = 0; i < VS; i++)
 #pragma unroll
@@ -99,7 +102,7 @@ DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities&
 // eight tokens a product.
 template <class PairCodes>
 DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
-                                      Accumulator& acc) {
+    Accumulator& acc) {
 #pragma unroll
   for (int i = 0; i < VS; i += 2)
 #pragma unroll
@@ -111,7 +114,8 @@ DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probab
       for (int n = 0; n < NG; n++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          const u32 p = w.p[n][x][r], a0 = first[2 * r], a1 = second[2 * r], a2 = first[2 * r + 1], a3 = second[2 * r + 1];
+          const u32 p = w.p[n][x][r], a0 = first[2 * r], a1 = second[2 * r], a2 = first[2 * r + 1],
+                    a3 = second[2 * r + 1];
           mma_f16(acc.out[n][i], a0, a1, a2, a3, p & 0xFFFF, p >> 16);
           mma_f16(acc.out[n][i + 1], a0, a1, a2, a3, p << 16, p & 0xFFFF0000u);
         }
@@ -120,7 +124,8 @@ DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probab
 
 // Wide, values by pairs, of two tiles at a time: a pair has a token of each, and so have probabilities.
 template <class PairCodes>
-DEVICE void add_merged_value_pairs(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables, Accumulator& acc) {
+DEVICE void add_merged_value_pairs(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
+    Accumulator& acc) {
 #pragma unroll
   for (int x = 0; x < NT; x += 2) {
     u32 b[NG][4];
@@ -128,7 +133,8 @@ DEVICE void add_merged_value_pairs(const PairCodes (&codes)[NT], const Probabili
     for (int n = 0; n < NG; n++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        b[n][2 * r] = prmt(w.p[n][x][r], w.p[n][x + 1][r], 0x5410), b[n][2 * r + 1] = prmt(w.p[n][x][r], w.p[n][x + 1][r], 0x7632);
+        b[n][2 * r] = prmt(w.p[n][x][r], w.p[n][x + 1][r], 0x5410),
+                 b[n][2 * r + 1] = prmt(w.p[n][x][r], w.p[n][x + 1][r], 0x7632);
 #pragma unroll
     for (int i = 0; i < VS; i++) {
       u32 even[4], odd[4];

@@ -32,10 +32,9 @@ DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
   const u32 signs = in_register(0x80808080u, lane);
   auto in_registers = [&](const Table& table, bool doubled) {
     return Table{in_register(doubled ? doubled_magnitudes(table.low) : table.low, lane),
-                 in_register(doubled ? doubled_magnitudes(table.high) : table.high, lane), signs};
+        in_register(doubled ? doubled_magnitudes(table.high) : table.high, lane), signs};
   };
   const Table key_table = in_registers(args.key_table, K_PERMUTED);
   const Table value_table = ONE_TABLE ? key_table : in_registers(args.value_table, V_PERMUTED);
-  return {key_table, value_table, {shared_address(key_levels) + 4 * lane},
-          {shared_address(value_levels) + 4 * lane}};
+  return {key_table, value_table, {shared_address(key_levels) + 4 * lane}, {shared_address(value_levels) + 4 * lane}};
 }

@@ -42,7 +42,8 @@ struct Loader {
   DEVICE_MEMBER void look_up(int step) {
 #pragma unroll
     for (int i = 0; i < (BULK ? 1 : PAGES); i++)
-      ids[i] = ldg_i32(table + min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? lane & (PIECES - 1) : i), last_page));
+      ids[i] = ldg_i32(table +
+          min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? lane & (PIECES - 1) : i), last_page));
   }
 
   // If there is such a step: its keys, its values, or both.
@@ -55,8 +56,8 @@ struct Loader {
         const bool fields = lane >= PIECES;
         const int at = fields ? FIELDS_AT + FIRST * FIELD_STRIDE : KEYS ? 0 : VALUES_AT;
         if (lane == 0) mbarrier_arrive_expect_tx(barriers + VALUES, PIECES * (CODES + OF_FIELDS));
-        cp_async_bulk(to + (PIECES > 1 ? (lane & (PIECES - 1)) * PIECE : 0) + at, pages + ids[0] * page_stride + at, fields ? OF_FIELDS : CODES,
-                      barriers + VALUES);
+        cp_async_bulk(to + (PIECES > 1 ? (lane & (PIECES - 1)) * PIECE : 0) + at, pages + ids[0] * page_stride + at,
+            fields ? OF_FIELDS : CODES, barriers + VALUES);
       }
     } else if constexpr (BULK) {
       if (PIECES == 1 ? real && lane == 0 : real && lane < PIECES) {
@@ -122,6 +123,7 @@ struct Loader {
     }
   }
   DEVICE_MEMBER static int field_offset(int f) {
-    return f < K_NUMBER_OF_FIELDS ? K_FIELDS + 2 * BLOCK_SIZE * f : V_FIELDS + 2 * BLOCK_SIZE * (f - K_NUMBER_OF_FIELDS);
+    return f < K_NUMBER_OF_FIELDS ? K_FIELDS + 2 * BLOCK_SIZE * f
+                                  : V_FIELDS + 2 * BLOCK_SIZE * (f - K_NUMBER_OF_FIELDS);
   }
 };

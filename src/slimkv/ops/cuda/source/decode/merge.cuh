@@ -85,7 +85,8 @@ KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   int left;
   const DecodeRange range(args, first_range(args, cut, args.blocks, lane, partition, left));
   const int query = range.chunk * per_chunk + of_chunk;
-  const bool here = left > 0 && range.first > 0 && range.first <= partition.share && of_chunk < per_chunk && query < range.s.queries;
+  const bool here =
+      left > 0 && range.first > 0 && range.first <= partition.share && of_chunk < per_chunk && query < range.s.queries;
   const Partials parts = {range.number + cut - 1, 2 + (range.s.kv_blocks - range.first - 1) / partition.share};
   float* scratch = (float*)shared + warp * VD;
   MergedState none;
@@ -100,6 +101,7 @@ KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   griddepcontrol_wait();
   if (!here) return;
   const MergedState merged = merge_parts(args, parts, column, 0, 1, lane);
-  write_row(args, range.s.start + query, range.head * args.group_size + of_group, merged.highest, merged.row_sum, merged.x, scratch, lane);
+  write_row(args, range.s.start + query, range.head * args.group_size + of_group, merged.highest, merged.row_sum,
+      merged.x, scratch, lane);
 }
 HOST_TESTABLE(merge_cuts, DecodeArgs)

@@ -22,7 +22,9 @@ struct MergedState {
     for (int i = 0; i < VN; i++) x[i] = 0;
   }
   // What makes a part with maximum m and sum l relative to `to`; one without keys counts only if it is not a number.
-  DEVICE_MEMBER static float factor(float m, float l, float to) { return m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - to); }
+  DEVICE_MEMBER static float factor(float m, float l, float to) {
+    return m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - to);
+  }
 
   // The maximum of all first, so that no part waits for the exponential of another.
   template <int N> DEVICE_MEMBER void add(const float (&m)[N], const float (&l)[N], const float (&v)[N][VN]) {
@@ -45,8 +47,8 @@ struct MergedState {
 };
 
 // One warp; x: dimensions lane + 32 i of the sum, relative to `highest`, a power of two. scratch: VD floats of the warp's own.
-DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, float row_sum, const float (&sums)[VN], float* scratch,
-                      int lane) {
+DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, float row_sum, const float (&sums)[VN],
+    float* scratch, int lane) {
   float factor = 1.0f;
   if (args.sinks) {
     const float sink = args.sinks[(i64)row * args.sink_stride + head] * LOG2E, above = max_f32(highest, sink);
@@ -58,7 +60,9 @@ DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, 
   float x[VN];
 #pragma unroll
   for (int i = 0; i < VN; i++) x[i] = mul_rn(sums[i], inverse);
-  if (V_ROTATED) unrotate<VD, V_ROTATED ? V_CORE : 1>(x, args.value_sign_bits, args.value_core, (const u16*)args.value_signs, args.value_norm, scratch, lane);
+  if (V_ROTATED)
+    unrotate<VD, V_ROTATED ? V_CORE : 1>(x, args.value_sign_bits, args.value_core, (const u16*)args.value_signs,
+        args.value_norm, scratch, lane);
   const i64 at = (i64)row * args.out_stride + (i64)head * args.out_head_stride;
 #pragma unroll
   for (int i = 0; i < VN; i++) {

@@ -7,7 +7,8 @@ constexpr int QN = (KD + 31) / 32;
 
 // The query of column c of a range: dimension lane + 32 i. A negative scale of scores is a negative query.
 DEVICE void load_query(const DecodeArgs& args, const DecodeRange& range, int c, float (&y)[QN], int lane) {
-  const int query = range.chunk * args.queries_of_chunk + by_group(args, c), head = range.head * args.group_size + in_group(args, c);
+  const int query = range.chunk * args.queries_of_chunk + by_group(args, c),
+            head = range.head * args.group_size + in_group(args, c);
   const bool valid = c < args.queries_of_chunk * args.group_size && query < range.s.queries;
   const i64 at = (i64)(range.s.start + query) * args.query_stride + (i64)head * args.query_head_stride;
 #pragma unroll
@@ -39,7 +40,9 @@ DEVICE const Column* column_at(const u8* shared, int c) { return (const Column*)
 
 // One warp: rotates a query. Returns its largest magnitude; what is not finite counts as that.
 DEVICE float rotate_query(const DecodeArgs& args, float (&y)[QN], float* scratch, int lane) {
-  if (K_ROTATED) rotate<KD, K_ROTATED ? K_CORE : 1>(y, args.key_sign_bits, args.key_core, (const u16*)args.key_signs, args.key_norm, scratch, lane);
+  if (K_ROTATED)
+    rotate<KD, K_ROTATED ? K_CORE : 1>(y, args.key_sign_bits, args.key_core, (const u16*)args.key_signs, args.key_norm,
+        scratch, lane);
   float row_max = 0.0f;
   bool finite = true;
 #pragma unroll
@@ -64,7 +67,8 @@ DEVICE i32 write_bytes(float x, u8* to) {
 // One warp: leaves the rotated query of column c in `operands` in their order, and the rest in `shared`. All coordinates are divided by
 // `row_max`: the column's own or, in pairs, the largest of all. Columns that are smaller than others by many powers of two then lose
 // no more than their scores can show.
-DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c, const float (&y)[QN], float row_max, bool finite, u8* shared, u8* operands, int lane) {
+DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c, const float (&y)[QN], float row_max,
+    bool finite, u8* shared, u8* operands, int lane) {
   const float largest = K_BYTES ? 16256.0f : VERIFY ? 32768.0f : 1.0f;  // 127 * 128: what two signed bytes hold
   const float up = row_max > 1e-30f && finite ? largest / row_max : 0.0f;
   const int row = c / GROUP * 8 + (WIDE ? c % GROUP : 2 * (c % GROUP));
@@ -81,8 +85,9 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
       const u32 high = VERIFY && !finite ? 0x7E00u : f32_to_f16(x);
       // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or side by side, as `pair_halves` does.
       const int in_slice = d % 16, place = K_IN_PAIRS ? in_slice : 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
-      u16* to = (u16*)(operands + (VERIFY ? operand_place(row, d / 16 * 16 + place)
-                                         : operand_offset(row, d / 16 * 8 + place / 2) + 2 * (place % 2)));
+      u16* to = (u16*)(operands +
+          (VERIFY ? operand_place(row, d / 16 * 16 + place)
+                  : operand_offset(row, d / 16 * 8 + place / 2) + 2 * (place % 2)));
       to[0] = (u16)high;
       sum += f16_to_f32(high);
       if (!WIDE) to[NEXT_ROW / 2] = (u16)f32_to_f16(x - f16_to_f32(high));
@@ -92,12 +97,14 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
   for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (lane == 0) {
     const int position = range.s.length - range.s.queries + range.chunk * args.queries_of_chunk + by_group(args, c);
-    *column_at(shared, c) = {finite || VERIFY ? row_max / largest * KEY_UNIT : NOT_A_NUMBER, sum, WINDOW ? position - args.sliding_window + 1 : 0,
-                             args.causal ? min_i32(range.s.length, position + 1) : range.s.length};
+    *column_at(shared, c) = {finite || VERIFY ? row_max / largest * KEY_UNIT : NOT_A_NUMBER, sum,
+        WINDOW ? position - args.sliding_window + 1 : 0,
+        args.causal ? min_i32(range.s.length, position + 1) : range.s.length};
   }
 }
 
-DEVICE void prepare_query(const DecodeArgs& args, const DecodeRange& range, int c, float (&y)[QN], u8* shared, u8* operands, float* scratch, int lane) {
+DEVICE void prepare_query(const DecodeArgs& args, const DecodeRange& range, int c, float (&y)[QN], u8* shared,
+    u8* operands, float* scratch, int lane) {
   const float row_max = rotate_query(args, y, scratch, lane);
   write_query(args, range, c, y, row_max, row_max < as_float(0x7F800000u), shared, operands, lane);
 }

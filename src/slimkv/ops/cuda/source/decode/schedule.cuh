@@ -13,10 +13,10 @@ DEVICE int in_group(const DecodeArgs& args, int column) { return column - by_gro
 
 struct Sequence {
   int start, queries, length;
-  int begin;      // token of step 0, a multiple of STEP
-  int steps;      // up to the last token
-  int skipped;    // SPLITS: steps that no query sees
-  int tiles;      // work tiles: chunks of queries that are attended together, times KV heads
+  int begin;  // token of step 0, a multiple of STEP
+  int steps;  // up to the last token
+  int skipped;  // SPLITS: steps that no query sees
+  int tiles;  // work tiles: chunks of queries that are attended together, times KV heads
   int kv_blocks;  // of each of them
 };
 DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
@@ -39,8 +39,9 @@ DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
   return s;
 }
 DEVICE Sequence from_lane(const Sequence& s, int lane) {
-  return {shfl(s.start, lane), shfl(s.queries, lane), shfl(s.length, lane), WINDOW ? shfl(s.begin, lane) : 0, SPLITS ? shfl(s.steps, lane) : 0,
-          SPLITS && WINDOW ? shfl(s.skipped, lane) : 0, shfl(s.tiles, lane), shfl(s.kv_blocks, lane)};
+  return {shfl(s.start, lane), shfl(s.queries, lane), shfl(s.length, lane), WINDOW ? shfl(s.begin, lane) : 0,
+      SPLITS ? shfl(s.steps, lane) : 0, SPLITS && WINDOW ? shfl(s.skipped, lane) : 0, shfl(s.tiles, lane),
+      shfl(s.kv_blocks, lane)};
 }
 
 // What it costs to go on to another work tile, in KV blocks, and with the idle warps of its last ones.
@@ -54,7 +55,7 @@ DEVICE WorkCosts costs_of(const DecodeArgs&) {
 
 // KV blocks of a work tile, and whose they are. Steps `from` to `to` are attended before a result is left: all, or those of the first split.
 struct DecodeRange : WorkRange {
-  int chunk, head;     // of queries; KV head
+  int chunk, head;  // of queries; KV head
   int base, from, to;  // base: where warps count steps from
 
   DEVICE_MEMBER DecodeRange(const DecodeArgs& args, const WorkRange& range) : WorkRange(range) {
@@ -109,7 +110,8 @@ DEVICE int sequence_of(const DecodeArgs& args, int row) {
   b = 0;
   for (int high = args.num_seqs; high - b > 1;) {
     const int middle = (b + high) / 2;
-    if (ldg_i32(args.cu_seqlens_q + middle) <= row) b = middle; else high = middle;
+    if (ldg_i32(args.cu_seqlens_q + middle) <= row) b = middle;
+    else high = middle;
   }
   return b;
 }

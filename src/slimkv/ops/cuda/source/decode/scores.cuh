@@ -18,7 +18,8 @@ DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tabl
     u32 pair[4];
     pair_halves<false>(codes, slice, tables.key_levels, pair);
     a[0] = pair[0], a[1] = pair[2], a[2] = pair[1], a[3] = pair[3];
-    if (VERIFY && K_BITS == 5) wgmma_fence_operand(a);  // signs are there before products begin, or each would wait for the one before
+    if (VERIFY && K_BITS == 5)
+      wgmma_fence_operand(a);  // signs are there before products begin, or each would wait for the one before
   } else code_halves<K_KIND, K_BITS, false>(codes.low(slice), codes.high(slice), tables.key, tables.key_levels, a);
 }
 
@@ -54,7 +55,9 @@ DEVICE void hide_tokens(const u8* slot, const u8* shared, int token0, int lane, 
   for (int i = 0; i < 2 * SCORED_TILES; i++) {
     const u8* fields = slot + fields_of(TILES_APART * (i / 2));
     const int token = g + 8 * (i & 1);
-    if (field_bits(fields, token) == INVALID_FIELD || field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD) bad |= 1u << i;
+    if (field_bits(fields, token) == INVALID_FIELD ||
+        field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD)
+      bad |= 1u << i;
   }
 #pragma unroll
   for (int c = 0; c < C; c++) {

@@ -22,7 +22,7 @@ static_assert(COLUMNS == NG * GROUP, "whole groups");
 
 // Warps that share a step: each of the four of a warpgroup has scores of every fourth tile, and slices of the values.
 constexpr int TEAM = VERIFY ? 4 : 1;
-constexpr int RINGS = VERIFY ? WARPS / 8 : WARPS;    // steps of a block at a time
+constexpr int RINGS = VERIFY ? WARPS / 8 : WARPS;  // steps of a block at a time
 constexpr int WORKERS = VERIFY ? WARPS / 2 : WARPS;  // warps that have scores
 constexpr int OWN_TILES = NT / TEAM, TILES_APART = TEAM;  // tiles of a step that a warp has scores of
 constexpr bool TILE_BY_TILE = VERIFY && NG > 5;  // registers hold the scores of one tile
@@ -38,9 +38,10 @@ constexpr int PIECES = BULK ? PAGES : 1, PIECE_TILES = NT / PIECES;
 constexpr int FIELDS = K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS, FIELD_STRIDE = 32 * PIECE_TILES;
 constexpr int VALUES_AT = PIECE_TILES * K_TILE, FIELDS_AT = VALUES_AT + PIECE_TILES * V_TILE;
 constexpr int PIECE = FIELDS_AT + FIELDS * FIELD_STRIDE, FIELDS_END = PIECES * PIECE;
-static_assert(!BULK || (PIECE_TILES == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
-                        V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS),
-              "a step is whole pages, in the ring as they are there");
+static_assert(!BULK ||
+        (PIECE_TILES == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
+            V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS),
+    "a step is whole pages, in the ring as they are there");
 // Of tile x. As plain as can be before loops are unrolled: it decides how many registers the compiler takes.
 constexpr int keys_of(int x) { return PIECES == 1 ? x * K_TILE : x / PIECE_TILES * PIECE + x % PIECE_TILES * K_TILE; }
 constexpr int values_of(int x) {
@@ -50,9 +51,11 @@ constexpr int fields_of(int x) {
   return PIECES == 1 ? FIELDS_AT + 32 * x : x / PIECE_TILES * PIECE + FIELDS_AT + 32 * (x % PIECE_TILES);
 }
 
-constexpr int OUT_SLICES = (VS + TEAM - 1) / TEAM;  // of the output that a warp has; the last of a team may have more than there are
+constexpr int OUT_SLICES =
+    (VS + TEAM - 1) / TEAM;  // of the output that a warp has; the last of a team may have more than there are
 constexpr int OUT_ROW = 16 * OUT_SLICES + 8 / OWN;  // floats; keeps the columns of a warp's result in different banks
-constexpr int RESULT_BYTES = 4 * GROUP * (16 * OUT_SLICES + 8), SLOT = FIELDS_END > RESULT_BYTES ? FIELDS_END : RESULT_BYTES;
+constexpr int RESULT_BYTES = 4 * GROUP * (16 * OUT_SLICES + 8),
+              SLOT = FIELDS_END > RESULT_BYTES ? FIELDS_END : RESULT_BYTES;
 
 // Levels as halves from tables in shared memory, by pairs of codes up to 5 bits. PERMUTED: 4 bits by permutations instead, so that logic
 // and shared memory share the work; values, which have to be put across anyway (pair_halves), and of the largest heads keys as well.
@@ -64,11 +67,14 @@ constexpr int LEVEL_ENTRIES_K = K_KIND != LLOYD || K_BYTES || K_PERMUTED ? 0 : K
 constexpr int LEVEL_ENTRIES_V = V_KIND != LLOYD || V_BYTES || V_PERMUTED ? 0 : V_IN_PAIRS ? PAIR_ENTRIES : 1 << V_BITS;
 constexpr bool ONE_TABLE = K_KIND == V_KIND && K_BITS == V_BITS && KD == VD && K_PERMUTED == V_PERMUTED;
 constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTRIES_V));
-constexpr float KEY_UNIT = FIELD_UNIT * (K_BYTES ? 1.0f : K_PERMUTED ? DENORMAL_UNIT : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
+constexpr float KEY_UNIT = FIELD_UNIT *
+    (K_BYTES             ? 1.0f
+            : K_PERMUTED ? DENORMAL_UNIT
+                         : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : V_PERMUTED ? DENORMAL_UNIT : half_unit<V_KIND, V_BITS>();
 
 constexpr int QI = K_BYTES ? (KS + 1) / 2 : KS;  // products of a tile
-constexpr int STATE_WORDS = VERIFY ? 3 : 2;       // of a column and warp: maximum, sum and, where warps share values, shift
+constexpr int STATE_WORDS = VERIFY ? 3 : 2;  // of a column and warp: maximum, sum and, where warps share values, shift
 constexpr int BARRIERS = STAGES > 1 ? STAGES : 2;  // of a ring: one a slot, or one for keys and one for values
 // Rotations that are no butterflies of a warp's registers take shared memory.
 constexpr bool QUERIES_TAKE_SCRATCH = !(POWER_OF_TWO(KD) && KD >= 32);
@@ -86,30 +92,30 @@ struct DecodeArgs {
   const i32* block_table;
   const i32* seq_lens;
   const i32* cu_seqlens_q;
-  const void* key_signs;    // bf16 [KD, KD], the rotation's entries +-1
+  const void* key_signs;  // bf16 [KD, KD], the rotation's entries +-1
   const void* value_signs;  // bf16 [VD, VD]
   const float* key_levels;  // by code
   const float* value_levels;
-  const float* sinks;        // natural logarithms, or null: of a row of the output and a query head
+  const float* sinks;  // natural logarithms, or null: of a row of the output and a query head
   const float* score_shift;  // SOFTCAP: added to scores before the cap, likewise; or null
   void* out;
-  float* lse;          // or null
-  float* parts;        // [slots, COLUMNS, VD]
+  float* lse;  // or null
+  float* parts;  // [slots, COLUMNS, VD]
   float* part_states;  // [slots, COLUMNS, 2]: maximum (base 2), sum
   i64 query_stride, query_head_stride, page_stride, page_head_stride, table_stride, out_stride, out_head_stride;
-  float scale;    // of scores, times log2(e)
+  float scale;  // of scores, times log2(e)
   float softcap;  // times log2(e)
-  float key_norm, value_norm;    // what makes the rotations orthonormal
+  float key_norm, value_norm;  // what makes the rotations orthonormal
   Table key_table, value_table;  // their signs are unused
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
   u32 key_core[32], value_core[32];  // columns of the keys' core, rows of the values', likewise
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
-  i32 blocks;        // of `attend`; 0: one for each KV head of every sequence, and nothing to merge
-  i32 split_steps;   // SPLITS: of each (schedule.cuh)
-  i32 max_splits;    // SPLITS: of a work tile
-  i32 merge_split;   // warps of `merge` that share the parts of a row
+  i32 blocks;  // of `attend`; 0: one for each KV head of every sequence, and nothing to merge
+  i32 split_steps;  // SPLITS: of each (schedule.cuh)
+  i32 max_splits;  // SPLITS: of a work tile
+  i32 merge_split;  // warps of `merge` that share the parts of a row
   i32 merge_places;  // of a sequence, one for each query, that `merge` looks at; 0: it looks at every row
   i32 queries_of_chunk;  // that are attended together: COLUMNS / group_size
-  i32 group_inverse;     // 2^16 / group_size, rounded up
-  i32 sink_stride;       // from one row's sinks to the next one's: 0 or the query heads
+  i32 group_inverse;  // 2^16 / group_size, rounded up
+  i32 sink_stride;  // from one row's sinks to the next one's: 0 or the query heads
 };

@@ -4,25 +4,29 @@
 
 // The running maximum moves rarely. Values as halves: of the score and the logarithm of the value's scale, so that their product
 // stays within what halves hold. A field is about 1024 times that logarithm, plus 40. `unit(c, x, r)` makes a number of `s` a score.
-template <class Unit> DEVICE void find_highest(const u8* slot, int g, const StepScores& s, const Unit& unit, float (&highest)[C]) {
+template <class Unit> DEVICE void find_highest(const u8* slot, int g, const StepScores& s, const Unit& unit,
+    float (&highest)[C]) {
   float magnitude[SCORED_TILES][2];
   if (OUT_IN_PRODUCTS)
 #pragma unroll
     for (int x = 0; x < SCORED_TILES; x++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        magnitude[x][r] = (float)(i32)field_bits(slot + fields_of(TILES_APART * x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS, g + 8 * r);
+        magnitude[x][r] =
+            (float)(i32)field_bits(slot + fields_of(TILES_APART * x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS, g + 8 * r);
 #pragma unroll
   for (int c = 0; c < C; c++)
 #pragma unroll
     for (int x = 0; x < SCORED_TILES; x++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        highest[c] = max_f32(highest[c], OUT_IN_PRODUCTS ? fma_rn(s[c][x][r], 1024.0f * unit(c, x, r), magnitude[x][r]) : s[c][x][r]);
+        highest[c] = max_f32(highest[c],
+            OUT_IN_PRODUCTS ? fma_rn(s[c][x][r], 1024.0f * unit(c, x, r), magnitude[x][r]) : s[c][x][r]);
 }
 
 // A score to a probability times its value's scale, which is added to `sum` without that.
-DEVICE float weigh(const u8* slot, float base, float reference, float scale, int g, int x, int r, float score, float& sum, float& shift) {
+DEVICE float weigh(const u8* slot, float base, float reference, float scale, int g, int x, int r, float score,
+    float& sum, float& shift) {
   const float e = exp2_approx(fma_rn(score, base, -reference));
   sum += e;
   if (V_KIND == UNIFORM) {

@@ -12,7 +12,8 @@ constexpr int KEY_REGISTERS = NG == 5 ? 144 : 136;  // of the 256 that a thread 
 // Queries of a range that are in the lanes' registers, to operands with one unit. In between they are in shared memory, so that one piece of
 // code does for all: it is met for the first time, and comes from far away.
 template <int QUERIES>
-DEVICE void prepare_queries(const DecodeArgs& args, const DecodeRange& range, const float (&query)[QUERIES][QN], u8* shared, int warp, int lane) {
+DEVICE void prepare_queries(const DecodeArgs& args, const DecodeRange& range, const float (&query)[QUERIES][QN],
+    u8* shared, int warp, int lane) {
   const float infinity = as_float(0x7F800000u);
   float* scratch = (float*)(shared + PROBABILITIES_AT) + warp * KD;
   constexpr bool STAGED = COLUMNS > 32 && 4 * KD * (WARPS + COLUMNS) <= RINGS_AT - PROBABILITIES_AT;
@@ -44,7 +45,8 @@ DEVICE void prepare_queries(const DecodeArgs& args, const DecodeRange& range, co
 #pragma unroll
       for (int j = 0; j < QN; j++) y[i][j] = query[i][j];
       largest[i] = rotate_query(args, y[i], scratch, lane);
-      if (lane == 0 && warp + i * WARPS < COLUMNS) column_at(shared, warp + i * WARPS)->unit = largest[i] < infinity ? largest[i] : 0.0f;
+      if (lane == 0 && warp + i * WARPS < COLUMNS)
+        column_at(shared, warp + i * WARPS)->unit = largest[i] < infinity ? largest[i] : 0.0f;
     }
   sync_threads();
 #pragma unroll
@@ -117,7 +119,8 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
       ColumnState columns;
       columns.load(args, range, shared, lane & 3);
       const PairMemory kept(shared, own.pair, lane, true);
-      if constexpr (TILE_BY_TILE) attend_keys_by_tiles(args, range, shared, kept, own, columns, tables, lane, taken, acc);
+      if constexpr (TILE_BY_TILE)
+        attend_keys_by_tiles(args, range, shared, kept, own, columns, tables, lane, taken, acc);
       else attend_keys(args, range, shared, kept, own, columns, tables, lane, taken, acc);
       leave_states(columns, acc, (float*)(shared + STATE_AT), worker, lane);
       sync_threads();

@@ -3,7 +3,8 @@
 #include "decode/verify_softmax.cuh"
 
 // All probabilities of a step are there, and whether the output is to be rescaled for them.
-DEVICE void end_publishing(const PairMemory& memory, const PairWarp& warp, int lane, u32 taken, bool rescales, const Weighing& weighing, RunningSoftmax& acc) {
+DEVICE void end_publishing(const PairMemory& memory, const PairWarp& warp, int lane, u32 taken, bool rescales,
+    const Weighing& weighing, RunningSoftmax& acc) {
   if (warp.member == 0 && lane == 0) {
     memory.factors_of(taken)[COLUMNS] = rescales ? 1.0f : 0.0f;
     mbarrier_arrive(memory.published + (taken & 1));
@@ -13,13 +14,19 @@ DEVICE void end_publishing(const PairMemory& memory, const PairWarp& warp, int l
 }
 
 // Scores and probabilities of the pair's steps of a range.
-DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory, const PairWarp& warp,
-                        const ColumnState& columns, const LevelTables& tables, int lane, u32& taken, RunningSoftmax& acc) {
-  const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member), field_offset = fields_of(warp.member) - FIELDS_AT;
+DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
+    const PairWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
+    RunningSoftmax& acc) {
+  const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member),
+            field_offset = fields_of(warp.member) - FIELDS_AT;
   // Fields of all own tiles, a word of each lane; what is kept for the loop must not be computed again in it.
   constexpr int WORDS = 8 * OWN_TILES * FIELDS;
-  const auto word_offset = [&](int word) { return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) + 4 * (word % 8); };
-  const int own_fields = (int)in_register(field_offset + 2 * g, lane), own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
+  const auto word_offset = [&](int word) {
+    return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) +
+        4 * (word % 8);
+  };
+  const int own_fields = (int)in_register(field_offset + 2 * g, lane),
+            own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
   for (int step = range.first + warp.pair; step < range.last; step += RINGS, taken++) {
     u8 *slot = memory.slot(taken), *fields = slot + field_offset, *operands = memory.probabilities_of(taken);
     memory.wait_for_copy(taken);
@@ -33,7 +40,8 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
     tokens.largest = *(const u32*)(slot + own_word);
 #pragma unroll
     for (int i = 32; i < WORDS; i += 32)
-      if (i + 32 <= WORDS || i + lane < WORDS) tokens.largest = max_u16x2(tokens.largest, *(const u32*)(slot + word_offset(i + lane)));
+      if (i + 32 <= WORDS || i + lane < WORDS)
+        tokens.largest = max_u16x2(tokens.largest, *(const u32*)(slot + word_offset(i + lane)));
     auto score = [&] {
       keys.multiply(shared, tables, s);
       if (!TOKEN_UNITS) scale_scores(args, fields, columns, g, s);
@@ -54,7 +62,8 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
 #pragma unroll
       for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
       find_highest(fields, g, s, tokens, highest);
-      rescales = move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken), nullptr, acc);
+      rescales = move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken),
+          nullptr, acc);
       publish_to_warpgroup<true>(s, fields, tokens, operands, warp, lane, acc, weighing);
       fence_proxy_async();
       warp.sync();
@@ -64,12 +73,18 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
 }
 
 // The same of so many columns that scores of one tile at a time are all that registers hold, and the reference is in shared memory.
-DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory, const PairWarp& warp,
-                                 const ColumnState& columns, const LevelTables& tables, int lane, u32& taken, RunningSoftmax& acc) {
-  const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member), field_offset = fields_of(warp.member) - FIELDS_AT;
+DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
+    const PairWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
+    RunningSoftmax& acc) {
+  const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member),
+            field_offset = fields_of(warp.member) - FIELDS_AT;
   constexpr int WORDS = 8 * OWN_TILES * FIELDS;
-  const auto word_offset = [&](int word) { return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) + 4 * (word % 8); };
-  const int own_fields = (int)in_register(field_offset + 2 * g, lane), own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
+  const auto word_offset = [&](int word) {
+    return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) +
+        4 * (word % 8);
+  };
+  const int own_fields = (int)in_register(field_offset + 2 * g, lane),
+            own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
   float* const references = references_of(shared, warp.pair * TEAM + warp.member, t);
 #pragma unroll
   for (int c = 0; c < C; c++) references[own_column(c, 0)] = MINUS_INFINITY;
@@ -87,7 +102,9 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& rang
     if (clear)
 #pragma unroll
       for (int i = 0; i < WORDS; i += 32)
-        if (i + 32 <= WORDS || i + lane < WORDS) acc.largest_fields = max_u16x2(acc.largest_fields, *(const u32*)(slot + (i ? word_offset(i + lane) : own_word)));
+        if (i + 32 <= WORDS || i + lane < WORDS)
+          acc.largest_fields =
+              max_u16x2(acc.largest_fields, *(const u32*)(slot + (i ? word_offset(i + lane) : own_word)));
     auto fields = [&](int x) { return slot + field_offset + fields_behind(x); };
     auto score = [&](int x) {
       load_token_fields(slot + own_fields + fields_behind(x), columns, tokens);
@@ -115,7 +132,8 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& rang
         score(x);
         find_highest(fields(x), g, s, tokens, highest);
       }
-      rescales = move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken), references, acc);
+      rescales = move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken),
+          references, acc);
       begin_publishing<true>(operands, warp, lane, acc, weighing);
 #pragma unroll 1
       for (int x = 0; x < OWN_TILES; x++) {

@@ -19,7 +19,8 @@ constexpr int RINGS_AT = QUERY_AT + PAIR_RESULT_BYTES > OPERANDS_END ? QUERY_AT 
 constexpr int COLUMN_AT = RINGS_AT + RINGS * STAGES * SLOT;
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
 constexpr int REFERENCES_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // of every column and warp
-constexpr int FACTORS_AT = REFERENCES_AT + (TILE_BY_TILE ? 4 * COLUMNS * WORKERS : 0);  // for two steps: of every column, and whether there are any
+constexpr int FACTORS_AT = REFERENCES_AT +
+    (TILE_BY_TILE ? 4 * COLUMNS * WORKERS : 0);  // for two steps: of every column, and whether there are any
 constexpr int BARRIERS_AT = FACTORS_AT + RINGS * 2 * (4 * COLUMNS + 8);
 constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + 8 * RINGS * BARRIERS;  // probabilities of two steps: there, used
 constexpr int PAIR_BARRIERS_END = PAIR_BARRIERS_AT + RINGS * 4 * 8;

@@ -24,11 +24,17 @@ struct PairMemory {
   }
   // Of the step with this number, counted over all ranges.
   DEVICE_MEMBER u8* slot(u32 number) const { return ring + number % STAGES * SLOT; }
-  DEVICE_MEMBER u8* probabilities_of(u32 number) const { return probabilities + (number & 1) * OWN_TILES * OPERAND_BYTES; }
+  DEVICE_MEMBER u8* probabilities_of(u32 number) const {
+    return probabilities + (number & 1) * OWN_TILES * OPERAND_BYTES;
+  }
   DEVICE_MEMBER float* factors_of(u32 number) const { return factors + (number & 1) * (COLUMNS + 2); }
   DEVICE_MEMBER void wait_for_copy(u32 number) const { mbarrier_wait(full + number % STAGES, number / STAGES & 1); }
-  DEVICE_MEMBER void wait_until_published(u32 number) const { mbarrier_wait(published + (number & 1), number >> 1 & 1); }
-  DEVICE_MEMBER void wait_until_used(u32 number) const { mbarrier_wait(used + (number & 1), number >> 1 & 1); }  // -1, -2: at once
+  DEVICE_MEMBER void wait_until_published(u32 number) const {
+    mbarrier_wait(published + (number & 1), number >> 1 & 1);
+  }
+  DEVICE_MEMBER void wait_until_used(u32 number) const {
+    mbarrier_wait(used + (number & 1), number >> 1 & 1);
+  }  // -1, -2: at once
 };
 
 // Copies the steps of a range, one after the other.
@@ -58,11 +64,14 @@ struct PairLoader {
     static_assert(STEPS * PIECES <= 32, "a lane for each");
     const int of_step = loader.lane / PIECES, piece = loader.lane % PIECES, step = next + of_step * RINGS;
     const bool real = of_step < STEPS && step < last;
-    const i32 id = real ? ldg_i32(loader.table + min_i32((loader.begin_tile + NT * step) / (BLOCK_SIZE / 16) + piece, loader.last_page)) : 0;
+    const i32 id = real
+        ? ldg_i32(loader.table + min_i32((loader.begin_tile + NT * step) / (BLOCK_SIZE / 16) + piece, loader.last_page))
+        : 0;
     if (real) {
       const int slot = (filled + of_step) % STAGES;
       if (piece == 0) mbarrier_arrive_expect_tx(loader.barriers + slot, FIELDS_END);
-      cp_async_bulk(loader.ring + slot * SLOT + piece * PIECE, loader.pages + id * loader.page_stride, PIECE, loader.barriers + slot);
+      cp_async_bulk(loader.ring + slot * SLOT + piece * PIECE, loader.pages + id * loader.page_stride, PIECE,
+          loader.barriers + slot);
     }
     const int count = min_i32(STEPS, (last - next + RINGS - 1) / RINGS);
     filled += count, next += count * RINGS;

@@ -12,7 +12,9 @@ struct TokenFields {
 // Fields of a warp's own tile x behind those of its first one.
 DEVICE int fields_behind(int x) { return fields_of(TILES_APART * x) - FIELDS_AT; }
 // A warp's references of the softmax, from the first of the columns of lanes t on.
-DEVICE float* references_of(u8* shared, int worker, int t) { return (float*)(shared + REFERENCES_AT) + worker * COLUMNS + OWN * t; }
+DEVICE float* references_of(u8* shared, int worker, int t) {
+  return (float*)(shared + REFERENCES_AT) + worker * COLUMNS + OWN * t;
+}
 
 // Sums of a warpgroup's products, when these have ended, as scores.
 DEVICE void take_scores(float (&c)[SCORED_TILES][4 * NG], StepScores& s) {
@@ -26,14 +28,16 @@ DEVICE void take_scores(float (&c)[SCORED_TILES][4 * NG], StepScores& s) {
 
 // Products of a pair's step: the tiles of four warps are the rows of one. Levels of the next slices are looked up while products of these are under way.
 struct KeyOperands {
-  static constexpr int AT_ONCE = KS > 1 ? 2 : 1, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE, ALL = SCORED_TILES * ROUNDS, BUFFERS = 3;  // slices
+  static constexpr int AT_ONCE = KS > 1 ? 2 : 1, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE, ALL = SCORED_TILES * ROUNDS,
+                       BUFFERS = 3;  // slices
   KeyCodes codes[SCORED_TILES];
   u32 a[BUFFERS][AT_ONCE][4];
 
   DEVICE_MEMBER void look_up(int round, const LevelTables& tables) {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++)
-      if (round % ROUNDS * AT_ONCE + i < KS) key_halves(codes[round / ROUNDS], round % ROUNDS * AT_ONCE + i, tables, a[round % BUFFERS][i]);
+      if (round % ROUNDS * AT_ONCE + i < KS)
+        key_halves(codes[round / ROUNDS], round % ROUNDS * AT_ONCE + i, tables, a[round % BUFFERS][i]);
   }
   DEVICE_MEMBER void load(const u8* slot, const LevelTables& tables, int lane) {
 #pragma unroll
@@ -51,8 +55,10 @@ struct KeyOperands {
         const int x = round / ROUNDS, slice = round % ROUNDS * AT_ONCE + i;
         const u32(&operand)[4] = a[round % BUFFERS][i];
         const u64 query = descriptor_behind(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
-        if (slice == 0) WarpgroupProduct::register_a<false>(c[x], operand[0], operand[1], operand[2], operand[3], query);
-        else if (slice < KS) WarpgroupProduct::register_a<true>(c[x], operand[0], operand[1], operand[2], operand[3], query);
+        if (slice == 0)
+          WarpgroupProduct::register_a<false>(c[x], operand[0], operand[1], operand[2], operand[3], query);
+        else if (slice < KS)
+          WarpgroupProduct::register_a<true>(c[x], operand[0], operand[1], operand[2], operand[3], query);
       }
       wgmma_commit();
       if (round + 1 < ALL) look_up(round + 1, tables);  // the round before last has ended
@@ -70,7 +76,8 @@ DEVICE void load_token_fields(const u8* slot, const ColumnState& columns, TokenF
     const u8* fields = slot + fields_of(TILES_APART * x);
 #pragma unroll
     for (int r = 0; r < 2; r++) {  // zero times minus infinity would not be a number
-      tokens.unit[x][r] = TOKEN_UNITS ? max_f32(small_scale_of(field_bits(fields, 8 * r)) * columns.unit_of(0), 1e-37f) : 1.0f;
+      tokens.unit[x][r] =
+          TOKEN_UNITS ? max_f32(small_scale_of(field_bits(fields, 8 * r)) * columns.unit_of(0), 1e-37f) : 1.0f;
       tokens.scale[x][r] = scale_of(field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, 8 * r));
     }
   }

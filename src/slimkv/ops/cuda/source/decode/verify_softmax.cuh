@@ -9,8 +9,8 @@ DEVICE void find_highest(const u8* slot, int g, const StepScores& s, const Token
 
 // A warpgroup has one running maximum. `maxima`: of its warps, when it moves, where each will leave its state. `factors` gets what the
 // output is multiplied by. TILE_BY_TILE: `references` are those of the warp, for the columns of lanes t. Returns whether it moves.
-DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&highest)[C], const PairWarp& warp, float* maxima,
-                           float* factors, float* references, RunningSoftmax& acc) {
+DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&highest)[C], const PairWarp& warp,
+    float* maxima, float* factors, float* references, RunningSoftmax& acc) {
   bool moves = false;
 #pragma unroll
   for (int c = 0; c < C; c++) {
@@ -31,7 +31,8 @@ DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&hig
     for (int c = 0; c < C; c++) {
       float higher = max_f32(highest[c], acc.row_max[c]);
 #pragma unroll
-      for (int w = 0; w < TEAM; w++) higher = max_f32(higher, maxima[STATE_WORDS * ((warp.pair * TEAM + w) * COLUMNS + own_column(c, t))]);
+      for (int w = 0; w < TEAM; w++)
+        higher = max_f32(higher, maxima[STATE_WORDS * ((warp.pair * TEAM + w) * COLUMNS + own_column(c, t))]);
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - higher);
       acc.row_max[c] = higher;
       if (TILE_BY_TILE && g == 0) references[own_column(c, 0)] = higher;
@@ -49,10 +50,11 @@ struct Weighing {
   float reference[C], sum[C], shift[C];
   u32 largest;
 };
-template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepScores& s, const u8* slot, const TokenFields& tokens,
-                                            const float* references, int g, Weighing& w) {
+template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepScores& s, const u8* slot,
+    const TokenFields& tokens, const float* references, int g, Weighing& w) {
   constexpr bool BY_GROUPS = NG > 1;
-  constexpr int PER_TILE = BY_GROUPS ? (NG + 1) / 2 : 1, X = BY_GROUPS ? I / PER_TILE : 2 * I, N = BY_GROUPS ? 2 * (I % PER_TILE) : 0;
+  constexpr int PER_TILE = BY_GROUPS ? (NG + 1) / 2 : 1, X = BY_GROUPS ? I / PER_TILE : 2 * I,
+                N = BY_GROUPS ? 2 * (I % PER_TILE) : 0;
   constexpr bool ONE_GROUP = BY_GROUPS && N + 1 == NG;  // is left
   u32 word[4] = {0, 0, 0, 0};
   if (TILE_BY_TILE)
@@ -60,7 +62,8 @@ template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepSco
     for (int c = N * OWN; c < (ONE_GROUP ? N + 1 : N + 2) * OWN; c += OWN) {
       const Words2 two = *(const Words2*)(references + own_column(c, 0));
       const float first = as_float(two.x), second = as_float(two.y);
-      w.reference[c] = AGAIN && first == MINUS_INFINITY ? 0.0f : first, w.reference[c + OWN - 1] = AGAIN && second == MINUS_INFINITY ? 0.0f : second;
+      w.reference[c] = AGAIN && first == MINUS_INFINITY ? 0.0f : first,
+      w.reference[c + OWN - 1] = AGAIN && second == MINUS_INFINITY ? 0.0f : second;
     }
 #pragma unroll
   for (int i = 0; i < (ONE_GROUP ? 2 : 4); i++) {
@@ -77,11 +80,13 @@ template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepSco
   }
   if constexpr (ONE_GROUP) stmatrix_x2_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1]);
   else stmatrix_x4_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1], word[2], word[3]);
-  if constexpr (I + 1 < (BY_GROUPS ? SCORED_TILES * PER_TILE : SCORED_TILES / 2)) publish_pieces<I + 1, AGAIN>(place, s, slot, tokens, references, g, w);
+  if constexpr (I + 1 < (BY_GROUPS ? SCORED_TILES * PER_TILE : SCORED_TILES / 2))
+    publish_pieces<I + 1, AGAIN>(place, s, slot, tokens, references, g, w);
 }
 
 // Returns where a lane's part goes. AGAIN: the reference has moved; a column that has seen nothing yet has none.
-template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const PairWarp& warp, int lane, const RunningSoftmax& acc, Weighing& w) {
+template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const PairWarp& warp, int lane,
+    const RunningSoftmax& acc, Weighing& w) {
   static_assert(NG > 1 || SCORED_TILES % 2 == 0, "two groups or two tiles at a time");
   w.largest = 0;
 #pragma unroll
@@ -90,12 +95,13 @@ template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const PairWarp& 
     w.sum[c] = -0.0f, w.shift[c] = -0.0f;
   }
   const int row = lane & 7, half = lane >> 3 & 1, second = lane >> 4;
-  return shared_address(operands) + operand_place(row, 16 * warp.member + 8 * half) + (NG > 1 ? 1024 : OPERAND_BYTES) * second;
+  return shared_address(operands) + operand_place(row, 16 * warp.member + 8 * half) +
+      (NG > 1 ? 1024 : OPERAND_BYTES) * second;
 }
 // Returns whether the reference must move.
 template <bool AGAIN>
 DEVICE bool publish_to_warpgroup(const StepScores& s, const u8* slot, const TokenFields& tokens, u8* operands,
-                                 const PairWarp& warp, int lane, const RunningSoftmax& acc, Weighing& w) {
+    const PairWarp& warp, int lane, const RunningSoftmax& acc, Weighing& w) {
   const u32 place = begin_publishing<AGAIN>(operands, warp, lane, acc, w);
   publish_pieces<0, AGAIN>(place, s, slot, tokens, nullptr, lane >> 2, w);
   return is_behind(w.largest);

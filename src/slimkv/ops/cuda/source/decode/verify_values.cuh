@@ -10,7 +10,7 @@ typedef Codes<V_BITS, VS, true, TEAM> PartCodes;  // those of a warp
 struct PairOutput {
   float out[OUT_SLICES][NG][4];
   // Of all groups: what a product of the warpgroup adds to.
-  DEVICE_MEMBER float (&products(int i))[4 * NG] { return *(float(*)[4 * NG])&out[i]; }
+  DEVICE_MEMBER float (&products(int i))[4 * NG] { return *(float (*)[4 * NG]) & out[i]; }
   DEVICE_MEMBER void clear() {
 #pragma unroll
     for (int n = 0; n < NG; n++)
@@ -22,10 +22,13 @@ struct PairOutput {
 };
 
 // This warp's part of the values of the pair's steps.
-DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, const PairWarp& warp, const LevelTables& tables, int lane,
-                          PairLoader& loader, u32& taken, PairOutput& acc) {
+DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, const PairWarp& warp,
+    const LevelTables& tables, int lane, PairLoader& loader, u32& taken, PairOutput& acc) {
   const int t = lane & 3;
-  constexpr int WANTED = (NG > 4 ? 2 : 4) / OUT_SLICES, AT_ONCE = WANTED < 1 ? 1 : WANTED > NT ? NT : WANTED;  // tiles; so many products, for registers
+  constexpr int WANTED = (NG > 4 ? 2 : 4) / OUT_SLICES,
+                AT_ONCE = WANTED < 1 ? 1
+      : WANTED > NT                  ? NT
+                                     : WANTED;  // tiles; so many products, for registers
   // Tiles ahead; all where single bits are in token rows, which some warps take long to read.
   constexpr int LOADED = 2 * AT_ONCE < NT && !(V_BITS % 2 && VS % 4) ? 2 * AT_ONCE : NT;
   for (int step = range.first + warp.pair; step < range.last; step += RINGS, taken++) {
@@ -43,7 +46,9 @@ DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, co
 #pragma unroll
         for (int i = 0; i < OUT_SLICES; i++) value_halves(codes[first + k], i, tables, a[k][i]);
       const int ahead = first + LOADED;
-      if (ahead < NT) PartCodes::load_parts<AT_ONCE>(codes + ahead, [&](int i) { return slot + values_of(ahead + i); }, lane, warp.member);
+      if (ahead < NT)
+        PartCodes::load_parts<AT_ONCE>(
+            codes + ahead, [&](int i) { return slot + values_of(ahead + i); }, lane, warp.member);
       if (first == 0) {
         memory.wait_until_published(taken);
         const float* factors = memory.factors_of(taken);
@@ -95,7 +100,8 @@ DEVICE void leave_results(const PairOutput& acc, const PairWarp& warp, u8* share
     if (V_KIND == UNIFORM)  // of the tokens of the whole team
       for (int w = 0; w < TEAM; w++) shift += states[STATE_WORDS * ((warp.pair * TEAM + w) * COLUMNS + column) + 2];
 #pragma unroll
-    for (int w = 0; w < WORKERS; w += TEAM) highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + column)]);  // a team has one
+    for (int w = 0; w < WORKERS; w += TEAM)
+      highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + column)]);  // a team has one
     const float row_max = states[STATE_WORDS * (worker * COLUMNS + column)];
     const float factor = row_max == MINUS_INFINITY ? 0.0f : exp2_approx(row_max - highest);
     float* mine = (float*)(shared + QUERY_AT) + (place * COLUMNS + column) * RESULT_ROW;
@@ -125,11 +131,12 @@ DEVICE void write_rows(const DecodeArgs& args, const DecodeRange& range, u8* sha
       x[j] = 0;
 #pragma unroll
       for (int w = 0; w < TEAM * RESULT_SUMS; w += TEAM)
-        if (d < VD) x[j] += results[((w + d / (16 * OUT_SLICES)) * COLUMNS + column) * RESULT_ROW + d % (16 * OUT_SLICES)];
+        if (d < VD)
+          x[j] += results[((w + d / (16 * OUT_SLICES)) * COLUMNS + column) * RESULT_ROW + d % (16 * OUT_SLICES)];
     }
     if (is_whole(args, range)) {
       write_row(args, range.s.start + query, range.head * args.group_size + in_group(args, column), all_max, all_sum, x,
-                scratch_of_writer(shared, warp), lane);
+          scratch_of_writer(shared, warp), lane);
       continue;
     }
     float* to = args.parts + (part * COLUMNS + column) * VD;

@@ -24,7 +24,8 @@ constexpr float RESCALE_THRESHOLD = 8.0f;
 
 // What is added to the scores of a column before the cap, times log2(e).
 DEVICE float score_shift(const DecodeArgs& args, const DecodeRange& range, int column) {
-  const int query = range.chunk * args.queries_of_chunk + by_group(args, column), head = range.head * args.group_size + in_group(args, column);
+  const int query = range.chunk * args.queries_of_chunk + by_group(args, column),
+            head = range.head * args.group_size + in_group(args, column);
   const bool valid = column < args.queries_of_chunk * args.group_size && query < range.s.queries;
   if (!valid || !args.score_shift) return 0.0f;
   return args.score_shift[(i64)(range.s.start + query) * args.num_kv_heads * args.group_size + head] * LOG2E;

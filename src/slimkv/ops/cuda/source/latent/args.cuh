@@ -4,7 +4,7 @@
 
 struct LatentArgs {
   const void* query;  // [queries, heads, LD], in the space the latent is stored in; pairs of numbers are aligned words
-  const void* rope;   // [queries, heads, RD], not rotated
+  const void* rope;  // [queries, heads, RD], not rotated
   const u8* pages;
   const i32* block_table;
   const i32* seq_lens;
@@ -13,17 +13,17 @@ struct LatentArgs {
   const float* rope_levels;
   void* out;
   float* lse;
-  float* parts;   // [partial result, ROWS, LD]: unnormalised output
+  float* parts;  // [partial result, ROWS, LD]: unnormalised output
   float* states;  // [partial result, ROWS, 2]: running maximum (base 2) and sum of probabilities
   i64 query_stride, query_head_stride, rope_stride, rope_head_stride;
   i64 page_stride, table_stride, out_stride, out_head_stride;
-  float scale;      // of scores, times log2(e)
+  float scale;  // of scores, times log2(e)
   float rope_norm;  // of the rope part's rotation
   Table table;
   u32 rope_sign_bits[4];
   i32 num_heads;
-  i32 row_tiles;    // work tiles of a sequence of max_query_len queries
+  i32 row_tiles;  // work tiles of a sequence of max_query_len queries
   i32 num_seqs;
-  i32 blocks;       // of `attend`
+  i32 blocks;  // of `attend`
   i32 merge_warps;  // that share the partial results of a row
 };

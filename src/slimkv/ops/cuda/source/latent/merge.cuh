@@ -100,8 +100,8 @@ KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
 
 #pragma unroll
   for (int w = 0; w < PartialRow::WORDS; w++)
-    *(Words4*)(sums + MERGE_DIMS * warp + 128 * w + 4 * lane) =
-        {as_bits(x[4 * w]), as_bits(x[4 * w + 1]), as_bits(x[4 * w + 2]), as_bits(x[4 * w + 3])};
+    *(Words4*)(sums + MERGE_DIMS * warp + 128 * w + 4 * lane) = {as_bits(x[4 * w]), as_bits(x[4 * w + 1]),
+        as_bits(x[4 * w + 2]), as_bits(x[4 * w + 3])};
   if (lane == 0) factors[warp] = row.row_sum == 0.0f ? 0.0f : 1.0f / row.row_sum;
   auto query_of = [&](int m) { return (i64)(tile.start + (tile.first_row + m) / args.num_heads); };
   if (args.lse && n < tile.count && turn == 0 && lane == 0 && dim == 0)
@@ -115,7 +115,7 @@ KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
     for (int w = slot * warps_of_row; w < (slot + 1) * warps_of_row; w++) y += sums[MERGE_DIMS * w + own];
     const i64 head = (tile.first_row + m) % args.num_heads;
     store_output(args, query_of(m) * args.out_stride + head * args.out_head_stride + dim + own,
-                 y * factors[slot * warps_of_row]);
+        y * factors[slot * warps_of_row]);
   }
 }
 HOST_TESTABLE(merge, LatentArgs)

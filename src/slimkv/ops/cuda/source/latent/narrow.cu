@@ -22,8 +22,8 @@ constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 constexpr int CONSUMERS = 1 + TEAMS;  // a named barrier; each team has one before it
 static_assert((ROWS == 16 || ROWS == 32) && KV_BLOCK == 32, "operands");
 static_assert(sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT && RAISED_AT - BARRIERS_AT >= 16 * STAGES &&
-                  LATENT_FIELDS_AT - ROPE_CODES_AT == TOKEN_TILES * R_TILE && ROPE_CODES_AT == TOKEN_TILES * L_TILE,
-              "regions of shared memory");
+        LATENT_FIELDS_AT - ROPE_CODES_AT == TOKEN_TILES * R_TILE && ROPE_CODES_AT == TOKEN_TILES * L_TILE,
+    "regions of shared memory");
 
 DEVICE void sync_consumers() { bar_sync(CONSUMERS, 32 * CONSUMER_WARPS); }
 
@@ -32,7 +32,8 @@ DEVICE void sync_consumers() { bar_sync(CONSUMERS, 32 * CONSUMER_WARPS); }
 // Row n of a work tile, by one warp, to fragments. Rows beyond the last are zeros and see nothing.
 DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Query& query, int n, u8* shared) {
   auto place = [&](int at) {
-    return at / 16 * 512 + (4 * (n % 8) + at % 8 / 2) * 16 + ((ROW_TILES == 1 ? n : n % 16) / 8 + 2 * (at % 16 / 8)) * 4 + at % 2 * 2;
+    return at / 16 * 512 + (4 * (n % 8) + at % 8 / 2) * 16 +
+        ((ROW_TILES == 1 ? n : n % 16) / 8 + 2 * (at % 16 / 8)) * 4 + at % 2 * 2;
   };
   const int row_tile = ROW_TILES == 1 ? 0 : n / 16;
   u8* const latents = shared + QUERIES_AT + row_tile * QUERY_BYTES;
@@ -53,7 +54,7 @@ DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Quer
     for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (query.lane == 0)
     ((Row*)(shared + ROWS_AT))[n] = {SHIFT == 0.0f ? 0.0f : -SHIFT * sum, query.latent_unit() * args.scale,
-                                     query.rope_unit() * args.scale, query.real ? tile.visible_end(args, n) : 0};
+        query.rope_unit() * args.scale, query.real ? tile.visible_end(args, n) : 0};
 }
 
 // ---- the ring -------------------------------------------------------------------------------------------------------
@@ -61,12 +62,20 @@ DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Quer
 // A region of the pages that one lane copies: codes of latents, of rope parts, then their scales.
 struct Region {
   int from, to;  // offsets in a page and in a stage
-  int bytes;     // of a token
+  int bytes;  // of a token
 };
 DEVICE Region region_of(int lane) {
-  return {lane == 0 ? 0 : lane == 1 ? R_CODES : lane == 2 ? L_FIELDS : R_FIELDS,
-          lane == 0 ? 0 : lane == 1 ? ROPE_CODES_AT : lane == 2 ? LATENT_FIELDS_AT : ROPE_FIELDS_AT,
-          lane == 0 ? L_TILE / 16 : lane == 1 ? R_TILE / 16 : 2};
+  return {lane == 0   ? 0
+          : lane == 1 ? R_CODES
+          : lane == 2 ? L_FIELDS
+                      : R_FIELDS,
+      lane == 0       ? 0
+          : lane == 1 ? ROPE_CODES_AT
+          : lane == 2 ? LATENT_FIELDS_AT
+                      : ROPE_FIELDS_AT,
+      lane == 0       ? L_TILE / 16
+          : lane == 1 ? R_TILE / 16
+                      : 2};
 }
 
 // A warp that copies the KV blocks of a team to its ring.
@@ -99,8 +108,8 @@ DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* emp
           const int place = (u32)((base + i * TEAMS) * KV_BLOCK + n * GRAIN) % BLOCK_SIZE;
           if (lane < REGIONS && found[n] >= 0)
             cp_async_bulk(ring + slot * STAGE_BYTES + region.to + n * GRAIN * region.bytes,
-                          args.pages + found[n] * args.page_stride + region.from + place * region.bytes,
-                          GRAIN * region.bytes, full + slot);
+                args.pages + found[n] * args.page_stride + region.from + place * region.bytes, GRAIN * region.bytes,
+                full + slot);
         }
         slot++;
         if (slot == STAGES) slot = 0, phase ^= 1;
@@ -206,9 +215,8 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int team, int warp
     if (range.b < 0) return;
     const WorkTile tile(args, range.b, range.tile);
     const int last = shfl(min_i32(range.last, tile.kv_blocks(args)), 0);
-    each_query<CONSUMER_WARPS, 2>(args, tile, WARPS * team + warp, lane, [&](const Query& query, int n) {
-      stage_query(args, tile, query, n, shared);
-    });
+    each_query<CONSUMER_WARPS, 2>(args, tile, WARPS * team + warp, lane,
+        [&](const Query& query, int n) { stage_query(args, tile, query, n, shared); });
     sync_consumers();
     own.take_rows(tile);
     for (int i = range.first + team; i < last; i += TEAMS) own.attend(i);

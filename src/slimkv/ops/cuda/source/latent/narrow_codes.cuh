@@ -46,8 +46,13 @@ template <int BITS, int SLICES> DEVICE void read_codes(const u8* tile, int lane,
 }
 
 // Whether a warp's slices are whole words of every plane.
-constexpr bool WHOLE_WORDS =
-    L_BITS == 8 || LATENT_SLICES % ((L_BITS == 4 ? 1 : L_BITS == 2 || L_BITS == 6 ? 2 : 4) * WARPS) == 0;
+constexpr bool WHOLE_WORDS = L_BITS == 8 ||
+    LATENT_SLICES %
+            ((L_BITS == 4                         ? 1
+                     : L_BITS == 2 || L_BITS == 6 ? 2
+                                                  : 4) *
+                WARPS) ==
+        0;
 // Codes of 16 tokens, in the slices of a warp.
 struct OwnCodes {
   Codes<L_BITS, LATENT_SLICES, false, WHOLE_WORDS ? WARPS : 1> codes;
@@ -67,7 +72,7 @@ struct OwnCodes {
       for (int m = 0; m < 4; m++) {
         const int first = m / 2 + 4 * (m % 2), second = first + 2;
         a[m] = prmt(levels.at(words[codes.word_of_byte(first)], codes.place_of_byte(first)),
-                    levels.at(words[codes.word_of_byte(second)], codes.place_of_byte(second)), 0x5410);
+            levels.at(words[codes.word_of_byte(second)], codes.place_of_byte(second)), 0x5410);
       }
       return;
     }

@@ -15,7 +15,10 @@ constexpr float MOST_PROBABILITY = 256.0f;  // by the running maximum so far
 constexpr float LEAST_SCALE = 9.094947e-13f;  // 2^-40
 constexpr float LOWEST = -1e30f;  // the maximum before the first score: any score is far above it
 
-struct __attribute__((aligned(16))) Row { float start, unit, rope_unit; i32 visible_end; };
+struct __attribute__((aligned(16))) Row {
+  float start, unit, rope_unit;
+  i32 visible_end;
+};
 
 typedef float Fragment[4];
 typedef u32 Levels[TOKEN_TILES][OWN][4];  // of 16 tokens each: tokens x dimensions, transposed later
@@ -150,7 +153,7 @@ struct Consumer {
   DEVICE_MEMBER int place() const { return 8 * octet + 2 * t; }  // of the lane's tokens
   DEVICE_MEMBER Fields read_fields(const u8* stage) const {
     return {*(const u32*)(stage + LATENT_FIELDS_AT + 2 * place()),
-            R_KIND == RAW ? 0 : *(const u32*)(stage + ROPE_FIELDS_AT + 2 * place())};
+        R_KIND == RAW ? 0 : *(const u32*)(stage + ROPE_FIELDS_AT + 2 * place())};
   }
   DEVICE_MEMBER TokenPair token_pair(const Fields& fields, int kv_block) const {
     TokenPair pair;
@@ -174,7 +177,7 @@ struct Consumer {
   // Adds up what the warps have of the lane's scores x, of two rows and two tokens, and masks them. Additions wait for
   // one another: meanwhile levels of the last 16 tokens are transposed.
   DEVICE_MEMBER void sum_scores(const Fragment& r, const TokenPair& pair, bool clear, Levels& kept,
-                                float (&x)[4]) const {
+      float (&x)[4]) const {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       float low[WARPS], high[WARPS];
@@ -225,7 +228,7 @@ struct Consumer {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       float top = max_f32(x[2 * n] + log2_approx(max_f32(pair.scale[0], LEAST_SCALE)),
-                          x[2 * n + 1] + log2_approx(max_f32(pair.scale[1], LEAST_SCALE)));
+          x[2 * n + 1] + log2_approx(max_f32(pair.scale[1], LEAST_SCALE)));
       top = max_f32(top, shfl_xor(top, 1));
       top = max_f32(top, shfl_xor(top, 2));
       if (t == 0) warp_max()[quarter * ROWS + 16 * row_tile + g + 8 * n] = top;

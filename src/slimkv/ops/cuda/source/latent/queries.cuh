@@ -59,9 +59,9 @@ struct Query {
       : lane(lane_), real(n < tile.count) {
 #pragma unroll
     for (int i = 0; i < LD / 32; i++)
-      x[i] = Q_TYPE == FLOAT32 ? as_float(raw.latent[i % (RawQuery::PER_PAIR * LD / 64)])
-             : Q_TYPE == BFLOAT16 && i % 2 ? as_float(raw.latent[i / 2] & 0xFFFF0000u)
-                                           : number_of(raw.latent[i / 2] >> 16 * (i % 2), Q_TYPE);
+      x[i] = Q_TYPE == FLOAT32          ? as_float(raw.latent[i % (RawQuery::PER_PAIR * LD / 64)])
+          : Q_TYPE == BFLOAT16 && i % 2 ? as_float(raw.latent[i / 2] & 0xFFFF0000u)
+                                        : number_of(raw.latent[i / 2] >> 16 * (i % 2), Q_TYPE);
 #pragma unroll
     for (int i = 0; i < RD / 32; i++) y[i] = number_of(raw.rope[i], ROPE_TYPE);
     if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, nullptr, args.rope_norm, nullptr, lane);
@@ -86,8 +86,7 @@ struct Query {
   template <class F> DEVICE_MEMBER void rope_operand(const F& put, float by = 1.0f) const {
     const float down = as_float((u32)(254 - rope_exponent) << 23);
 #pragma unroll
-    for (int i = 0; i < RD / 32; i++)
-      put(lane + 32 * i, BF16_ROPE ? f32_to_bf16(y[i] * by) : f32_to_f16(y[i] * down));
+    for (int i = 0; i < RD / 32; i++) put(lane + 32 * i, BF16_ROPE ? f32_to_bf16(y[i] * by) : f32_to_f16(y[i] * down));
   }
 };
 

@@ -32,7 +32,7 @@ DEVICE Sequence sequence_at(const LatentArgs& args, int b) {
   const int queries = ldg_i32(args.cu_seqlens_q + b + 1) - ldg_i32(args.cu_seqlens_q + b);
   const int length = ldg_i32(args.seq_lens + b);
   return {(queries * args.num_heads + ROWS - 1) / ROWS,
-          queries > 0 ? (max_i32(length, 0) + KV_BLOCK - 1) / KV_BLOCK : 0};
+      queries > 0 ? (max_i32(length, 0) + KV_BLOCK - 1) / KV_BLOCK : 0};
 }
 DEVICE Sequence from_lane(const Sequence& s, int lane) { return {shfl(s.tiles, lane), shfl(s.kv_blocks, lane)}; }
 
@@ -62,5 +62,5 @@ struct WorkRanges {
 // from one lane are known to be uniform, so descriptors stay in uniform registers.
 DEVICE WorkRange broadcast(const WorkRange& range) {
   return {shfl(range.b, 0), shfl(range.tile, 0), shfl(range.number, 0), shfl(range.first, 0), shfl(range.last, 0),
-          from_lane(range.s, 0)};
+      from_lane(range.s, 0)};
 }

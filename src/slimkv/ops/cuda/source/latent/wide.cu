@@ -19,9 +19,8 @@ constexpr int PRODUCER_REGISTERS = 104, CONSUMER_REGISTERS = (504 - PRODUCER_REG
 static_assert(ROWS == 64 && KV_BLOCK == 64, "operands");
 static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "latents that are not looked up");
 static_assert(RING_AT - QUERIES_AT == STAGE && PROBABILITIES_AT - RING_AT == STAGES * STAGE &&
-                  BARRIERS_AT - SCALES_AT == STAGES * sizeof(TokenScales) &&
-                  sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT,
-              "regions of shared memory");
+        BARRIERS_AT - SCALES_AT == STAGES * sizeof(TokenScales) && sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT,
+    "regions of shared memory");
 
 // Row n of a work tile, by one warp: 64 dimensions side by side at `to`, those of the rope part behind the latent's.
 // Rows beyond the last are zeros and see nothing.
@@ -30,7 +29,7 @@ DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Quer
   const float latent = query.latent_unit() * (LEVEL_UNIT / L_UNIT), ratio = query.rope_unit() / latent;
   auto place = [&](int at) { return at / 64 * ROWS * 128 + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
   query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); },
-                       [&](int at, u32 bits) { *(u32*)(to + place(at)) = bits ^ sign * 0x10001u; });
+      [&](int at, u32 bits) { *(u32*)(to + place(at)) = bits ^ sign * 0x10001u; });
   query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); }, ratio);
   if (query.lane == 0) {
     const int visible_end = query.real ? tile.visible_end(args, n) : 0;
@@ -85,7 +84,7 @@ DEVICE void store_output_staged(float* to, const Output& o, int first, int count
 
 // What this thread block has of a work tile. The first warpgroup adds up both sums of probabilities.
 DEVICE void store_partial(const LatentArgs& args, const WorkRange& range, const WorkTile& tile, Consumer& own,
-                          const Output& o) {
+    const Output& o) {
   const int thread = thread_index() % 128, t = own.lane & 3;
 #pragma unroll
   for (int r = 0; r < 2; r++)
@@ -152,7 +151,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   SHARED_OPERANDS(shared);
   const int lane = thread_index() & 31, warp = shfl(thread_index() / 32, 0);
   u64* const full = (u64*)(shared + BARRIERS_AT);  // [stage, quarter of the dimensions]
-  u64* const empty = full + 4 * STAGES;            // [stage, half of the dimensions]
+  u64* const empty = full + 4 * STAGES;  // [stage, half of the dimensions]
   fill_rope_levels<THREADS>(args.rope_levels, shared + ROPE_LEVELS_AT);
   if (thread_index() == 0) {
     for (int i = 0; i < 6 * STAGES; i++) mbarrier_init(full + i, 4);
@@ -163,7 +162,8 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   if (warp >= 8) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     Producer{args, shared + RING_AT, (TokenScales*)(shared + SCALES_AT), full, empty,
-             {shared_address(shared + ROPE_LEVELS_AT)}, warp - 8, lane}.run();
+        {shared_address(shared + ROPE_LEVELS_AT)}, warp - 8, lane}
+        .run();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     attend_ranges(args, shared, full, empty, warp / 4, lane);

@@ -9,16 +9,20 @@ typedef float Output[HALF / 2];
 typedef u32 Probabilities[4][4];  // an operand for every 16 tokens
 
 // What makes scores of products of latents, the unit of rope parts in units of those, and which tokens a row sees.
-struct __attribute__((aligned(16))) Row { float unit, rope; i32 visible_end; i32 unused; };
+struct __attribute__((aligned(16))) Row {
+  float unit, rope;
+  i32 visible_end;
+  i32 unused;
+};
 
 // A lane has rows g and g + 8 of its warp's 16.
 struct Consumer {
   u8* shared;
   u64 *full, *empty;
   int group, warp, lane;
-  int before;        // KV blocks of earlier ranges
+  int before;  // KV blocks of earlier ranges
   int first, count;  // KV blocks of this range
-  int clear_end;     // tokens before it are seen by all rows
+  int clear_end;  // tokens before it are seen by all rows
   float unit[2], rope[2];
   int visible_end[2];
   float row_max[2], row_sum[2];

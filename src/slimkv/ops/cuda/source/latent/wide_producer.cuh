@@ -11,8 +11,8 @@ struct Producer {
   const LatentArgs& args;
   u8* const ring;
   TokenScales* const scales;  // [stage]
-  u64* const full;            // [stage, quarter of the dimensions]; rope parts and scales belong to the first quarter
-  u64* const empty;           // [stage, half of the dimensions]
+  u64* const full;  // [stage, quarter of the dimensions]; rope parts and scales belong to the first quarter
+  u64* const empty;  // [stage, half of the dimensions]
   const RopeLevels rope_levels;
   const int warp, lane;
 

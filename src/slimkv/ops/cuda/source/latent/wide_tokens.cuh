@@ -99,11 +99,11 @@ struct Tokens {
   // Levels of rope parts to rows at `to` (shared memory), where 8 KiB have 64 dimensions of 64 tokens; and the scales
   // of tokens `first` and those behind it.
   DEVICE_MEMBER void unpack_rope(Table table, const RopeLevels& levels, u32 to, TokenScales& scales, int first,
-                                 int lane) const {
+      int lane) const {
     const int second = lane % 4;
     if (second < 2)
       scales.put(first + lane / 4 + 8 * second, second ? fields[1] : fields[0],
-                 second ? rope_fields[1] : rope_fields[0]);
+          second ? rope_fields[1] : rope_fields[0]);
     const u32 row = row_of(lane);
 #pragma unroll
     for (int s = 0; s < ROPE_SLICES; s++) {

@@ -15,7 +15,8 @@ DEVICE int item_of(const Work& w) { return w.head * w.present + w.present - 1 - 
 // The sequence, its length, its first tile and the head of an item that there is.
 DEVICE void find_item(const PrefillArgs& args, int item, int present, int lane, Work& w) {
   w.head = item / present;
-  w.sequence = sequence_of_rank(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, args.first_rank + present - 1 - item % present, lane);
+  w.sequence = sequence_of_rank(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries,
+      args.first_rank + present - 1 - item % present, lane);
   w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, w.sequence);
   w.origin = origin_of(args, w.s);
 }
@@ -23,14 +24,15 @@ DEVICE void find_item(const PrefillArgs& args, int item, int present, int lane, 
 DEVICE int end_tile_of(const Work& w) { return (w.s.length + STEP - 1) / STEP; }
 
 // Groups `group` to `end_group` of 16 tokens of a tile, by a warp.
-DEVICE void unpack_tile(const PrefillArgs& args, const Work& w, LevelTable key_levels, LevelTable value_levels, int item, int tile, int group,
-                        int end_group, int lane) {
+DEVICE void unpack_tile(const PrefillArgs& args, const Work& w, LevelTable key_levels, LevelTable value_levels,
+    int item, int tile, int group, int end_group, int lane) {
   Unpacker unpacker = {args, w, key_levels, value_levels, 0, lane};
   const i64 row = (i64)(item % args.slots) * args.tiles + tile - w.origin;
   const i32 page = unpacker.page_of(tile);
   const u8* const own_page = unpacker.page_at(page);
   const int own_place = (tile * STEP + PER_LANE * lane) % BLOCK_SIZE;
-  if (const int of_lane = PER_LANE * lane / 16; of_lane >= group && of_lane < end_group) {  // its tokens' part of the codes, to the L2 cache
+  if (const int of_lane = PER_LANE * lane / 16;
+      of_lane >= group && of_lane < end_group) {  // its tokens' part of the codes, to the L2 cache
     constexpr int K_PART = PER_LANE * K_TILE / 16, V_PART = PER_LANE * V_TILE / 16;
 #pragma unroll
     for (int i = 0; i < K_PART; i += 128) prefetch_l2(own_page + own_place / PER_LANE * K_PART + i);
@@ -67,8 +69,10 @@ DEVICE void wait_until(const i32* count, int enough) {
 }
 
 // What warp `warp` of three does of the block's share of a later item.
-DEVICE void unpack_share(const PrefillArgs& args, const Work& block, LevelTable key_levels, LevelTable value_levels, int warp, int lane) {
-  const int shares = blocks_of(args, block), share = block.first / (ROWS / args.group_size), item = item_of(block) + args.lead;
+DEVICE void unpack_share(const PrefillArgs& args, const Work& block, LevelTable key_levels, LevelTable value_levels,
+    int warp, int lane) {
+  const int shares = blocks_of(args, block), share = block.first / (ROWS / args.group_size),
+            item = item_of(block) + args.lead;
   Work w;
   if (item >= block.present * args.num_kv_heads) return;
   if (item >= args.slots) {
@@ -78,10 +82,12 @@ DEVICE void unpack_share(const PrefillArgs& args, const Work& block, LevelTable 
   find_item(args, item, block.present, lane, w);
   // Groups of 16 tokens, side by side, so that the warps of all shares have as many.
   const int first = GROUPS_OF_TILE * w.origin, groups = GROUPS_OF_TILE * end_tile_of(w) - first;
-  const int of_share = (groups + shares - 1) / shares, begin = min_i32(groups, share * of_share), count = min_i32(of_share, groups - begin);
+  const int of_share = (groups + shares - 1) / shares, begin = min_i32(groups, share * of_share),
+            count = min_i32(of_share, groups - begin);
   const int of_warp = (count + 2) / 3, end = first + begin + min_i32(count, (warp + 1) * of_warp);
   for (int at = first + begin + warp * of_warp; at < end;) {
-    const int tile = at / GROUPS_OF_TILE, group = at % GROUPS_OF_TILE, end_group = min_i32(GROUPS_OF_TILE, group + end - at);
+    const int tile = at / GROUPS_OF_TILE, group = at % GROUPS_OF_TILE,
+              end_group = min_i32(GROUPS_OF_TILE, group + end - at);
     unpack_tile(args, w, key_levels, value_levels, item, tile, group, end_group, lane);
     sync_warp();
     if (lane == 0) fence_device(), add_relaxed(args.unpacked + item, end_group - group);

@@ -61,12 +61,12 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
 #endif
   const int lane = thread_index() & 31, part = shfl(thread_index() / 128, 0);
   u64* barriers = (u64*)(shared + BARRIERS_AT);
-  const Rings rings = {shared + KEYS_AT,  shared + VALUES_AT,    barriers,
-                       barriers + STAGES, barriers + 2 * STAGES, barriers + 3 * STAGES, shared + TOTALS_AT,
-                       (const TileScale*)(shared + SCALES_AT)};
+  const Rings rings = {shared + KEYS_AT, shared + VALUES_AT, barriers, barriers + STAGES, barriers + 2 * STAGES,
+      barriers + 3 * STAGES, shared + TOTALS_AT, (const TileScale*)(shared + SCALES_AT)};
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(rings.keys_full + i, FUSED ? 4 * PRODUCERS : 1), mbarrier_init(rings.values_full + i, FUSED ? 4 * PRODUCERS : 1);
+      mbarrier_init(rings.keys_full + i, FUSED ? 4 * PRODUCERS : 1),
+          mbarrier_init(rings.values_full + i, FUSED ? 4 * PRODUCERS : 1);
       mbarrier_init(rings.keys_empty + i, 4 * CONSUMERS), mbarrier_init(rings.values_empty + i, 4 * CONSUMERS);
     }
     fence_mbarrier_init();
@@ -116,7 +116,8 @@ KERNEL(2 * STEP, 2) unpack_first(GRID_CONSTANT PrefillArgs args) {
   if (K_LEVELS + V_LEVELS) sync_threads();
   pdl_wait();
   if (block_index_y() == 0 && block_index() == 0)
-    for (int i = thread_index(); i < args.ranks * args.num_kv_heads; i += 2 * STEP) args.unpacked[i] = args.attended[i] = 0;
+    for (int i = thread_index(); i < args.ranks * args.num_kv_heads; i += 2 * STEP)
+      args.unpacked[i] = args.attended[i] = 0;
   Work w;
   const int item = block_index_y(), present = present_of(args, lane);
   if (item >= present * args.num_kv_heads) return;

@@ -8,30 +8,35 @@ struct PassState {
   i64 stride;
 
   DEVICE_MEMBER PassState(const PrefillArgs& args, int b)
-      : mine(args.state + (i64)block_index() * 2 * ROWS + b * 128 * CONSUMERS + thread_index() - 128 * PRODUCERS), stride((i64)block_count() * 2 * ROWS) {}
+      : mine(args.state + (i64)block_index() * 2 * ROWS + b * 128 * CONSUMERS + thread_index() - 128 * PRODUCERS),
+        stride((i64)block_count() * 2 * ROWS) {}
   DEVICE_MEMBER void load(float (&o)[OUTPUTS], Softmax& softmax) const {
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) o[i] = mine[i * stride];
 #pragma unroll
-    for (int r = 0; r < 2; r++) softmax.row_max[r] = mine[(OUTPUTS + r) * stride], softmax.row_sum[r] = mine[(OUTPUTS + 2 + r) * stride];
+    for (int r = 0; r < 2; r++)
+      softmax.row_max[r] = mine[(OUTPUTS + r) * stride], softmax.row_sum[r] = mine[(OUTPUTS + 2 + r) * stride];
   }
   DEVICE_MEMBER void store(const float (&o)[OUTPUTS], const Softmax& softmax) const {
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) mine[i * stride] = o[i] * softmax.output_factor();
 #pragma unroll
-    for (int r = 0; r < 2; r++) mine[(OUTPUTS + r) * stride] = softmax.row_max[r], mine[(OUTPUTS + 2 + r) * stride] = softmax.row_sum[r];
+    for (int r = 0; r < 2; r++)
+      mine[(OUTPUTS + r) * stride] = softmax.row_max[r], mine[(OUTPUTS + 2 + r) * stride] = softmax.row_sum[r];
   }
 };
 
 // Block of rows b of a warpgroup is its warpgroup's one of the b-th CONSUMERS blocks: few rows leave the last ones of all of them empty.
-DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operands, int warpgroup, int lane) {
+DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operands, int warpgroup,
+    int lane) {
   const int warp = thread_index() / 32 % 4;
   Visible visible[ROW_BLOCKS];
   Softmax softmax[ROW_BLOCKS];
   u8* const operand = operands + warpgroup * QUERY_BYTES;
 #pragma unroll
   for (int b = 0; b < ROW_BLOCKS; b++) {
-    const LaneRows rows = prepare_lane_rows(args, w, operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup, warp, lane);
+    const LaneRows rows =
+        prepare_lane_rows(args, w, operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup, warp, lane);
     visible[b] = rows.visible, softmax[b] = rows.softmax;
   }
   queries_are_written(warpgroup);
@@ -44,9 +49,12 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) o[b][i] = 0.0f;
   }
-  const bool all = ROW_BLOCKS == 1 || (min_i32(w.s.queries, args.end_query) - w.first) * args.group_size > CONSUMERS * GROUP_ROWS;
-  if (w.count > 0 && all) attend_tiles<ROW_BLOCKS>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
-  if (w.count > 0 && !all) attend_tiles<1>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
+  const bool all =
+      ROW_BLOCKS == 1 || (min_i32(w.s.queries, args.end_query) - w.first) * args.group_size > CONSUMERS * GROUP_ROWS;
+  if (w.count > 0 && all)
+    attend_tiles<ROW_BLOCKS>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
+  if (w.count > 0 && !all)
+    attend_tiles<1>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
 
   if (HANDS_ON && !args.last_pass) {
 #pragma unroll
@@ -56,5 +64,6 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
 #pragma unroll
   for (int b = 0; b < ROW_BLOCKS; b++)
     if (b == 0 || all)
-      store_lane_rows(args, w, softmax[b], o[b], operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup, warpgroup, warp, lane);
+      store_lane_rows(args, w, softmax[b], o[b], operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup,
+          warpgroup, warp, lane);
 }

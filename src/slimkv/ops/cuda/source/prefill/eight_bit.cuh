@@ -8,7 +8,8 @@ constexpr int OUTPUTS = D / 2, TOKENS = STEP / 2, SCORES = TOKENS / 2, WORDS = S
 // from a reference that brings its largest below 2^FRESH_WEIGHT. LARGE ones are good, but the next tile's may not be: the reference
 // is raised by LIFT for it: by 2 a third less often than by 1.
 constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 7.0f, LIFT = 2.0f;
-constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u, TOP_BITS = 0x80808080u;  // to bit 7 of a byte: from 0x7E, from 2^7
+constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u,
+              TOP_BITS = 0x80808080u;  // to bit 7 of a byte: from 0x7E, from 2^7
 // Sums of bytes: scores before their scales.
 using Sums = u32[SCORES];
 
@@ -26,7 +27,8 @@ struct Operands {
       values = smem_descriptor(shared_address(rings.values), 16);
     } else {
       const u64 first = smem_descriptor(shared_address(rings.keys - KEYS_AT), 16);
-      queries = first + (u32)(warpgroup * (QUERY_BYTES >> 4)), keys = first + (KEYS_AT >> 4), values = first + (VALUES_AT >> 4);
+      queries = first + (u32)(warpgroup * (QUERY_BYTES >> 4)), keys = first + (KEYS_AT >> 4),
+      values = first + (VALUES_AT >> 4);
     }
   }
 };
@@ -35,7 +37,8 @@ struct Operands {
 DEVICE void start_sums(Sums& s, const Operands& operands, int slot, int half) {
   const u64 a = operands.queries, tile = operands.keys + (u64)(u32)slot * (KEYS_BYTES >> 4);
   wgmma_fence();
-  const u64 b = tile + ((D == 64 ? 64 : 128 * TOKENS) * half >> 4);  // tiles.cuh: at head size 64 halves are side by side
+  const u64 b =
+      tile + ((D == 64 ? 64 : 128 * TOKENS) * half >> 4);  // tiles.cuh: at head size 64 halves are side by side
   WgmmaBytes<TOKENS>::template s8<false>(s, a, b);
 #pragma unroll
   for (int k = 1; k < D / 32; k++) WgmmaBytes<TOKENS>::template s8<true>(s, a + (k * 32 >> 4), b + (k * 32 >> 4));
@@ -43,9 +46,10 @@ DEVICE void start_sums(Sums& s, const Operands& operands, int slot, int half) {
 }
 
 // Two sums over tokens: of the values, and of the digits behind them.
-DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)[WORDS], const Operands& operands, int slot, int half,
-                         bool add) {
-  const u64 b = operands.values + (u64)(u32)slot * (VALUES_BYTES >> 4) + (half * TOKENS >> 4), last = b + (STEP * D >> 4);
+DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)[WORDS], const Operands& operands,
+    int slot, int half, bool add) {
+  const u64 b = operands.values + (u64)(u32)slot * (VALUES_BYTES >> 4) + (half * TOKENS >> 4),
+            last = b + (STEP * D >> 4);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < TOKENS / 32; k++)
@@ -65,7 +69,9 @@ struct Totals {
 #pragma unroll
     for (int i = 0; i < D / 2; i += 4) *(Words4*)(mine + i * 2 * ROWS) = {0, 0, 0, 0};
   }
-  DEVICE_MEMBER float factor(int r, float now) const { return row_max[r] == MINUS_INFINITY ? 0.0f : exp2_approx(row_max[r] - now); }
+  DEVICE_MEMBER float factor(int r, float now) const {
+    return row_max[r] == MINUS_INFINITY ? 0.0f : exp2_approx(row_max[r] - now);
+  }
   // Adds o, which is relative to `now`.
   DEVICE_MEMBER void add(const float (&o)[OUTPUTS], const float (&now)[2]) {
     const float by[2] = {factor(0, now[0]), factor(1, now[1])};
@@ -102,8 +108,8 @@ struct TokenScales {
 
 // The running softmax of the rows of a lane.
 struct Softmax {
-  float factor[2];   // of this lane's rows g and g + 8
-  float shift[2];    // SCORE_SHIFT: what their scores are raised by, times cap_factor
+  float factor[2];  // of this lane's rows g and g + 8
+  float shift[2];  // SCORE_SHIFT: what their scores are raised by, times cap_factor
   float row_max[2];  // the reference that exponents are taken from, an integer: it leaves mantissas as they are
   float row_sum[2];  // of this lane's share of the row, relative to it
   float rescale[2];  // what the output so far is to be multiplied by
@@ -120,7 +126,8 @@ struct Softmax {
 
   // Raises the reference of rows whose largest weight would be too large; whether some row's was.
   template <bool MASKED>
-  DEVICE_MEMBER bool follow(const Sums& sums, const u8* numbers, const Visible& visible, int first, int t, float softcap, u32 none) {
+  DEVICE_MEMBER bool follow(const Sums& sums, const u8* numbers, const Visible& visible, int first, int t,
+      float softcap, u32 none) {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
     for (int j = 0; j < SCORES / 8; j++) {
@@ -150,8 +157,8 @@ struct Softmax {
 
   // Weights as e4m3, four in a word, in the order of the operand; `scales`: of the first four tokens. `large` gets one of TOP_BITS if some of
   // the lane's weights of a row are LARGE, or not a number, as all are of a row that has no reference yet.
-  DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, int t, float softcap, u32 none,
-                           u32 (&p)[WORDS], u32 (&large)[2]) const {
+  DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, int t, float softcap,
+      u32 none, u32 (&p)[WORDS], u32 (&large)[2]) const {
     const float from[2] = {-row_max[0], -row_max[1]};
 #pragma unroll
     for (int j = 0; j < SCORES / 8; j++) {
@@ -223,13 +230,15 @@ struct Softmax {
   // What the products with a tile's digits add to the sums: those of the rounded weights, so that they sum to 1.
   DEVICE_MEMBER void add_sums(const float* digits, float inverse) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) row_sum[r] = fma_rn(fma_rn(digits[2 * r + 1], 0.03125f, digits[2 * r]), inverse, row_sum[r]);
+    for (int r = 0; r < 2; r++)
+      row_sum[r] = fma_rn(fma_rn(digits[2 * r + 1], 0.03125f, digits[2 * r]), inverse, row_sum[r]);
   }
 };
 
 // When products with values, and with their digits, have ended. RELEASE: the values' place is free.
 template <bool RELEASE>
-DEVICE void end_output(Softmax& softmax, const Rings& rings, const Place& place, float (&o)[OUTPUTS], float (&digits)[4], int lane) {
+DEVICE void end_output(Softmax& softmax, const Rings& rings, const Place& place, float (&o)[OUTPUTS],
+    float (&digits)[4], int lane) {
   const float inverse = rings.scales[place.slot].value_inverse;  // before the wait
   wgmma_wait<0>();
   wgmma_fence_operand(o);

@@ -8,8 +8,8 @@
 #include "prefill/eight_bit.cuh"
 
 template <int BLOCKS>
-DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible (&visible_of)[1], u32 queries,
-                         Softmax (&softmax_of)[1], float (&o_of)[1][OUTPUTS], int warpgroup, int lane) {
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible (&visible_of)[1],
+    u32 queries, Softmax (&softmax_of)[1], float (&o_of)[1][OUTPUTS], int warpgroup, int lane) {
   static_assert(BLOCKS == 1 && ROW_BLOCKS == 1, "a warpgroup has one block of rows");
   const Visible& visible = visible_of[0];
   Softmax& softmax = softmax_of[0];
@@ -34,7 +34,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   auto is_clear = [&](int first) { return first + TOKENS <= w.clear_end && (!WINDOW || first >= w.clear_begin); };
   auto numbers_of = [&](const Place& at, int half) { return rings.keys + at.slot * KEYS_BYTES + half * TOKENS * 4; };
   // From sums whose products have ended, beside those of the output, to weights; whether they are to be looked at.
-  auto weigh = [&](int i, const Place& at, int half, u32 (&to)[WORDS], auto release) {
+  auto weigh = [&](int i, const Place& at, int half, u32(&to)[WORDS], auto release) {
     const u8* numbers = numbers_of(at, half);
     const TokenScales scales(numbers, 4 * t);  // before the wait
     wgmma_wait<1>();
@@ -49,7 +49,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     return look;
   };
   // Hides weights that rows do not see; weighs again (the FIRST: at all) where one is too large. References are raised for large ones.
-  auto look_at = [&](auto very_first, int i, const Place& at, int half, u32 (&to)[WORDS]) {
+  auto look_at = [&](auto very_first, int i, const Place& at, int half, u32(&to)[WORDS]) {
     constexpr bool FIRST = decltype(very_first)::VALUE;
     const u8* numbers = numbers_of(at, half) + none;
     const int first = first_token(i + none, half);

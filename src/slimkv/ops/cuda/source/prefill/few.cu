@@ -49,8 +49,8 @@ struct FewRows {
   int tile_row, part;  // of this warp's scores
   LaneRows rows;
   u32 queries[PLACES / 16][4];
-  float reference[2], row_sum[2];       // of this warp's scores
-  float of_output[TILES][2];            // references of all rows
+  float reference[2], row_sum[2];  // of this warp's scores
+  float of_output[TILES][2];  // references of all rows
   float o[TILES][2 * PAIRS][4];
 
   DEVICE_MEMBER float* maxima() const { return (float*)(shared + SCALES_AT); }
@@ -80,7 +80,7 @@ struct FewRows {
     for (int i = 0; i < SCORES; i++) s[i] = 0.0f;
 #pragma unroll
     for (int k = 0; k < PLACES / 16; k++) {
-      const u32 (&q)[4] = queries[k];
+      const u32(&q)[4] = queries[k];
 #pragma unroll
       for (int n = 0; n < TOKENS / 16; n++) {
         u32 key[4];
@@ -127,7 +127,8 @@ struct FewRows {
   // The warp's dimensions of the output of all rows.
   DEVICE_MEMBER void add_output() {
     const u32 p = by_columns(shared_address(probabilities()), 0, lane);
-    const u32 values = (by_columns(shared_address(shared + VALUES_AT), 0, lane) ^ WARP_DIMS * warp % 64 * 2) + WARP_DIMS * warp / 64 * HALF_TILE;
+    const u32 values = (by_columns(shared_address(shared + VALUES_AT), 0, lane) ^ WARP_DIMS * warp % 64 * 2) +
+        WARP_DIMS * warp / 64 * HALF_TILE;
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
       float by[2];
@@ -139,7 +140,8 @@ struct FewRows {
       }
       if (warp_any(by[0] != 1.0f || by[1] != 1.0f))
 #pragma unroll
-        for (int n = 0; n < 2 * PAIRS; n++) o[j][n][0] *= by[0], o[j][n][1] *= by[0], o[j][n][2] *= by[1], o[j][n][3] *= by[1];
+        for (int n = 0; n < 2 * PAIRS; n++)
+          o[j][n][0] *= by[0], o[j][n][1] *= by[0], o[j][n][2] *= by[1], o[j][n][3] *= by[1];
     }
 #pragma unroll
     for (int k = 0; k < STEP / 16; k++) {
@@ -151,7 +153,8 @@ struct FewRows {
         u32 a[4];
         ldmatrix_x4(a, (p ^ k * 32) + j * 2048);
 #pragma unroll
-        for (int n = 0; n < 2 * PAIRS; n++) mma_f16(o[j][n], a[0], a[1], a[2], a[3], value[n / 2][2 * (n % 2)], value[n / 2][2 * (n % 2) + 1]);
+        for (int n = 0; n < 2 * PAIRS; n++)
+          mma_f16(o[j][n], a[0], a[1], a[2], a[3], value[n / 2][2 * (n % 2)], value[n / 2][2 * (n % 2) + 1]);
       }
     }
   }
@@ -184,11 +187,14 @@ struct FewRows {
       const bool empty = sum == 0.0f;
       float x[OWN];
 #pragma unroll
-      for (int i = 0; i < OWN; i++) x[i] = outputs[own * D + 8 * (i / 2) + lane % 4 * 2 + i % 2] * ((V_ROTATED ? args.value_norm : 1.0f) / (empty ? 1.0f : sum));
+      for (int i = 0; i < OWN; i++)
+        x[i] = outputs[own * D + 8 * (i / 2) + lane % 4 * 2 + i % 2] *
+            ((V_ROTATED ? args.value_norm : 1.0f) / (empty ? 1.0f : sum));
       const i64 query = (i64)block_index_y() * args.total + row.query;
       store_row(args, x, query * args.out_stride + row.head * args.out_head_stride, row.valid, 0, lane);
       if (lane % 4 == 0 && row.valid)
-        args.part_lse[query * args.num_kv_heads * args.group_size + row.head] = empty ? MINUS_INFINITY : maxima()[64 * PARTS + own] + log2_approx(sum);
+        args.part_lse[query * args.num_kv_heads * args.group_size + row.head] =
+            empty ? MINUS_INFINITY : maxima()[64 * PARTS + own] + log2_approx(sum);
     }
   }
 

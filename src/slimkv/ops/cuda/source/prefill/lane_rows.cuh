@@ -9,7 +9,8 @@ struct LaneRows {
   Softmax softmax;
 };
 
-DEVICE LaneRows prepare_lane_rows(const PrefillArgs& args, const Work& w, u8* operand, int row_block, int warp, int lane) {
+DEVICE LaneRows prepare_lane_rows(const PrefillArgs& args, const Work& w, u8* operand, int row_block, int warp,
+    int lane) {
   const int g = lane >> 2, t = lane & 3;
   LaneRows lane_rows;
   bool valid[2];
@@ -32,8 +33,8 @@ DEVICE LaneRows prepare_lane_rows(const PrefillArgs& args, const Work& w, u8* op
 }
 
 // Rows of output that a lane's quad has, of products that have ended.
-DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softmax& softmax, const float (&o)[OUTPUTS], u8* operand, int row_block,
-                            int warpgroup, int warp, int lane) {
+DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softmax& softmax, const float (&o)[OUTPUTS],
+    u8* operand, int row_block, int warpgroup, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -54,8 +55,10 @@ DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softma
     float x[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;
-    if (!POWER_OF_TWO_D && r == 0) bar_sync(1 + warpgroup, 128);  // nobody needs queries any more, whose place rows go through
-    store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, operand + 2048 * warp, lane);
+    if (!POWER_OF_TWO_D && r == 0)
+      bar_sync(1 + warpgroup, 128);  // nobody needs queries any more, whose place rows go through
+    store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, operand + 2048 * warp,
+        lane);
     if (args.lse && t == 0 && row.valid)
       args.lse[row.query * args.num_kv_heads * args.group_size + row.head] =
           empty ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;

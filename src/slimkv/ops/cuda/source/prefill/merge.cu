@@ -12,7 +12,8 @@ DEVICE void store_pair(const PrefillArgs& args, i64 at, float a, float b) {
 }
 
 KERNEL(THREADS, 1) merge(GRID_CONSTANT PrefillArgs args) {
-  const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31, heads = args.num_kv_heads * args.group_size;
+  const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31,
+            heads = args.num_kv_heads * args.group_size;
   pdl_wait();
   Work w;
   if (!find_work(args, lane, w)) return;
@@ -34,7 +35,9 @@ KERNEL(THREADS, 1) merge(GRID_CONSTANT PrefillArgs args) {
     }
     const float by = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
-    for (int k = 0; k < D / 32; k += 2) store_pair(args, row.query * args.out_stride + row.head * args.out_head_stride + D / 32 * lane + k, x[k] * by, x[k + 1] * by);
+    for (int k = 0; k < D / 32; k += 2)
+      store_pair(args, row.query * args.out_stride + row.head * args.out_head_stride + D / 32 * lane + k, x[k] * by,
+          x[k + 1] * by);
     if (args.lse && lane == 0) args.lse[of_row] = sum == 0.0f ? MINUS_INFINITY : (most + log2_approx(sum)) * LN2;
   }
 }

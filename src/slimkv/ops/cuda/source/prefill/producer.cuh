@@ -29,7 +29,8 @@ struct Producer : Unpacker {
     for (int i = 0; i < FIELD_ARRAYS * UNITS; i += 32) {
       const int unit = (i + lane) % UNITS, array = (i + lane) / UNITS;
       const u8* from = page_at(page_with(page, 8 * unit)) + 2 * ((tile * STEP + 8 * unit) % BLOCK_SIZE);
-      if (array < FIELD_ARRAYS) cp_async_16(to + GROUPS * (K_TILE + V_TILE) + array * FIELD_BYTES + 16 * unit, from + Fields::in_page(array));
+      if (array < FIELD_ARRAYS)
+        cp_async_16(to + GROUPS * (K_TILE + V_TILE) + array * FIELD_BYTES + 16 * unit, from + Fields::in_page(array));
     }
   }
 

@@ -29,7 +29,8 @@ DEVICE void hadamard_of_quad(float (&x)[OWN], int t) {
 constexpr int LANE_LOW = EIGHT_BIT ? 4 : D == 64 ? 2 : 5, LANE_HIGH = EIGHT_BIT || D == 64 ? 5 : 6;
 constexpr int BELOW = (1 << LANE_LOW) - 1, BETWEEN = (1 << (LANE_HIGH - 1)) - 1 - BELOW;
 DEVICE int dimension_of(int held, int t) {
-  return (held & BELOW) | (t & 1) << LANE_LOW | (held & BETWEEN) << 1 | (t >> 1) << LANE_HIGH | (held & ~(BELOW | BETWEEN)) << 2;
+  return (held & BELOW) | (t & 1) << LANE_LOW | (held & BETWEEN) << 1 | (t >> 1) << LANE_HIGH |
+      (held & ~(BELOW | BETWEEN)) << 2;
 }
 DEVICE int held_of(int dimension) {
   return (dimension & BELOW) | (dimension >> 1 & BETWEEN) | (dimension >> 2 & ~(BELOW | BETWEEN));
@@ -55,7 +56,8 @@ DEVICE void load_row(const PrefillArgs& args, bool valid, i64 at, int t, float (
 
 // Two rows of 16-bit queries of a quad. Of the number of a dimension, four bits (the lowest, the two of lanes, and another) are
 // transformed by the tensor cores: products with +-1 are exact, and nothing is exchanged between lanes.
-DEVICE void load_rows_by_products(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], int g, int t, float (&x)[2][OWN]) {
+DEVICE void load_rows_by_products(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], int g, int t,
+    float (&x)[2][OWN]) {
   u32 words[2][OWN / 2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -100,9 +102,11 @@ DEVICE void load_rows_by_products(const PrefillArgs& args, const bool (&valid)[2
     for (int n = 0; n < 2; n++) {
       float c[4];
       const u32 second = n ? b ^ 0x80008000u : b;
-      if (Q_TYPE == BFLOAT16) mma_bf16_from_zero(c, words[0][i], words[1][i], words[0][i + 1], words[1][i + 1], b, second);
+      if (Q_TYPE == BFLOAT16)
+        mma_bf16_from_zero(c, words[0][i], words[1][i], words[0][i + 1], words[1][i + 1], b, second);
       else mma_f16_from_zero(c, words[0][i], words[1][i], words[0][i + 1], words[1][i + 1], b, second);
-      x[0][2 * i + 2 * n] = c[0], x[0][2 * i + 2 * n + 1] = c[1], x[1][2 * i + 2 * n] = c[2], x[1][2 * i + 2 * n + 1] = c[3];
+      x[0][2 * i + 2 * n] = c[0], x[0][2 * i + 2 * n + 1] = c[1], x[1][2 * i + 2 * n] = c[2],
+                       x[1][2 * i + 2 * n + 1] = c[3];
     }
   hadamard_of_lane(x[0], 4), hadamard_of_lane(x[1], 4);
 }
@@ -147,17 +151,19 @@ DEVICE float store_operand(const float (&x)[OWN], bool negative, u8* operand, in
     u32 words[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      words[i] = pack_f16x2(x[held_of(dim + i % 2 + i / 2 * 8)] * down, x[held_of(dim + i % 2 + i / 2 * 8 + 16)] * down);
+      words[i] =
+          pack_f16x2(x[held_of(dim + i % 2 + i / 2 * 8)] * down, x[held_of(dim + i % 2 + i / 2 * 8 + 16)] * down);
     const int low = of_lane / 2 % 4, high = of_lane / 32 % 2;
-    *(Words4*)(operand + unit_at(of_lane / 64, row, FUSED ? 2 * low + high : 4 * high + low, GROUP_ROWS)) = {words[0], words[1], words[2], words[3]};
+    *(Words4*)(operand + unit_at(of_lane / 64, row, FUSED ? 2 * low + high : 4 * high + low, GROUP_ROWS)) = {words[0],
+        words[1], words[2], words[3]};
   }
   return as_float(exponent << 23);
 }
 #endif
 
 // The two rows of a quad to the operand of their warpgroup; what each is to be multiplied by after the product.
-DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first, int t,
-                                 float (&factor)[2], float (&bad)[2]) {
+DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first,
+    int t, float (&factor)[2], float (&bad)[2]) {
   float x[2][OWN];
   if constexpr (K_ROTATED && Q_TYPE != FLOAT32) {
     load_rows_by_products(args, valid, at, first % 8, t, x);
@@ -167,8 +173,8 @@ DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const 
   }
 #pragma unroll
   for (int r = 0; r < 2; r++)
-    factor[r] = store_operand(x[r], args.scale < 0, operand, first + 8 * r, t, bad[r]) * (K_ROTATED ? args.key_norm : 1.0f) *
-                (args.scale < 0 ? -args.scale : args.scale);
+    factor[r] = store_operand(x[r], args.scale < 0, operand, first + 8 * r, t, bad[r]) *
+        (K_ROTATED ? args.key_norm : 1.0f) * (args.scale < 0 ? -args.scale : args.scale);
 }
 
 // A row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), times the rotation's factor: twice 8 dimensions
@@ -191,7 +197,8 @@ DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool val
 #pragma unroll
       for (int i = 0; i < 8; i += 4)
         if (args.aligned & ALIGNED_OUTPUT)
-          *(Words4*)((float*)args.out + to + i) = {as_bits(y[i]), as_bits(y[i + 1]), as_bits(y[i + 2]), as_bits(y[i + 3])};
+          *(Words4*)((float*)args.out + to + i) = {as_bits(y[i]), as_bits(y[i + 1]), as_bits(y[i + 2]),
+              as_bits(y[i + 3])};
         else
 #pragma unroll
           for (int k = i; k < i + 4; k++) ((float*)args.out)[to + k] = y[k];
@@ -231,7 +238,9 @@ constexpr int VECTORS = D / ROTATION_CORE, CORE_TILES = (ROTATION_CORE + 7) / 8,
 struct CoreRow {
   float x[VECTORS][CORE_TILES][2];
 
-  DEVICE_MEMBER static bool has(int n, int t) { return 8 * n + 2 * t < ROTATION_CORE; }  // the number of entries is even
+  DEVICE_MEMBER static bool has(int n, int t) {
+    return 8 * n + 2 * t < ROTATION_CORE;
+  }  // the number of entries is even
   DEVICE_MEMBER static int dimension(int v, int n, int t) { return ROTATION_CORE * v + 8 * n + 2 * t; }
 
   // Times the core, or its transpose. Rows g of the first operand are numbers rounded to bfloat16, rows g + 8 what that leaves of them.
@@ -239,7 +248,8 @@ struct CoreRow {
     u32 b[CORE_TILES][CORE_STEPS][2];
     auto entry = [&](int k, int n) -> u32 {  // without the sign of its row, which dimensions have
       const int row = back ? n : k, column = back ? k : n;
-      return k < ROTATION_CORE && n < ROTATION_CORE ? signs[row * D + column] ^ (bits[row / 32] >> (row % 32) & 1) << 15 : 0;
+      return k < ROTATION_CORE && n < ROTATION_CORE ? signs[row * D + column] ^ (bits[row / 32] >> (row % 32) & 1) << 15
+                                                    : 0;
     };
 #pragma unroll
     for (int n = 0; n < CORE_TILES; n++)
@@ -281,8 +291,8 @@ struct CoreRow {
 };
 
 // The two rows of a quad to the operand of their warpgroup; what each is to be multiplied by after the product.
-DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first, int t,
-                         float (&factor)[2], float (&)[2]) {
+DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first,
+    int t, float (&factor)[2], float (&)[2]) {
 #pragma unroll 1
   for (int r = 0; r < 2; r++) {
     CoreRow row;
@@ -292,7 +302,9 @@ DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const 
       for (int i = 0; i < 2 * CORE_TILES; i++) {
         const int d = CoreRow::dimension(v, i / 2, t) + i % 2;
         float& x = row.x[v][i / 2][i % 2];
-        x = (r ? valid[1] : valid[0]) && CoreRow::has(i / 2, t) ? load_number(args.query, (r ? at[1] : at[0]) + d, Q_TYPE) : 0.0f;
+        x = (r ? valid[1] : valid[0]) && CoreRow::has(i / 2, t)
+            ? load_number(args.query, (r ? at[1] : at[0]) + d, Q_TYPE)
+            : 0.0f;
         if (K_ROTATED && CoreRow::has(i / 2, t)) x = sign_of(x, args.key_sign_bits, d);
       }
     if (K_ROTATED) row.rotate(args.key_signs, args.key_sign_bits, false, first % 8, t);
@@ -300,7 +312,8 @@ DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const 
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
 #pragma unroll
-      for (int i = 0; i < 2 * CORE_TILES; i++) most = max_f32(most, as_float(as_bits(row.x[v][i / 2][i % 2]) & 0x7FFFFFFF));
+      for (int i = 0; i < 2 * CORE_TILES; i++)
+        most = max_f32(most, as_float(as_bits(row.x[v][i / 2][i % 2]) & 0x7FFFFFFF));
     most = quad_max(most);
     // A power of two, which loses nothing.
     const u32 exponent = (u32)min_i32(max_i32((int)(as_bits(most) >> 23), 1), 253);
@@ -308,7 +321,8 @@ DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const 
     const int to = first + 8 * r;
     if (D < PLACES)
 #pragma unroll
-      for (int u = t; u < 8 * HALVES; u += 4) *(Words4*)(operand + unit_at(u / 8, to, u % 8, GROUP_ROWS)) = {0, 0, 0, 0};
+      for (int u = t; u < 8 * HALVES; u += 4)
+        *(Words4*)(operand + unit_at(u / 8, to, u % 8, GROUP_ROWS)) = {0, 0, 0, 0};
     sync_warp();
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
@@ -316,9 +330,11 @@ DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const 
       for (int i = 0; i < 2 * CORE_TILES; i++) {
         if (!CoreRow::has(i / 2, t)) continue;
         const int place = key_place(CoreRow::dimension(v, i / 2, t) + i % 2);
-        *(u16*)(operand + unit_at(place / 64, to, place % 64 / 8, GROUP_ROWS) + place % 8 * 2) = (u16)f32_to_f16(row.x[v][i / 2][i % 2] * down);
+        *(u16*)(operand + unit_at(place / 64, to, place % 64 / 8, GROUP_ROWS) + place % 8 * 2) =
+            (u16)f32_to_f16(row.x[v][i / 2][i % 2] * down);
       }
-    const float f = as_float(exponent << 23) * (K_ROTATED ? args.key_norm : 1.0f) * (args.scale < 0 ? -args.scale : args.scale);
+    const float f =
+        as_float(exponent << 23) * (K_ROTATED ? args.key_norm : 1.0f) * (args.scale < 0 ? -args.scale : args.scale);
     if (r) factor[1] = f;
     else factor[0] = f;
   }
@@ -338,7 +354,8 @@ DEVICE void store_row(const PrefillArgs& args, const float (&x)[OWN], i64 at, bo
   for (int v = 0; v < VECTORS; v++)
 #pragma unroll
     for (int i = 0; i < 2 * CORE_TILES; i++)
-      row.x[v][i / 2][i % 2] = CoreRow::has(i / 2, t) ? *place(value_place(CoreRow::dimension(v, i / 2, t) + i % 2)) : 0.0f;
+      row.x[v][i / 2][i % 2] =
+          CoreRow::has(i / 2, t) ? *place(value_place(CoreRow::dimension(v, i / 2, t) + i % 2)) : 0.0f;
   if (V_ROTATED) row.rotate(args.value_signs, args.value_sign_bits, true, g, t);
   if (!valid) return;
 #pragma unroll

@@ -10,7 +10,7 @@ DEVICE void start_scores(float (&s)[N], u32 queries, u32 keys) {
 #pragma unroll
   for (int k = 1; k < PLACES / 16; k++)
     Wgmma<STEP>::template shared_a<true>(s, a + ((k / 4 * 128 * GROUP_ROWS + k % 4 * 32) >> 4),
-                                              b + ((k / 4 * HALF_TILE + k % 4 * 32) >> 4));
+        b + ((k / 4 * HALF_TILE + k % 4 * 32) >> 4));
   wgmma_commit();
 }
 
@@ -28,8 +28,9 @@ template <int VALUE> struct Constant { static constexpr int value = VALUE; };
 // The loop over a block's tiles, for the first BLOCKS blocks of 64 rows of a warpgroup. A step is a tile for one of them: its scores
 // are multiplied and weighed beside the output of the step before, so that a tile in shared memory serves all of them.
 template <int BLOCKS>
-DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible (&visible)[ROW_BLOCKS], u32 queries,
-                         Softmax (&softmax)[ROW_BLOCKS], float (&o)[ROW_BLOCKS][OUTPUTS], int warpgroup, int lane) {
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings,
+    const Visible (&visible)[ROW_BLOCKS], u32 queries, Softmax (&softmax)[ROW_BLOCKS], float (&o)[ROW_BLOCKS][OUTPUTS],
+    int warpgroup, int lane) {
   static_assert(BLOCKS <= 2, "steps of a tile");
   constexpr int LAST = BLOCKS - 1;
   const int t = lane & 3;
@@ -41,7 +42,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   const u32 none = (u32)args.num_seqs >> 31;
   bool needs_rescale;
   // From products that have ended to probabilities of rows `block`.
-  auto take = [&](auto block, int tile, int at, bool follow, u32 (&to)[N / 2]) {
+  auto take = [&](auto block, int tile, int at, bool follow, u32(&to)[N / 2]) {
     constexpr int b = decltype(block)::value;
     wgmma_fence_operand(s);
     const TileScale unit = rings.scales[at];

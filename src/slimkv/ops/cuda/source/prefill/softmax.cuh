@@ -40,7 +40,8 @@ struct Softmax {
 
   // The reference follows the maximum when it has fallen behind by RESCALE_THRESHOLD powers of two, so that the output is
   // seldom rescaled; whether some row's did.
-  DEVICE_MEMBER bool follow(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t, float softcap) {
+  DEVICE_MEMBER bool follow(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t,
+      float softcap) {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -62,8 +63,8 @@ struct Softmax {
   // Probabilities times the values' unit, as halves, and their sums. Whether some of the lane's is 2^8 or more, or not a number,
   // as all are of a row that has no reference yet.
   template <bool MASKED>
-  DEVICE_MEMBER bool weigh(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t, float softcap,
-                           u32 (&p)[N / 2], float (&sum)[2]) const {
+  DEVICE_MEMBER bool weigh(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t,
+      float softcap, u32 (&p)[N / 2], float (&sum)[2]) const {
     const float from[2] = {exponent_of(unit) - row_max[0], exponent_of(unit) - row_max[1]};
     float sums[2][2] = {{0, 0}, {0, 0}};
     u32 large = 0;
@@ -87,12 +88,13 @@ struct Softmax {
 
   // From products that have ended to probabilities, their sums among the row's. `follow`: the reference follows the maximum first, as
   // it does where a probability turns out too large. Whether what there is of the output is to be rescaled.
-  DEVICE_MEMBER bool take(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, bool clear, bool follow_first, int t,
-                          float softcap, u32 (&p)[N / 2]) {
+  DEVICE_MEMBER bool take(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, bool clear,
+      bool follow_first, int t, float softcap, u32 (&p)[N / 2]) {
     float sum[2];
     bool needs_rescale = false;
     auto weigh_tile = [&](bool masked) {
-      return masked ? weigh<true>(s, unit, visible, tile, t, softcap, p, sum) : weigh<false>(s, unit, visible, tile, t, softcap, p, sum);
+      return masked ? weigh<true>(s, unit, visible, tile, t, softcap, p, sum)
+                    : weigh<false>(s, unit, visible, tile, t, softcap, p, sum);
     };
     if (follow_first || warp_any(weigh_tile(!clear))) {
       needs_rescale = follow(s, unit, visible, tile, t, softcap);

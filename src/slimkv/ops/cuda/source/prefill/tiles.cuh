@@ -38,7 +38,7 @@ DEVICE int key_unit(int token, int unit) { return D == 64 ? 4 * (token / (STEP /
 DEVICE int token_place(int token) { return token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2; }
 DEVICE int token_number_at(int which, int place) { return STEP * D + 4 * (which * STEP + place); }
 enum TokenNumber {
-  KEY_SCALE,    // of the integer product
+  KEY_SCALE,  // of the integer product
   VALUE_SCALE,  // of the value's numbers
 };
 constexpr float MOST_QUOTIENT = 256.0f;  // of a unit and a scale

@@ -29,7 +29,7 @@ struct UnpackArgs {
   i64 page_stride, page_head_stride, table_stride;
   i32 num_seqs, num_kv_heads, max_decode_queries, first_tile, tiles, first_rank;
   i32 sliding_window;  // of tokens; longer than any sequence where there is none
-  Table key_table;    // EIGHT_BIT: see code_bytes
+  Table key_table;  // EIGHT_BIT: see code_bytes
   Table value_table;  // EIGHT_BIT: the magnitudes of levels as e4m3
   float value_factor;  // EIGHT_BIT: what levels were multiplied by
 };
@@ -56,7 +56,7 @@ struct Field { float scale, zero; };
 
 template <int KIND> DEVICE bool marked(const u8* fields, int place) {
   return field_bits(fields, place) == INVALID_FIELD ||
-         (KIND == UNIFORM && field_bits(fields + 2 * BLOCK_SIZE, place) == INVALID_FIELD);
+      (KIND == UNIFORM && field_bits(fields + 2 * BLOCK_SIZE, place) == INVALID_FIELD);
 }
 
 template <int KIND> DEVICE Field field_of(const u8* fields, int place, float up) {
@@ -74,13 +74,15 @@ DEVICE void numbers_of(const Codes& codes, int slice, const float* levels, float
     const u32 code = code_at<BITS>(low, high, n);
     if (KIND == LLOYD) x[n] = levels[code];
     else if (KIND == UNIFORM) x[n] = as_float(0x4B000000u | code) - 8388608.0f;
-    else x[n] = as_float((code & 0x80) << 24 | (code & 0x7F) << 20) * 1.3292279957849159e36f;  // 2^120: from e4m3's bias
+    else
+      x[n] = as_float((code & 0x80) << 24 | (code & 0x7F) << 20) * 1.3292279957849159e36f;  // 2^120: from e4m3's bias
   }
 }
 
 // Keys as bytes, by the warp that has their codes: a lane's four dimensions of a slice are a word of the token's row.
 template <class Codes>
-DEVICE void store_int8_keys(const UnpackArgs& args, const Codes& codes, bool some, int begin, Seen seen, int warp, int lane, u8* keys) {
+DEVICE void store_int8_keys(const UnpackArgs& args, const Codes& codes, bool some, int begin, Seen seen, int warp,
+    int lane, u8* keys) {
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int j = 0; j < D / 64; j++) {
@@ -124,15 +126,16 @@ DEVICE float digits_of(const u8* page, int place, float value_limit, Digits& dig
 }
 
 // What the scales of a token become (tiles.cuh), by lanes 0-15 of the warp. Values below `value_limit` count as zero.
-DEVICE void store_token_numbers(const UnpackArgs& args, const u8* page, int begin, Seen seen, int place, int warp, int lane,
-                                float value_limit, u8* keys) {
+DEVICE void store_token_numbers(const UnpackArgs& args, const u8* page, int begin, Seen seen, int place, int warp,
+    int lane, float value_limit, u8* keys) {
   if (lane >= 16) return;
   float key = 0.0f, value = 1.0f;
   if (seen.has(begin + lane)) {
     const bool bad = marked<K_KIND>(page + K_FIELDS, place + lane) || marked<V_KIND>(page + V_FIELDS, place + lane);
     key = bad ? NOT_A_NUMBER : scale_of(field_bits(page + K_FIELDS, place + lane)) * 0.5f;
     Digits digits;
-    value = div_rn(div_rn(value_limit * MOST_QUOTIENT, digits_of(page, place + lane, value_limit, digits)), args.value_factor);
+    value = div_rn(div_rn(value_limit * MOST_QUOTIENT, digits_of(page, place + lane, value_limit, digits)),
+        args.value_factor);
   }
   const int at = 16 * warp + token_place(lane);
   *(float*)(keys + token_number_at(KEY_SCALE, at)) = key;
@@ -140,18 +143,22 @@ DEVICE void store_token_numbers(const UnpackArgs& args, const u8* page, int begi
 }
 
 // The rows of digits (tiles.cuh), by lanes 0-15 of the warp.
-DEVICE void store_digits(const u8* page, int begin, Seen seen, int place, int warp, int lane, float value_limit, u8* staged) {
+DEVICE void store_digits(const u8* page, int begin, Seen seen, int place, int warp, int lane, float value_limit,
+    u8* staged) {
   if (lane >= 16) return;
   Digits digits = {0, 0};
   if (seen.has(begin + lane)) digits_of(page, place + lane, value_limit, digits);
 #pragma unroll
   for (int c = 0; c < 8; c++)
-    staged[staged_unit(D + c, warp ^ c) + token_place(lane)] = (u8)(lane % 4 != c / 2 ? 0 : c % 2 ? digits.second : digits.first);
+    staged[staged_unit(D + c, warp ^ c) + token_place(lane)] = (u8)(lane % 4 != c / 2 ? 0
+            : c % 2                                                                   ? digits.second
+                                                                                      : digits.first);
 }
 
 // Values as e4m3: a lane's four tokens of a dimension are a word of the dimension's row. `real`: bytes of tokens to keep.
 template <class Codes>
-DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool some, u32 real, int warp, int lane, u8* staged) {
+DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool some, u32 real, int warp, int lane,
+    u8* staged) {
   constexpr u32 MAGNITUDE = (1u << (V_BITS - 1)) - 1;
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -162,8 +169,12 @@ DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool s
       const u32 low = codes.low(s), both = (low ^ low >> 4) & 0x00F000F0u;
       const u32 magnitudes = prmt(low ^ both ^ both << 4, 0, 0x3120) & MAGNITUDE * 0x11111111u;
       // By the code without its sign, which is the top bit, set for positive levels.
-      words[0] = (prmt(args.value_table.low, args.value_table.high, magnitudes) | (~(low << (8 - V_BITS)) & 0x80808080u)) & real;
-      words[1] = (prmt(args.value_table.low, args.value_table.high, magnitudes >> 16) | (~(low << (4 - V_BITS)) & 0x80808080u)) & real;
+      words[0] =
+          (prmt(args.value_table.low, args.value_table.high, magnitudes) | (~(low << (8 - V_BITS)) & 0x80808080u)) &
+          real;
+      words[1] = (prmt(args.value_table.low, args.value_table.high, magnitudes >> 16) |
+                     (~(low << (4 - V_BITS)) & 0x80808080u)) &
+          real;
     }
 #pragma unroll
     for (int a = 0; a < 2; a++) {
@@ -176,7 +187,8 @@ DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool s
 // Units of the keys and values of the whole tile, each an exponent of two.
 struct TileExponents { int key, value; };
 
-DEVICE TileExponents tile_exponents(const u8* page, int begin, const Seen& seen, int place, int warp, int lane, i32* exponents) {
+DEVICE TileExponents tile_exponents(const u8* page, int begin, const Seen& seen, int place, int warp, int lane,
+    i32* exponents) {
   i32 key = -FIELD_BIAS, value = -FIELD_BIAS;
   if (seen.has(begin + lane % 16)) {
     key = exponent_of<K_KIND, K_BITS>(page + K_FIELDS, place + lane % 16);
@@ -194,13 +206,15 @@ DEVICE TileExponents tile_exponents(const u8* page, int begin, const Seen& seen,
     key = max_i32(key, exponents[2 * i]);
     value = max_i32(value, exponents[2 * i + 1]);
   }
-  auto unit = [](int exponent) { return (exponent - LARGEST_EXPONENT + 256 + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP - 256; };
+  auto unit = [](int exponent) {
+    return (exponent - LARGEST_EXPONENT + 256 + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP - 256;
+  };
   return {unit(key), unit(value)};
 }
 
 // 16 tokens' keys as halves.
-DEVICE void store_fp16_keys(const Codes<K_BITS, S, false>& codes, const Field (&fields)[2], bool some, int begin, const Seen& seen, int warp, int lane,
-                            const float* levels, u8* keys) {
+DEVICE void store_fp16_keys(const Codes<K_BITS, S, false>& codes, const Field (&fields)[2], bool some, int begin,
+    const Seen& seen, int warp, int lane, const float* levels, u8* keys) {
   const int g = lane >> 2, t = lane & 3;
   float x[8], y[8];
 #pragma unroll
@@ -227,8 +241,8 @@ DEVICE void store_fp16_keys(const Codes<K_BITS, S, false>& codes, const Field (&
 }
 
 // 16 tokens' values as halves.
-DEVICE void store_fp16_values(const Codes<V_BITS, S, true>& codes, const Field (&fields)[4], bool some, int begin, const Seen& seen, int warp, int lane,
-                              const float* levels, u8* values) {
+DEVICE void store_fp16_values(const Codes<V_BITS, S, true>& codes, const Field (&fields)[4], bool some, int begin,
+    const Seen& seen, int warp, int lane, const float* levels, u8* values) {
   const int g = lane >> 2, t = lane & 3;
   float x[8], y[8];
 #pragma unroll
@@ -246,13 +260,15 @@ DEVICE void store_fp16_values(const Codes<V_BITS, S, true>& codes, const Field (
         const bool real = seen.has(begin + 2 * t + 8 * (i / 2) + i % 2);
 #pragma unroll
         for (int b = 0; b < 2; b++)
-          words[i][2 * k + b] = real ? pack_f16x2(x[2 * i + b] * f.scale + f.zero, both ? y[2 * i + b] * f.scale + f.zero : 0.0f) : 0;
+          words[i][2 * k + b] =
+              real ? pack_f16x2(x[2 * i + b] * f.scale + f.zero, both ? y[2 * i + b] * f.scale + f.zero : 0.0f) : 0;
       }
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int token = 16 * warp + 2 * t + 8 * (i / 2) + i % 2;
-      if (h < WHOLE_HALVES) *(Words4*)(values + unit_at(h, token, g, STEP)) = {words[i][0], words[i][1], words[i][2], words[i][3]};
+      if (h < WHOLE_HALVES)
+        *(Words4*)(values + unit_at(h, token, g, STEP)) = {words[i][0], words[i][1], words[i][2], words[i][3]};
       else *(Words2*)(values + unit_at(h, token, g / 2, STEP) + g % 2 * 8) = {words[i][0], words[i][1]};
     }
   }
@@ -264,7 +280,8 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   const int warp = thread_index() / 32, lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
   const int rank = block_index_y(), tile = block_index() / args.num_kv_heads, head = block_index() % args.num_kv_heads;
   pdl_wait();
-  const int sequence = sequence_of_rank(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, args.first_rank + rank, lane);
+  const int sequence =
+      sequence_of_rank(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, args.first_rank + rank, lane);
   if (sequence < 0) return;
   const PrefillSequence s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
   const int first = (first_seen_tile(s, args.sliding_window) + args.first_tile + tile) * STEP;
@@ -279,7 +296,8 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   const int begin = first + 16 * warp, place = begin % BLOCK_SIZE;
   const Seen seen = {first_seen(s, args.sliding_window), s.length};
   const bool some = begin < s.length;
-  const i32 page_id = ldg_i32(args.block_table + (i64)sequence * args.table_stride + (some ? begin : first) / BLOCK_SIZE);
+  const i32 page_id =
+      ldg_i32(args.block_table + (i64)sequence * args.table_stride + (some ? begin : first) / BLOCK_SIZE);
   const u8* page = args.pages + page_id * args.page_stride + head * args.page_head_stride;
   Codes<K_BITS, S, false> key_codes;
   Codes<V_BITS, S, true> value_codes;
@@ -290,7 +308,8 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
 
   const TileExponents exponent = tile_exponents(page, begin, seen, place, warp, lane, exponents);
   const int key_exponent = EIGHT_BIT ? 0 : exponent.key, value_exponent = exponent.value;
-  const float key_up = as_float((u32)(127 - key_exponent) << 23), value_up = as_float((u32)(127 - value_exponent) << 23);
+  const float key_up = as_float((u32)(127 - key_exponent) << 23),
+              value_up = as_float((u32)(127 - value_exponent) << 23);
   // 2^-12 of the power of two above the tile's largest scale, which is 2^(value_exponent - 2): smaller ones count as zero.
   const float value_limit = as_float((u32)(127 + value_exponent - 14) << 23);
   const i64 row = ((i64)rank * args.num_kv_heads + head) * args.tiles + tile;

@@ -23,7 +23,8 @@ template <int KIND, int BITS> struct Format {
   static constexpr int BELOW = BY_MAGNITUDE ? 23 : KIND == FP8 ? 8 : 0;
 
   // 8 codes of a token: nibble i of `low` and what is above it of `high` (of 8 bits: even and odd codes). Word n has codes n and n + 4.
-  DEVICE_MEMBER static void halves(u32 low, u32 high, const Table& table, const LevelTable& levels, u32 scale, u32 zero, u32 (&a)[4]) {
+  DEVICE_MEMBER static void halves(u32 low, u32 high, const Table& table, const LevelTable& levels, u32 scale, u32 zero,
+      u32 (&a)[4]) {
     if constexpr (BY_MAGNITUDE) {
       const u32 magnitudes = low & ((1u << (BITS - 1)) - 1) * 0x11111111u;
       const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, magnitudes >> 16);
@@ -105,7 +106,8 @@ struct Fields {
   }
 
   // The largest field of a side, or of uniform codes an exponent that numbers stay below.
-  template <int KIND, int BITS> DEVICE_MEMBER static u32 most_of(const u32 (&scales)[PER_LANE / 2], const u32 (&zeros)[PER_LANE / 2]) {
+  template <int KIND, int BITS> DEVICE_MEMBER static u32 most_of(const u32 (&scales)[PER_LANE / 2],
+      const u32 (&zeros)[PER_LANE / 2]) {
     u32 most = scales[0], most_zero = zeros[0] & 0x7FFF7FFFu;
     if (PER_LANE == 4) most = max_u16x2(most, scales[PER_LANE / 2 - 1]);
     most = max_u16x2(most, most >> 16) & 0xFFFF;
@@ -116,13 +118,18 @@ struct Fields {
   }
   // Of all tokens of the tile: of keys in the low half, of values in the high one.
   DEVICE_MEMBER u32 most() const {
-    return warp_max(most_of<K_KIND, K_BITS>(key, key_zero)) | warp_max(most_of<V_KIND, V_BITS>(value, value_zero)) << 16;
+    return warp_max(most_of<K_KIND, K_BITS>(key, key_zero)) |
+        warp_max(most_of<V_KIND, V_BITS>(value, value_zero)) << 16;
   }
 };
 
 // Two fields, times `up`, which has the fields' unit in it, as halves.
-DEVICE u32 half_scales(u32 x, float up) { return pack_f16x2(small_scale_of(x & 0xFFFF) * up, small_scale_of(x >> 16) * up); }
-DEVICE u32 half_zeros(u32 x, float up) { return pack_f16x2(small_zero_of(x & 0xFFFF) * up, small_zero_of(x >> 16) * up); }
+DEVICE u32 half_scales(u32 x, float up) {
+  return pack_f16x2(small_scale_of(x & 0xFFFF) * up, small_scale_of(x >> 16) * up);
+}
+DEVICE u32 half_zeros(u32 x, float up) {
+  return pack_f16x2(small_zero_of(x & 0xFFFF) * up, small_zero_of(x >> 16) * up);
+}
 
 // Levels as halves, an entry for each lane (LevelTable).
 DEVICE void fill_levels(const float* levels, u8* to, int entries, int threads = THREADS) {
@@ -141,11 +148,14 @@ struct Unpacker {
   static constexpr bool ONE_PAGE = BLOCK_SIZE % STEP == 0;
   DEVICE_MEMBER i32 page_of(int tile) const {
     const int token = tile * STEP + (ONE_PAGE ? 0 : PER_LANE * lane);
-    return token < w.s.length ? ldg_i32(args.block_table + (i64)w.sequence * args.table_stride + token / BLOCK_SIZE) : 0;
+    return token < w.s.length ? ldg_i32(args.block_table + (i64)w.sequence * args.table_stride + token / BLOCK_SIZE)
+                              : 0;
   }
   // The page of the tile's token `token`, from lanes' pages.
   DEVICE_MEMBER static i32 page_with(i32 page, int token) { return ONE_PAGE ? page : shfl(page, token / PER_LANE); }
-  DEVICE_MEMBER const u8* page_at(i32 page) const { return args.pages + page * args.page_stride + w.head * args.page_head_stride; }
+  DEVICE_MEMBER const u8* page_at(i32 page) const {
+    return args.pages + page * args.page_stride + w.head * args.page_head_stride;
+  }
 
   // Zeros for tokens that nobody sees, whose pages may hold anything, and for those that are not numbers; which of the lane's these are.
   DEVICE_MEMBER u32 clear_hidden(Fields& f, int first) const {
@@ -179,8 +189,10 @@ struct Unpacker {
       bad = clear_hidden(f, first);
       most = f.most();
     }
-    const int key_most = (int)(K_KIND == UNIFORM ? most & 0xFFFF : most >> 10 & 63), value_most = (int)(V_KIND == UNIFORM ? most >> 16 : most >> 26);
-    const int key_exponent = max_i32(key_most, LEAST_FIELD) - FIELD_BIAS, value_exponent = max_i32(value_most, LEAST_FIELD) - FIELD_BIAS;
+    const int key_most = (int)(K_KIND == UNIFORM ? most & 0xFFFF : most >> 10 & 63),
+              value_most = (int)(V_KIND == UNIFORM ? most >> 16 : most >> 26);
+    const int key_exponent = max_i32(key_most, LEAST_FIELD) - FIELD_BIAS,
+              value_exponent = max_i32(value_most, LEAST_FIELD) - FIELD_BIAS;
     const float key_up = as_float((u32)(127 + FIELD_SHIFT + KeyFormat::TOP - key_exponent) << 23);
     const float value_up = as_float((u32)(127 + FIELD_SHIFT + ValueFormat::TOP - value_exponent) << 23);
 #pragma unroll
@@ -210,14 +222,16 @@ struct Unpacker {
   DEVICE_MEMBER void store_keys(const Codes<K_BITS, S, false> (&codes)[GROUPS], const Fields& f, u8* keys) const {
     const int own = read_laneid(), g = own >> 2, t = own & 3;  // what derives from it is not kept from tile to tile
     const int first = FUSED ? 2 * t : t, second = FUSED ? 2 * t + 1 : t + 4;  // units of 32 dimensions and of the next
-    u8* const units[2] = {keys + unit_at(0, 16 * GROUPS * warp + g, first, STEP), keys + unit_at(0, 16 * GROUPS * warp + g, second, STEP)};
+    u8* const units[2] = {keys + unit_at(0, 16 * GROUPS * warp + g, first, STEP),
+        keys + unit_at(0, 16 * GROUPS * warp + g, second, STEP)};
     u8* const rest = keys + unit_at(0, 16 * GROUPS * warp + g, t, STEP);  // of half as many dimensions
 #pragma unroll
     for (int q = 0; q < GROUPS; q++) {
       u32 scale[2], zero[2] = {0, 0};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const u32 from = (u32)(16 * GROUPS * warp + g) / PER_LANE + (16 * q + 8 * i) / PER_LANE, which = (u32)g % PER_LANE;
+        const u32 from = (u32)(16 * GROUPS * warp + g) / PER_LANE + (16 * q + 8 * i) / PER_LANE,
+                  which = (u32)g % PER_LANE;
         scale[i] = halves_from(f.key, from).twice(which);
         if (K_KIND == UNIFORM) zero[i] = halves_from(f.key_zero, from).twice(which);
       }
@@ -231,15 +245,17 @@ struct Unpacker {
           u32 a[4];
           if constexpr (K_BITS == 8) {
             const u32 even = i ? high[0] : low[0], odd = i ? high[1] : low[1];  // slices
-            KeyFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.key_table, key_levels, scale[i], zero[i], a);
+            KeyFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.key_table, key_levels, scale[i],
+                zero[i], a);
           } else {
             const u32 token = i ? 0x7632 : 0x5410;
-            KeyFormat::halves(prmt(low[0], low[1], token), K_BITS > 4 ? prmt(high[0], high[1], token) : 0, args.key_table, key_levels,
-                              scale[i], zero[i], a);
+            KeyFormat::halves(prmt(low[0], low[1], token), K_BITS > 4 ? prmt(high[0], high[1], token) : 0,
+                args.key_table, key_levels, scale[i], zero[i], a);
           }
 #pragma unroll
           for (int n = 0; !both && n < 4; n++) a[n] &= 0xFFFFu;
-          *(Words4*)((j / 2 < WHOLE_HALVES ? units[j % 2] : rest) + unit_at(j / 2, 16 * q + 8 * i, 0, STEP)) = {a[0], a[1], a[2], a[3]};
+          *(Words4*)((j / 2 < WHOLE_HALVES ? units[j % 2] : rest) + unit_at(j / 2, 16 * q + 8 * i, 0, STEP)) = {a[0],
+              a[1], a[2], a[3]};
         }
       }
     }
@@ -247,22 +263,25 @@ struct Unpacker {
 
   // Of four words with the codes of four tokens, byte by byte, those of each token.
   DEVICE_MEMBER static void turn(u32 (&x)[4]) {
-    const u32 low[2] = {prmt(x[0], x[1], 0x5140), prmt(x[2], x[3], 0x5140)}, high[2] = {prmt(x[0], x[1], 0x7362), prmt(x[2], x[3], 0x7362)};
+    const u32 low[2] = {prmt(x[0], x[1], 0x5140), prmt(x[2], x[3], 0x5140)},
+              high[2] = {prmt(x[0], x[1], 0x7362), prmt(x[2], x[3], 0x7362)};
     x[0] = prmt(low[0], low[1], 0x5140), x[1] = prmt(low[0], low[1], 0x7362);
     x[2] = prmt(high[0], high[1], 0x5140), x[3] = prmt(high[0], high[1], 0x7362);
   }
 
   DEVICE_MEMBER void store_values(const Codes<V_BITS, S, true> (&codes)[GROUPS], const Fields& f, u8* values) const {
     const int own = read_laneid(), g = own >> 2, t = own & 3;  // what derives from it is not kept from tile to tile
-    u8* const units[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g, STEP), values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g, STEP)};
+    u8* const units[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g, STEP),
+        values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g, STEP)};
     u8* const rest[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g / 2, STEP) + g % 2 * 8,
-                         values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g / 2, STEP) + g % 2 * 8};
+        values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g / 2, STEP) + g % 2 * 8};
 #pragma unroll
     for (int q = 0; q < GROUPS; q++) {
       u32 scale[4], zero[4] = {0, 0, 0, 0};
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
-        const u32 from = (u32)(16 * GROUPS * warp + 2 * t) / PER_LANE + (16 * q + 4 * i) / PER_LANE, which = (u32)(2 * t) % PER_LANE;
+        const u32 from = (u32)(16 * GROUPS * warp + 2 * t) / PER_LANE + (16 * q + 4 * i) / PER_LANE,
+                  which = (u32)(2 * t) % PER_LANE;
         const Halves scales = halves_from(f.value, from);
         scale[i] = scales.twice(which), scale[i + 1] = scales.twice(which + 1);
         if (V_KIND == UNIFORM) {
@@ -287,7 +306,8 @@ struct Unpacker {
             const u32 token = i % 2 ? 0x7632 : 0x5410;
             const u32 even = i / 2 ? prmt(high[0], high[2], token) : prmt(low[0], low[2], token);
             const u32 odd = i / 2 ? prmt(high[1], high[3], token) : prmt(low[1], low[3], token);
-            ValueFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.value_table, value_levels, scale[i], zero[i], a);
+            ValueFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.value_table, value_levels,
+                scale[i], zero[i], a);
           } else {
             ValueFormat::halves(low[i], high[i], args.value_table, value_levels, scale[i], zero[i], a);
           }

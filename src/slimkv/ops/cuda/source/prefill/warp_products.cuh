@@ -27,7 +27,9 @@ template <int BLOCKS> DEVICE void multiply_scores(float (&s)[BLOCKS][N], const Q
     u32 q[BLOCKS][4];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++)
-      if constexpr (HELD_QUERIES) q[b][0] = queries.held[k][b][0], q[b][1] = queries.held[k][b][1], q[b][2] = queries.held[k][b][2], q[b][3] = queries.held[k][b][3];
+      if constexpr (HELD_QUERIES)
+        q[b][0] = queries.held[k][b][0], q[b][1] = queries.held[k][b][1], q[b][2] = queries.held[k][b][2],
+        q[b][3] = queries.held[k][b][3];
       else queries.load(k, b, q[b]);
 #pragma unroll
     for (int n = 0; n < STEP / 16; n++) {
@@ -43,7 +45,8 @@ template <int BLOCKS> DEVICE void multiply_scores(float (&s)[BLOCKS][N], const Q
 }
 
 // o += P V.
-template <int BLOCKS> DEVICE void multiply_output(float (&o)[ROW_BLOCKS][OUTPUTS], const u32 (&p)[BLOCKS][N / 2], u32 values) {
+template <int BLOCKS> DEVICE void multiply_output(float (&o)[ROW_BLOCKS][OUTPUTS], const u32 (&p)[BLOCKS][N / 2],
+    u32 values) {
 #pragma unroll
   for (int k = 0; k < STEP / 16; k++)
 #pragma unroll
@@ -59,11 +62,13 @@ template <int BLOCKS> DEVICE void multiply_output(float (&o)[ROW_BLOCKS][OUTPUTS
 }
 
 template <int BLOCKS>
-DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, const Visible (&visible)[ROW_BLOCKS], u32 operand,
-                         Softmax (&softmax)[ROW_BLOCKS], float (&o)[ROW_BLOCKS][OUTPUTS], int, int lane) {
+DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings,
+    const Visible (&visible)[ROW_BLOCKS], u32 operand, Softmax (&softmax)[ROW_BLOCKS], float (&o)[ROW_BLOCKS][OUTPUTS],
+    int, int lane) {
   const i64 row = tiles_of(args, w);
   const Queries<BLOCKS> queries(operand, lane);
-  const u32 keys = by_rows(shared_address(rings.keys), lane), values = by_columns(shared_address(rings.values), 0, lane);
+  const u32 keys = by_rows(shared_address(rings.keys), lane),
+            values = by_columns(shared_address(rings.values), 0, lane);
   auto copy_keys = [&](int i) {
     const i64 tile = row + tile_at(w, i);
     copy_tile(rings.keys, args.keys + tile * KEYS_BYTES);

@@ -30,11 +30,13 @@ DEVICE float soft_cap(float exponent, float from, float softcap) {
 }
 DEVICE float cap_factor(float softcap) { return 2.0f * LOG2E * rcp_approx(softcap); }  // of x
 
-constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * ROW_BLOCKS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS), N = STEP / 2, OWN = PLACES / 4;
+constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * ROW_BLOCKS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS),
+              N = STEP / 2, OWN = PLACES / 4;
 constexpr float RESCALE_THRESHOLD = 8.0f;
 // What producers leave of the registers that threads begin with.
 constexpr int WARPGROUPS = PRODUCERS + CONSUMERS;
-constexpr int CONSUMER_REGISTERS = (WARPGROUPS * (512 / WARPGROUPS / 8 * 8) - PRODUCERS * PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
+constexpr int CONSUMER_REGISTERS =
+    (WARPGROUPS * (512 / WARPGROUPS / 8 * 8) - PRODUCERS * PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 constexpr int NO_WINDOW = 1 << 30;
 
 // A place in a ring of tiles, and the parity of the phase in which it is filled.
@@ -74,27 +76,27 @@ enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
 
 struct PrefillArgs {
   const void* query;
-  const u8* keys;    // [rank, head, tile]; AHEAD: [slot, tile]; from the first tile that a query of the sequence sees on
+  const u8* keys;  // [rank, head, tile]; AHEAD: [slot, tile]; from the first tile that a query of the sequence sees on
   const u8* values;
   const TileScale* tile_scales;
   const i32* seq_lens;
   const i32* cu_seqlens_q;
-  const float* sinks;        // of heads, or of queries and heads for centred keys; or null
+  const float* sinks;  // of heads, or of queries and heads for centred keys; or null
   const float* score_shift;  // SCORE_SHIFT: of queries and heads
   void* out;
-  float* lse;    // or null
+  float* lse;  // or null
   float* state;  // HANDS_ON, between passes: [PLACES / 2 + 4, blocks, 2 ROWS]
   i64 query_stride, query_head_stride, out_stride, out_head_stride;
   i64 sink_stride;  // from query to query: 0, or heads
-  float scale;    // of scores, times log2(e)
+  float scale;  // of scores, times log2(e)
   float softcap;  // times log2(e)
   float key_norm, value_norm;
   u32 key_sign_bits[8], value_sign_bits[8];
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
   i32 query_blocks, section;  // of the grid: blocks of queries, and KV heads that are attended at the same time
-  i32 first_tile, tiles;      // of this pass, likewise
-  i32 first_rank, ranks;      // of this pass: sequences, of those that are prefilled
-  i32 first_pass, last_pass;   // HANDS_ON
+  i32 first_tile, tiles;  // of this pass, likewise
+  i32 first_rank, ranks;  // of this pass: sequences, of those that are prefilled
+  i32 first_pass, last_pass;  // HANDS_ON
   i32 first_query, end_query;  // of each sequence, that this launch attends
   i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
   // FUSED (instead of keys, values and their scales) and AHEAD:
@@ -109,19 +111,20 @@ struct PrefillArgs {
   // AHEAD:
   i32* unpacked;  // groups of 16 tokens of each item
   i32* attended;  // by so many blocks, each item
-  i32 lead;   // items that are unpacked before the first block
+  i32 lead;  // items that are unpacked before the first block
   i32 slots;  // items that the workspace has room for
   // SPLITS:
-  i32 splits, total;  // parts that contexts are cut into, and queries of all sequences; `state` has outputs of parts, `part_lse` the rest
+  i32 splits,
+      total;  // parts that contexts are cut into, and queries of all sequences; `state` has outputs of parts, `part_lse` the rest
   float* part_lse;
 };
 
 // What a block does.
 struct Work {
   PrefillSequence s;
-  int sequence, head, first;   // query
-  int tile, count;   // the last tile and how many there are
-  int origin;        // the first tile that a query of the sequence sees
+  int sequence, head, first;  // query
+  int tile, count;  // the last tile and how many there are
+  int origin;  // the first tile that a query of the sequence sees
   int clear_begin, clear_end;  // tokens that all queries see
   int present;  // AHEAD: sequences of this pass
 };
@@ -137,15 +140,18 @@ struct Row {
 DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row) {
   const int of_block = GROUP_ROWS * row_block + row, query = w.first + of_block / args.group_size;
   return {query, (i64)w.s.start + query, w.head * args.group_size + of_block % args.group_size,
-          of_block < ROWS / args.group_size * args.group_size && query < min_i32(w.s.queries, args.end_query)};
+      of_block < ROWS / args.group_size * args.group_size && query < min_i32(w.s.queries, args.end_query)};
 }
 
 // How many of the sequences that are prefilled are of this pass.
 DEVICE int present_of(const PrefillArgs& args, int lane) {
-  return min_i32(args.ranks, prefilled_before(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, lane) - args.first_rank);
+  return min_i32(args.ranks,
+      prefilled_before(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, lane) - args.first_rank);
 }
 
-DEVICE int origin_of(const PrefillArgs& args, const PrefillSequence& s) { return WINDOW ? first_seen_tile(s, args.sliding_window) : 0; }
+DEVICE int origin_of(const PrefillArgs& args, const PrefillSequence& s) {
+  return WINDOW ? first_seen_tile(s, args.sliding_window) : 0;
+}
 
 DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;
@@ -165,7 +171,8 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
     begun += begins, prefilled += begins && counts, prefilled_of_all += counts;
   }
   const int sequence = w.sequence = (int)warp_sum(begun) - 1;  // the same in all lanes
-  if (args.num_seqs <= 32) w.s = {shfl(own.start, sequence), shfl(own.queries, sequence), shfl(own.length, sequence), 0};
+  if (args.num_seqs <= 32)
+    w.s = {shfl(own.start, sequence), shfl(own.queries, sequence), shfl(own.length, sequence), 0};
   else w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
   w.first = args.first_query + (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
   const int end_query = min_i32(w.s.queries, args.end_query);
@@ -182,7 +189,8 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   const int begin_tile = WINDOW ? max_i32(0, before + w.first - args.sliding_window + 1) / STEP : 0;
   const int end_tile = end > 0 ? (end + STEP - 1) / STEP : 0;
   w.origin = origin_of(args, w.s);
-  const int low = max_i32(begin_tile, w.origin + args.first_tile), high = min_i32(end_tile, w.origin + args.first_tile + args.tiles);
+  const int low = max_i32(begin_tile, w.origin + args.first_tile),
+            high = min_i32(end_tile, w.origin + args.first_tile + args.tiles);
   w.tile = high - 1;
   w.count = max_i32(0, high - low);
   if (SPLITS) {
@@ -194,7 +202,9 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
 }
 
 // Whether all queries of the block see all tokens of a tile.
-DEVICE bool is_clear(const Work& w, int tile) { return (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin); }
+DEVICE bool is_clear(const Work& w, int tile) {
+  return (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
+}
 
 // Tile number i of a block. The last one is second, if there are others: its mask leaves rows with few tokens, whose maximum says
 // little of what follows. BY_ROW: from the first to the last, so that a row meets its tiles in one order wherever blocks and passes end.

@@ -15,20 +15,20 @@ constexpr u32 LEAST_EXPONENT = 67;  // of float32: vectors below 2^-60 are zero
 DEVICE int fragment_word(int word, int lane, int words) {
   int quads = words & ~3, pairs = words & ~1;
   return word < quads ? (word >> 2) * 128 + lane * 4 + (word & 3)
-       : word < pairs ? quads * 32 + lane * 2 + (word & 1)
+      : word < pairs  ? quads * 32 + lane * 2 + (word & 1)
                       : pairs * 32 + lane;
 }
 
 struct SideArgs {
-  const u8* x;            // [tokens, heads, D], strides in bytes
+  const u8* x;  // [tokens, heads, D], strides in bytes
   i64 stride, head_stride;
-  const u16* offset;      // bfloat16 [heads, D], subtracted from the vectors; or null
+  const u16* offset;  // bfloat16 [heads, D], subtracted from the vectors; or null
   // The rotation, as the lanes hold it: bytes [GROUPS][SLICES][STEPS][32 lanes][16], then 64 times it; for short integers
   // in 16-bit floats that stand for its signs (store_integers.cuh), [GROUPS][SLICES][STEPS][2][32 lanes][8].
   const u8* fragments;
-  const u8* cells;        // [CELLS]: which code (up to 4 bits) or how many boundaries lie below the cell
-  const float* bounds;    // [2 ** BITS]: ascending, and infinity (5 bits and more)
-  const i32* levels;      // [2 ** BITS]: levels by code, times LEVEL_DENOMINATOR
+  const u8* cells;  // [CELLS]: which code (up to 4 bits) or how many boundaries lie below the cell
+  const float* bounds;  // [2 ** BITS]: ascending, and infinity (5 bits and more)
+  const i32* levels;  // [2 ** BITS]: levels by code, times LEVEL_DENOMINATOR
   float unit;
   u32 doubled_levels[2];  // twice the positive levels, in bytes (up to 4 bits)
   // 256, 1 and -1, unknown to the compiler: products with them are shifts and sums that leave the logic units, which the
@@ -42,34 +42,36 @@ struct StoreArgs {
   u8* pages;
   i64 page_stride, page_head_stride;
   const void* slots;
-  const u8* query_aware;         // int8 [matrices, heads, D, D] of the keys
+  const u8* query_aware;  // int8 [matrices, heads, D, D] of the keys
   const i32* query_aware_index;  // [tokens]: which matrix; null: the first
-  i64 matrix_stride;             // bytes from a head's matrix to its next one
+  i64 matrix_stride;  // bytes from a head's matrix to its next one
   float error_steps;
   i32 tokens, matrices;
   i32 heads, spread;  // spread: a block takes the tokens of one matrix, of blocks for all of them
 };
 
 // PER: inner slices that a warp takes of a tile; a tile is shared by SPLIT warps.
-template <bool VALUES_, int D_, int GROUPS_, int PER_, int KIND_, int BITS_, int CODES_, int FIELDS_,
-          int DTYPE_, bool VECTORS_, int CELL_SHIFT_, int CELL_ZERO_>
+template <bool VALUES_, int D_, int GROUPS_, int PER_, int KIND_, int BITS_, int CODES_, int FIELDS_, int DTYPE_,
+    bool VECTORS_, int CELL_SHIFT_, int CELL_ZERO_>
 struct Format {
   static constexpr bool VALUES = VALUES_;
-  static constexpr int D = D_, GROUPS = GROUPS_, PER = PER_, KIND = KIND_, BITS = BITS_, CODES = CODES_, FIELDS = FIELDS_,
-                       DTYPE = DTYPE_, CELL_SHIFT = CELL_SHIFT_, CELL_ZERO = CELL_ZERO_;
-  static constexpr bool VECTORS = VECTORS_;              // rows start at multiples of 16 bytes
+  static constexpr int D = D_, GROUPS = GROUPS_, PER = PER_, KIND = KIND_, BITS = BITS_, CODES = CODES_,
+                       FIELDS = FIELDS_, DTYPE = DTYPE_, CELL_SHIFT = CELL_SHIFT_, CELL_ZERO = CELL_ZERO_;
+  static constexpr bool VECTORS = VECTORS_;  // rows start at multiples of 16 bytes
   static constexpr bool NARROW = DTYPE != FLOAT32;
-  static constexpr bool SHORT = KIND == LLOYD && BITS <= 4 && NARROW && D <= 256;  // rotated as 16-bit integers, not 22-bit ones
+  static constexpr bool SHORT =
+      KIND == LLOYD && BITS <= 4 && NARROW && D <= 256;  // rotated as 16-bit integers, not 22-bit ones
   static constexpr int ELEMENT = NARROW ? 2 : 4;
-  static constexpr int INNER = D / GROUPS;               // the rotation is a Hadamard matrix of GROUPS times one of INNER
-  static constexpr int SLICES = INNER / 16;              // of a group
+  static constexpr int INNER = D / GROUPS;  // the rotation is a Hadamard matrix of GROUPS times one of INNER
+  static constexpr int SLICES = INNER / 16;  // of a group
   static constexpr int SPLIT = SLICES / PER;
-  static constexpr int LOCAL = PER * GROUPS;             // slices that a warp ends up with
-  static constexpr bool ONE_SLICE = KIND == LLOYD && BITS > 4 && PER == 1 && SPLIT > 1 && (SPLIT & (SPLIT - 1)) == 0;  // a warp's (slices.cuh)
-  static constexpr int STEPS = (INNER + 31) / 32;        // matrix instructions along a group
-  static constexpr int CHUNKS = GROUPS * STEPS;          // of 32 dimensions, of which a lane loads eight
-  static constexpr int RAW = NARROW ? 4 : 8;             // words of those
-  static constexpr int TOKENS = VALUES ? 4 : 2;          // that a lane has values of
+  static constexpr int LOCAL = PER * GROUPS;  // slices that a warp ends up with
+  static constexpr bool ONE_SLICE =
+      KIND == LLOYD && BITS > 4 && PER == 1 && SPLIT > 1 && (SPLIT & (SPLIT - 1)) == 0;  // a warp's (slices.cuh)
+  static constexpr int STEPS = (INNER + 31) / 32;  // matrix instructions along a group
+  static constexpr int CHUNKS = GROUPS * STEPS;  // of 32 dimensions, of which a lane loads eight
+  static constexpr int RAW = NARROW ? 4 : 8;  // words of those
+  static constexpr int TOKENS = VALUES ? 4 : 2;  // that a lane has values of
   static constexpr int CELLS = 2 * CELL_ZERO;
   static constexpr int TILE_BYTES = 2 * D * BITS;
   static constexpr int FOUR = BITS < 8 ? BITS / 4 : 0, TWO = BITS < 8 ? BITS % 4 / 2 : 0, ONE = BITS < 8 ? BITS % 2 : 0;

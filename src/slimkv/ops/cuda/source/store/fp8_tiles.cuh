@@ -5,7 +5,8 @@
 #include "store/rows.cuh"
 
 // The tile as it is, value by value where the page wants it.
-template <class F> DEVICE void load_in_page_order(const SideArgs& side, int head, int first, int tokens, int lane, float x[F::LOCAL][8]) {
+template <class F> DEVICE void load_in_page_order(const SideArgs& side, int head, int first, int tokens, int lane,
+    float x[F::LOCAL][8]) {
 #pragma unroll
   for (int j = 0; j < F::TOKENS; j++) {
     int token = first + token_of<F>(lane, j);
@@ -25,19 +26,22 @@ template <class F> DEVICE void load_in_page_order(const SideArgs& side, int head
         }
 #pragma unroll
       for (int i = 0; i < COUNT; i++)
-        x[s][j * COUNT + i] = F::DTYPE == BFLOAT16 ? as_float(bits[i] << 16) : F::DTYPE == FLOAT16 ? f16_to_f32(bits[i]) : as_float(bits[i]);
+        x[s][j * COUNT + i] = F::DTYPE == BFLOAT16 ? as_float(bits[i] << 16)
+            : F::DTYPE == FLOAT16                  ? f16_to_f32(bits[i])
+                                                   : as_float(bits[i]);
       if (!F::VALUES && side.offset)
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
           float& y = x[s][j * COUNT + i];
-          y = rounded<F::DTYPE>(sub_rn(y, as_float((u32)side.offset[head * F::D + 16 * s + dim_of<F>(lane, j * COUNT + i)] << 16)));
+          y = rounded<F::DTYPE>(
+              sub_rn(y, as_float((u32)side.offset[head * F::D + 16 * s + dim_of<F>(lane, j * COUNT + i)] << 16)));
         }
     }
   }
 }
 
-template <class F, int PAGE_TOKENS> DEVICE void store_fp8_codes(CodePlanes<F>& codes, const u32 fields[F::TOKENS], const StoreArgs& args, int head,
-                                                            Slots slots, int lane) {
+template <class F, int PAGE_TOKENS> DEVICE void store_fp8_codes(CodePlanes<F>& codes, const u32 fields[F::TOKENS],
+    const StoreArgs& args, int head, Slots slots, int lane) {
   u8* pages = args.pages + head * args.page_head_stride;
   bool writer = F::VALUES ? lane < 4 : (lane & 3) == 0;
 #pragma unroll
@@ -76,11 +80,13 @@ template <class F> DEVICE void fp8_codes(const float x[F::LOCAL][8], u32 fields[
     u32 code[8];
 #pragma unroll
     for (int n = 0; n < 8; n++) code[n] = fp8_code(x[s][n], up[token_number<F>(n)]);
-    codes.put_bytes(s, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24, code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24);
+    codes.put_bytes(s, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24,
+        code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24);
   }
 }
 
-template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_fp8(const SideArgs& side, const StoreArgs& args, int head, int first) {
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_fp8(const SideArgs& side, const StoreArgs& args,
+    int head, int first) {
   int lane = thread_index() & 31;
   if (first >= args.tokens) return;
   Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);

@@ -9,12 +9,14 @@
 #pragma once
 #include "store/rows.cuh"
 
-template <class F, bool SHORT = F::SHORT> struct Digits {  // [chunk][token g or g + 8][first or last four of a lane's eight dimensions]
+template <class F,
+    bool SHORT =
+        F::SHORT> struct Digits {  // [chunk][token g or g + 8][first or last four of a lane's eight dimensions]
   typedef i32 Sum;
   u32 low[F::CHUNKS][2][2], middle[F::CHUNKS][2][2], top[F::CHUNKS][2][2];
 };
 template <class F> struct Digits<F, true> {  // [chunk][token g or g + 8][pair of a lane's eight dimensions]
-  typedef float Sum;                         // in units of 2^-SHORT_SHIFT
+  typedef float Sum;  // in units of 2^-SHORT_SHIFT
   u32 pairs[F::CHUNKS][2][4];
 };
 // The smallest denormal number is 2^-24 or 2^-133, and the matrix has +-2^-24 or +-2^64: sums are far from float32's ends.
@@ -34,7 +36,9 @@ DEVICE u32 larger_of(u32 a, u32 b) { return a > b ? a : b; }
 
 // The larger of values of the input's type, as they are loaded; a NaN if there is one. Their signs are any.
 template <class F> DEVICE u32 larger_word(u32 a, u32 b) {
-  return F::DTYPE == FLOAT32 ? larger_of(a & 0x7FFFFFFFu, b & 0x7FFFFFFFu) : F::DTYPE == FLOAT16 ? max_abs_f16x2(a, b) : max_abs_bf16x2(a, b);
+  return F::DTYPE == FLOAT32 ? larger_of(a & 0x7FFFFFFFu, b & 0x7FFFFFFFu)
+      : F::DTYPE == FLOAT16  ? max_abs_f16x2(a, b)
+                             : max_abs_bf16x2(a, b);
 }
 
 // The largest among a lane's words of a row.
@@ -65,7 +69,8 @@ template <class F> DEVICE u32 largest_exponents(const u32 raw[F::CHUNKS][2][F::R
   }
 }
 
-template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, float up, u32& low, u32& middle, u32& top) {
+template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, float up, u32& low, u32& middle,
+    u32& top) {
   u32 m[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) m[i] = as_bits(fma_rn(element<F::DTYPE>(raw, first + i), up, 12582912.0f));
@@ -78,7 +83,9 @@ template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, flo
   top = F::NARROW ? third << 2 & 0xFCFCFCFCu : third << 1 ^ 0x80808080u;
 }
 
-template <class F> DEVICE u32 times(u32 pair, u32 by) { return F::DTYPE == FLOAT16 ? mul_f16x2(pair, by) : mul_bf16x2(pair, by); }
+template <class F> DEVICE u32 times(u32 pair, u32 by) {
+  return F::DTYPE == FLOAT16 ? mul_f16x2(pair, by) : mul_bf16x2(pair, by);
+}
 
 // The sum of squares of the tile's tokens, in steps of 256: four products of bytes at a time.
 template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane) {
@@ -116,8 +123,8 @@ struct SquareSums {  // of integers in digits, by pairs of digits
   }
   template <class F> DEVICE_MEMBER i64 total() const {
     constexpr i64 TOP = TOP_UNIT<F>;
-    return (i64)lows + (i64)low_middle * 512 + (i64)middles * 65536 + (i64)low_top * (2 * TOP) + (i64)middle_top * (512 * TOP) +
-           (i64)tops * (TOP * TOP);
+    return (i64)lows + (i64)low_middle * 512 + (i64)middles * 65536 + (i64)low_top * (2 * TOP) +
+        (i64)middle_top * (512 * TOP) + (i64)tops * (TOP * TOP);
   }
 };
 
@@ -127,7 +134,8 @@ template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lan
   for (int h = 0; h < 2; h++) {
     SquareSums squares;
 #pragma unroll
-    for (int i = 0; i < 2 * F::CHUNKS; i++) squares.add(d.low[i / 2][h][i % 2], d.middle[i / 2][h][i % 2], d.top[i / 2][h][i % 2]);
+    for (int i = 0; i < 2 * F::CHUNKS; i++)
+      squares.add(d.low[i / 2][h][i % 2], d.middle[i / 2][h][i % 2], d.top[i / 2][h][i % 2]);
     sums[h] = squares.total<F>();
   }
   return i64_to_f32_rn(sum_of_rows(sums, lane));
@@ -140,12 +148,15 @@ constexpr u32 TOO_LARGE = 240;
 
 // That power, as a pair.
 template <class F> DEVICE u32 power_for(u32 exponent) {
-  u32 power = F::DTYPE != FLOAT16 ? (136 - exponent) << 7 : exponent < 133 ? (133 - exponent) << 10 : 1u << (142 - exponent);
+  u32 power = F::DTYPE != FLOAT16 ? (136 - exponent) << 7
+      : exponent < 133            ? (133 - exponent) << 10
+                                  : 1u << (142 - exponent);
   return power | power << 16;
 }
 
 // Rows as short integers. exponents: of tokens g and g + 8.
-template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2], Digits<F, true>& d) {
+template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2],
+    Digits<F, true>& d) {
   u32 by[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) by[h] = exponents[h] < LEAST_EXPONENT ? 0 : power_for<F>(exponents[h]);
@@ -166,7 +177,8 @@ template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW]
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < 8 * F::CHUNKS; i++) d.pairs[i / 8][i % 2][i / 2 % 4] = times<F>(raw[i / 8][i % 2][i / 2 % 4], by[i % 2]);
+    for (int i = 0; i < 8 * F::CHUNKS; i++)
+      d.pairs[i / 8][i % 2][i / 2 % 4] = times<F>(raw[i / 8][i % 2][i / 2 % 4], by[i % 2]);
   }
 }
 
@@ -175,13 +187,15 @@ DEVICE float digits_up(u32 exponent) {
   return exponent < LEAST_EXPONENT ? 0.0f : as_float((274 - (exponent < 254 ? exponent : 254)) << 23);
 }
 
-template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2], Digits<F, false>& d) {
+template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2],
+    Digits<F, false>& d) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const float up = digits_up(exponents[h]);
 #pragma unroll
     for (int i = 0; i < 2 * F::CHUNKS; i++)
-      take_digits<F>(raw[i / 2][h], 4 * (i % 2), up, d.low[i / 2][h][i % 2], d.middle[i / 2][h][i % 2], d.top[i / 2][h][i % 2]);
+      take_digits<F>(raw[i / 2][h], 4 * (i % 2), up, d.low[i / 2][h][i % 2], d.middle[i / 2][h][i % 2],
+          d.top[i / 2][h][i % 2]);
   }
 }
 

@@ -13,7 +13,8 @@ template <class F> struct LloydTables {
   const float* bounds;
   const i32* levels;
 
-  DEVICE_MEMBER LloydTables(u8* memory) : cells(memory), bounds((float*)(memory + CELL_BYTES)), levels((i32*)(memory + CELL_BYTES) + COUNT) {}
+  DEVICE_MEMBER LloydTables(u8* memory)
+      : cells(memory), bounds((float*)(memory + CELL_BYTES)), levels((i32*)(memory + CELL_BYTES) + COUNT) {}
   // Starts to copy them; they are there for all after ``cp_async_wait`` and ``sync_threads``.
   DEVICE_MEMBER void fill(u8* memory, const SideArgs& side, int thread, int threads) const {
 #pragma unroll 1
@@ -27,13 +28,16 @@ template <class F> struct LloydTables {
   }
 };
 
-template <class F> constexpr int TILE_MEMORY = (LloydTables<F>::BYTES + 15) / 16 * 16;  // where what follows the tables begins
+template <class F> constexpr int TILE_MEMORY =
+    (LloydTables<F>::BYTES + 15) / 16 * 16;  // where what follows the tables begins
 
 // Cells belong to their upper edge.
 template <class F> DEVICE u32 cell_of(float x) { return ceil_product(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
 
 // The same of numbers below all cells too, which are in the first.
-template <class F> DEVICE u32 cell_from_below(float x) { return ceil_product_or_zero(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
+template <class F> DEVICE u32 cell_from_below(float x) {
+  return ceil_product_or_zero(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO);
+}
 
 // The code of a coordinate in the codebook's units. Boundaries of up to 4 bits are edges of cells, and a value on an edge
 // belongs to the cell below it, as the tie rule wants; of wider codes a cell has at most one boundary.
@@ -47,13 +51,16 @@ template <class F> DEVICE u32 code_of_cell(u32 cell, float x, const LloydTables<
   return index;
 }
 
-template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) { return code_of_cell<F>(cell_of<F>(x), x, tables); }
+template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
+  return code_of_cell<F>(cell_of<F>(x), x, tables);
+}
 
 // What the scale needs of a lane's tokens: sums of squared levels.
 template <class F> struct LevelSums {
   static constexpr bool PACKED = F::BITS <= 4, WIDE = F::ONE_SLICE && !PACKED, SQUARES = PACKED || WIDE;
-  u32 squares[F::TOKENS] = {};  // of twice the levels, or in units of 1 / LEVEL_DENOMINATOR^2: of the nearest codes a vector has fewer than 2^32
-  i64 sums[F::TOKENS] = {};     // the same where 32 bits do not hold them
+  u32 squares[F::TOKENS] =
+      {};  // of twice the levels, or in units of 1 / LEVEL_DENOMINATOR^2: of the nearest codes a vector has fewer than 2^32
+  i64 sums[F::TOKENS] = {};  // the same where 32 bits do not hold them
   u32 before = 0;
 
   // The codes of a slice as nibbles: levels are looked up four at a time, and squared and added four at a time. Values are
@@ -89,14 +96,15 @@ DEVICE u32 field_of_token(const TokenScalars& s, float total) {
 }
 
 // Takes the eight codes of a slice of up to 4 bits as nibbles.
-template <class F> DEVICE void put_nibbles(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order, u32 nibbles, const SideArgs& side) {
+template <class F> DEVICE void put_nibbles(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order, u32 nibbles,
+    const SideArgs& side) {
   sums.add_codes(order, nibbles, side);
   codes.put(slice, nibbles, 0);
 }
 
 // Takes the eight codes of a slice.
-template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order, const u32 code[8],
-                                         const LloydTables<F>& tables, const SideArgs& side) {
+template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order,
+    const u32 code[8], const LloydTables<F>& tables, const SideArgs& side) {
   u32 low = 0, high = 0;
 #pragma unroll
   for (int n = 0; n < 8; n++) {
@@ -106,7 +114,9 @@ template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sum
   }
   if constexpr (LevelSums<F>::PACKED) sums.add_codes(order, low, side);
   if constexpr (F::BITS < 8) codes.put(slice, low, high);
-  else codes.put_bytes(slice, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24, code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24);
+  else
+    codes.put_bytes(slice, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24,
+        code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24);
 }
 
 // The sum of squares in the lane of each token, and the same rounded once.
@@ -117,8 +127,8 @@ template <class F> DEVICE auto sum_of_squares(const LevelSums<F>& sums, int lane
 DEVICE float total_of_squares(u32 sum) { return mul_rn(i32_to_f32_rn((i32)sum), 4096.0f); }  // (128 / 2)^2; below 2^24
 DEVICE float total_of_squares(i64 sum) { return i64_to_f32_rn(sum); }
 
-template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>& codes, u32 field, bool zero, const StoreArgs& args, int head, Slots slots,
-                                                           int lane, int part) {
+template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>& codes, u32 field, bool zero,
+    const StoreArgs& args, int head, Slots slots, int lane, int part) {
   u8* pages = args.pages + head * args.page_head_stride;
   bool empty = zero || field == INVALID_FIELD;
   if (warp_any(empty))
@@ -129,17 +139,21 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>&
 }
 
 // What makes a sum of short integers a number of cells, in units of the smallest float.
-template <class F> DEVICE float cells_per_sum(const TokenScalars& s) { return mul_rn(s.factor, power_of_two(SHORT_SHIFT<F> + F::CELL_SHIFT - 149)); }
+template <class F> DEVICE float cells_per_sum(const TokenScalars& s) {
+  return mul_rn(s.factor, power_of_two(SHORT_SHIFT<F> + F::CELL_SHIFT - 149));
+}
 
 // Codes of slices i, i + PER, ... of the warp's. factor: of the lane's tokens.
-template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact[F::GROUPS][8], const float factor[F::TOKENS], int i,
-                                             CodePlanes<F>& codes, LevelSums<F>& sums, const LloydTables<F>& tables, const SideArgs& side) {
+template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact[F::GROUPS][8],
+    const float factor[F::TOKENS], int i, CodePlanes<F>& codes, LevelSums<F>& sums, const LloydTables<F>& tables,
+    const SideArgs& side) {
 #pragma unroll
   for (int q = 0; q < F::GROUPS; q++) {
     u32 code[8];
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-      if constexpr (F::SHORT) code[n] = tables.cells[ceil_product(exact[q][n], factor[token_number<F>(n)], F::CELL_ZERO)];
+      if constexpr (F::SHORT)
+        code[n] = tables.cells[ceil_product(exact[q][n], factor[token_number<F>(n)], F::CELL_ZERO)];
       else code[n] = code_of<F>(mul_rn(integer_of<F>(exact[q][n]), factor[token_number<F>(n)]), tables);
     }
     put_slice<F>(codes, sums, q * F::PER + i, i * F::GROUPS + q, code, tables, side);
@@ -147,7 +161,8 @@ template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact
 }
 
 // The sum of squares over the SPLIT warps of a tile, of which this is number ``part``; puts words together that several of them have slices of.
-template <class F> DEVICE auto sum_of_warps(CodePlanes<F>& codes, const LevelSums<F>& sums, u8* memory, int lane, int part) {
+template <class F> DEVICE auto sum_of_warps(CodePlanes<F>& codes, const LevelSums<F>& sums, u8* memory, int lane,
+    int part) {
   auto sum = sum_of_squares<F>(sums, lane);
   if constexpr (F::SPLIT > 1) {
     auto* shared = (decltype(sum)*)memory;
@@ -165,18 +180,20 @@ template <class F> DEVICE auto sum_of_warps(CodePlanes<F>& codes, const LevelSum
 
 // Encodes and writes 16 tokens of one head, of which the warp has loaded the rows, with SPLIT warps, of which this is
 // number ``part``.
-template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(const u32 raw[F::CHUNKS][2][F::RAW], const SideArgs& side, const StoreArgs& args,
-                                                                              int head, int first, int part, Slots slots, u8* memory, int lane) {
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(const u32 raw[F::CHUNKS][2][F::RAW],
+    const SideArgs& side, const StoreArgs& args, int head, int first, int part, Slots slots, u8* memory, int lane) {
   LloydTables<F> tables(memory);
   Digits<F> digits;
   typename Digits<F>::Sum exact[F::GROUPS][8];
   Fragments<F> matrix(side, 0, part * F::PER, lane);  // early: it is far away
   u32 exponent = fixed_point<F>(raw, lane, digits);
-  rotate_slices<F>(digits, side, part * F::PER, lane, exact, &matrix);  // before the norm, which takes long for few instructions
+  rotate_slices<F>(digits, side, part * F::PER, lane, exact,
+      &matrix);  // before the norm, which takes long for few instructions
   TokenScalars scalars = scalars_of<F>(digits, exponent, side.unit, lane);
   float factor[F::TOKENS];
 #pragma unroll
-  for (int j = 0; j < F::TOKENS; j++) factor[j] = shfl(F::SHORT ? cells_per_sum<F>(scalars) : scalars.factor, token_of<F>(lane, j));
+  for (int j = 0; j < F::TOKENS; j++)
+    factor[j] = shfl(F::SHORT ? cells_per_sum<F>(scalars) : scalars.factor, token_of<F>(lane, j));
   CodePlanes<F> codes;
   LevelSums<F> sums;
 #pragma unroll
@@ -186,13 +203,14 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(con
   }
   const auto sum = sum_of_warps<F>(codes, sums, memory + TILE_MEMORY<F>, lane, part);
   if constexpr (F::SPLIT == 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // late, for registers
-  store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token(scalars, total_of_squares(sum)), scalars.zero, args, head, slots, lane, part);
+  store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token(scalars, total_of_squares(sum)), scalars.zero, args, head,
+      slots, lane, part);
 }
 
 // The same where every warp has one slice, of digits in shared memory.
-template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDigits<F>& digits, const SliceFragments<F>& matrix,
-                                                                  const SideArgs& side, const StoreArgs& args, int head, int slice,
-                                                                  Slots slots, u8* memory, int lane) {
+template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDigits<F>& digits,
+    const SliceFragments<F>& matrix, const SideArgs& side, const StoreArgs& args, int head, int slice, Slots slots,
+    u8* memory, int lane) {
   i32 exact[1][8];
   rotate_slice<F>(digits, matrix, lane, exact[0]);
   const TokenScalars scalars = scalars_of<F>(digits.squared[lane & 15], digits.exponents[lane & 15], side.unit);
@@ -204,12 +222,13 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDi
   encode_slices<F>(exact, factor, 0, codes, sums, LloydTables<F>(memory), side);
   const auto sum = sum_of_warps<F>(codes, sums, memory + TILE_MEMORY<F> + SharedDigits<F>::BYTES, lane, slice);
   const typename Choose<LevelSums<F>::WIDE, i64, decltype(sum)>::Type total = sum;
-  store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token(scalars, total_of_squares(total)), scalars.zero, args, head, slots, lane, slice);
+  store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token(scalars, total_of_squares(total)), scalars.zero, args, head,
+      slots, lane, slice);
 }
 
 // Few tokens: the block's warps share a tile, and its rows, its slots and the tables are loaded at the same time.
-template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together(const SideArgs& side, const StoreArgs& args, int head, int first, u8* memory,
-                                                                                  int threads) {
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together(const SideArgs& side,
+    const StoreArgs& args, int head, int first, u8* memory, int threads) {
   int lane = thread_index() & 31, part = thread_index() >> 5;
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
   if constexpr (F::ONE_SLICE) {
@@ -231,16 +250,17 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together
     load_rows<F>(side, head, first, args.tokens, lane, raw);
     cp_async_wait<0>();
     sync_threads();
-    if (first < args.tokens && part < F::SPLIT) store_lloyd_rows<F, PAGE_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
+    if (first < args.tokens && part < F::SPLIT)
+      store_lloyd_rows<F, PAGE_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
     else if constexpr (F::SPLIT > 1) sync_threads();  // whole warps
   }
 }
 
 // Many: every warp takes one tile after the other, from ``tile`` on, and fetches the rows of the next one meanwhile.
-template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(const SideArgs& side, const StoreArgs& args, int head, int tile, int step, u8* memory,
-                                                                               int threads) {
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(const SideArgs& side,
+    const StoreArgs& args, int head, int tile, int step, u8* memory, int threads) {
   RowBuffer<F> rows(memory + TILE_MEMORY<F> + (thread_index() >> 5) * RowBuffer<F>::BYTES, side, head, 16 * tile,
-                    16 * step, thread_index() & 31);
+      16 * step, thread_index() & 31);
   LloydTables<F>(memory).fill(memory, side, thread_index(), threads);
   prefetch_rotation<F>(side, thread_index(), threads);
   pdl_wait();

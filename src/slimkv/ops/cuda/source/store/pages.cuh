@@ -39,11 +39,13 @@ template <class F, int W> struct NibblePlane {
   static constexpr int TAIL = (F::D / 16) % SHARE;
   static constexpr int JOINED = F::SPLIT > 1 && F::PER < SHARE ? SHARE / F::PER : 1;
   static constexpr int WORDS = JOINED > 1 ? 1 : F::LOCAL / SHARE, PARTS = F::SPLIT / JOINED;
-  static_assert(F::SPLIT == 1 || (F::PER * JOINED % SHARE == 0 && F::SPLIT % JOINED == 0), "a word belongs to one warp");
+  static_assert(F::SPLIT == 1 || (F::PER * JOINED % SHARE == 0 && F::SPLIT % JOINED == 0),
+      "a word belongs to one warp");
   u32 word[WORDS > 0 ? WORDS : 1] = {}, rest[TAIL > 0 ? TAIL : 1] = {};
 
   DEVICE_MEMBER void put(int slice, u32 nibbles) {
-    if (JOINED > 1 || slice / SHARE < WORDS) word[slice / SHARE] |= nibbles << (W * (slice % SHARE));  // slices come in any order
+    if (JOINED > 1 || slice / SHARE < WORDS)
+      word[slice / SHARE] |= nibbles << (W * (slice % SHARE));  // slices come in any order
     else rest[slice % SHARE] = nibbles;
   }
 
@@ -70,13 +72,15 @@ template <class F, int W> struct NibblePlane {
     if (JOINED > 1 && part % JOINED) return;
     if constexpr (F::SPLIT == 1) {
 #pragma unroll
-      for (int i = 0; i < WORDS / 4; i++) *(Words4*)(base + (i * 32 + lane) * 16) = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
+      for (int i = 0; i < WORDS / 4; i++)
+        *(Words4*)(base + (i * 32 + lane) * 16) = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
       constexpr int QUADS = WORDS & ~3, PAIRS = WORDS & ~1;
       if constexpr (PAIRS > QUADS) *(Words2*)(base + QUADS * 128 + lane * 8) = {word[QUADS], word[QUADS + 1]};
       if constexpr (WORDS > PAIRS) *(u32*)(base + PAIRS * 128 + lane * 4) = word[PAIRS];
     } else {
 #pragma unroll
-      for (int i = 0; i < WORDS; i++) *(u32*)(base + fragment_word(part / JOINED * WORDS + i, lane, WORDS * PARTS) * 4) = word[i];
+      for (int i = 0; i < WORDS; i++)
+        *(u32*)(base + fragment_word(part / JOINED * WORDS + i, lane, WORDS * PARTS) * 4) = word[i];
     }
   }
 
@@ -88,7 +92,8 @@ template <class F, int W> struct NibblePlane {
     int byte = F::VALUES ? 2 * high + (row & 1) : 2 * high;
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
-      int index = F::SPLIT == 1 ? fragment_word(i, there, WORDS) : fragment_word(part / JOINED * WORDS + i, there, WORDS * PARTS);
+      int index = F::SPLIT == 1 ? fragment_word(i, there, WORDS)
+                                : fragment_word(part / JOINED * WORDS + i, there, WORDS * PARTS);
       store_bytes(base + index * 4 + byte, word[i] >> (F::VALUES ? 8 * j : 16 * j), F::VALUES ? 1 : 2);
     }
   }
@@ -123,11 +128,14 @@ template <class F> struct BytePlane {  // a byte per value: two words a slice
   DEVICE_MEMBER void store_tile(u8* base, int lane, int part) const {
     if constexpr (F::SPLIT == 1) {
 #pragma unroll
-      for (int i = 0; i < WORDS / 4; i++) *(Words4*)(base + (i * 32 + lane) * 16) = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
-      if constexpr (WORDS % 4) *(Words2*)(base + (WORDS & ~3) * 128 + lane * 8) = {word[WORDS & ~3], word[(WORDS & ~3) + 1]};
+      for (int i = 0; i < WORDS / 4; i++)
+        *(Words4*)(base + (i * 32 + lane) * 16) = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
+      if constexpr (WORDS % 4)
+        *(Words2*)(base + (WORDS & ~3) * 128 + lane * 8) = {word[WORDS & ~3], word[(WORDS & ~3) + 1]};
     } else {
 #pragma unroll
-      for (int i = 0; i < WORDS; i++) *(u32*)(base + fragment_word(part * WORDS + i, lane, WORDS * F::SPLIT) * 4) = word[i];
+      for (int i = 0; i < WORDS; i++)
+        *(u32*)(base + fragment_word(part * WORDS + i, lane, WORDS * F::SPLIT) * 4) = word[i];
     }
   }
   DEVICE_MEMBER void store_token(u8* base, int position, int j, int lane, int part) const {
@@ -201,7 +209,8 @@ template <class F> DEVICE void store_tile(const CodePlanes<F>& codes, u8* tile, 
 }
 
 // The bytes of single tokens; of a whole tile those that are in no word.
-template <class F, int PAGE_TOKENS> DEVICE void store_tokens(const CodePlanes<F>& codes, u8* pages, i64 page_stride, Slots s, int lane, int part) {
+template <class F, int PAGE_TOKENS> DEVICE void store_tokens(const CodePlanes<F>& codes, u8* pages, i64 page_stride,
+    Slots s, int lane, int part) {
 #pragma unroll
   for (int j = 0; j < F::TOKENS; j++) {
     i64 slot = shfl(s.slot, token_of<F>(lane, j));
@@ -219,8 +228,8 @@ template <class F, int PAGE_TOKENS> DEVICE void store_tokens(const CodePlanes<F>
 }
 
 // Codes, and by lanes 0 .. 15 a field of each token (none: FIELDS_TOO is false). A whole tile lies in one page.
-template <class F, int PAGE_TOKENS, bool FIELDS_TOO> DEVICE void store_planes(const CodePlanes<F>& codes, u32 field, u8* pages, i64 page_stride, Slots s, int lane,
-                                                                               int part) {
+template <class F, int PAGE_TOKENS, bool FIELDS_TOO> DEVICE void store_planes(const CodePlanes<F>& codes, u32 field,
+    u8* pages, i64 page_stride, Slots s, int lane, int part) {
   if (s.aligned) {
     u8* page = page_of<PAGE_TOKENS>(pages, page_stride, s.start);
     u32 position = (u32)s.start % PAGE_TOKENS;
@@ -228,7 +237,8 @@ template <class F, int PAGE_TOKENS, bool FIELDS_TOO> DEVICE void store_planes(co
     store_tile<F>(codes, page + F::CODES + position / 16 * F::TILE_BYTES, lane, part);
     if constexpr (!has_rows<F>()) return;
   } else if (FIELDS_TOO && part == 0 && lane < 16 && s.slot >= 0) {
-    *(u16*)(page_of<PAGE_TOKENS>(pages, page_stride, s.slot) + F::FIELDS + 2 * ((u32)s.slot % PAGE_TOKENS)) = (u16)field;
+    *(u16*)(page_of<PAGE_TOKENS>(pages, page_stride, s.slot) + F::FIELDS + 2 * ((u32)s.slot % PAGE_TOKENS)) =
+        (u16)field;
   }
   store_tokens<F, PAGE_TOKENS>(codes, pages, page_stride, s, lane, part);
 }

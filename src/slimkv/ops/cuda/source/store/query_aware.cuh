@@ -21,7 +21,11 @@ DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest
   if (n < 15) {
     const u32 word = n < 3 ? w.x : n < 7 ? w.y : n < 11 ? w.z : w.w;
     total = fma_rn(newest, i32_to_f32_rn((i32)(word << (24 - 8 * ((n + 1) % 4))) >> 24), total);
-    errors[(n + 1) / 4 % 4] = prmt(errors[(n + 1) / 4 % 4], newest_byte, n % 4 == 3 ? 0x3214 : n % 4 == 0 ? 0x3240 : n % 4 == 1 ? 0x3410 : 0x4210);
+    errors[(n + 1) / 4 % 4] = prmt(errors[(n + 1) / 4 % 4], newest_byte,
+        n % 4 == 3       ? 0x3214
+            : n % 4 == 0 ? 0x3240
+            : n % 4 == 1 ? 0x3410
+                         : 0x4210);
   }
   return total;
 }
@@ -30,10 +34,11 @@ DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest
 
 // With every matrix that the lanes' tokens ask for; see round_query_aware. index: which one the lane's token takes; only:
 // the one that it is for where matrices are spread over blocks.
-template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels,
-                                                   const StoreArgs& args, int head, int index, int only, int lane) {
+template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables,
+    const ScaledLevels<F>& levels, const StoreArgs& args, int head, int index, int only, int lane) {
   const u8* weights = args.query_aware + (i64)head * F::D * F::D;
-  if constexpr (SHARED_WEIGHTS || QUERY_AWARE == 1) round_query_aware<F>(memory, tables, levels, weights, args.error_steps, true, lane);
+  if constexpr (SHARED_WEIGHTS || QUERY_AWARE == 1)
+    round_query_aware<F>(memory, tables, levels, weights, args.error_steps, true, lane);
   else {
     int end = args.spread ? only + 1 : args.matrices;
 #pragma unroll 1
@@ -47,13 +52,14 @@ template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& me
 }
 
 // Digits and scalars of a tile of 16 tokens.
-template <class F> DEVICE TokenScalars prepare_tile(const u32 raw[F::CHUNKS][2][F::RAW], const SideArgs& side, int lane, Digits<F>& digits) {
+template <class F> DEVICE TokenScalars prepare_tile(const u32 raw[F::CHUNKS][2][F::RAW], const SideArgs& side, int lane,
+    Digits<F>& digits) {
   u32 exponent = fixed_point<F>(raw, lane, digits);
   return scalars_of<F>(digits, exponent, side.unit, lane);
 }
 
-template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, const TokenScalars& scalars, const SideArgs& side,
-                                                   const QueryAwareMemory<F>& memory, int tile, int lane) {
+template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, const TokenScalars& scalars,
+    const SideArgs& side, const QueryAwareMemory<F>& memory, int tile, int lane) {
   float factor[2] = {shfl(scalars.factor, lane >> 2), shfl(scalars.factor, (lane >> 2) + 8)};
 #pragma unroll
   for (int i = 0; i < F::PER; i++) {
@@ -65,14 +71,14 @@ template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, cons
       for (int n = 0; n < 8; n += 2) {
         const int token = token_number<F>(n);
         memory.put_neighbours(16 * tile + token_of<F>(lane, token), 16 * (q * F::PER + i) + dim_of<F>(lane, n),
-                              mul_rn(integer_of<F>(exact[q][n]), factor[token]), mul_rn(integer_of<F>(exact[q][n + 1]), factor[token]));
+            mul_rn(integer_of<F>(exact[q][n]), factor[token]), mul_rn(integer_of<F>(exact[q][n + 1]), factor[token]));
       }
   }
 }
 
-template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(const SideArgs& side, const StoreArgs& args, int head, int first,
-                                                                                 TokenScalars scalars, bool keep, const LloydTables<F>& tables,
-                                                                                 const QueryAwareMemory<F>& memory, int tile, int lane) {
+template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(const SideArgs& side,
+    const StoreArgs& args, int head, int first, TokenScalars scalars, bool keep, const LloydTables<F>& tables,
+    const QueryAwareMemory<F>& memory, int tile, int lane) {
   Slots slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);
   if (!keep) slots.slot = -1;
   slots.aligned = slots.aligned && !warp_any(!keep);
@@ -100,9 +106,10 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
 }
 
 // The tables of a block whose warps store keys.
-template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, const StoreArgs& args, int head, int matrix, u8* shared, int threads) {
-  Weights<F>::copy(shared + ScaledLevels<F>::TABLE_BYTES, args.query_aware + (i64)head * F::D * F::D + matrix * args.matrix_stride,
-                                   thread_index(), threads);
+template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, const StoreArgs& args, int head,
+    int matrix, u8* shared, int threads) {
+  Weights<F>::copy(shared + ScaledLevels<F>::TABLE_BYTES,
+      args.query_aware + (i64)head * F::D * F::D + matrix * args.matrix_stride, thread_index(), threads);
   LloydTables<F>(shared).fill(shared, side, thread_index(), threads);
   ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
 }
@@ -110,8 +117,9 @@ template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, con
 // Encodes and writes 32 keys of one head with two warps and the ``number``-th part of the block's memory: where matrices are
 // spread over blocks those of them that take matrix ``only``. Each warp has a tile of 16, of which ``raw`` are the rows; warp 0
 // rounds all of them, while warp 1 does ``meanwhile``.
-template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_query_aware(const SideArgs& side, const StoreArgs& args, int head, int only,
-                                                                                          int first, const u32 raw[F::CHUNKS][2][F::RAW], u8* shared, int number, int warp, Work meanwhile) {
+template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_query_aware(const SideArgs& side,
+    const StoreArgs& args, int head, int only, int first, const u32 raw[F::CHUNKS][2][F::RAW], u8* shared, int number,
+    int warp, Work meanwhile) {
   int lane = thread_index() & 31, index = 0;
   constexpr bool SEVERAL = QUERY_AWARE > 1;
   const bool spread = SEVERAL && args.spread;
@@ -136,5 +144,6 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   sync_team(1 + number, 64);
   const bool keep = !spread || shfl(index, 16 * warp + (lane & 15)) == only;
   if (first + 16 * warp < args.tokens)
-    store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * warp, scalars, keep, tables, memory, warp, lane);
+    store_codes_of_tile<F, PAGE_TOKENS, SLOT>(side, args, head, first + 16 * warp, scalars, keep, tables, memory, warp,
+        lane);
 }

@@ -11,7 +11,7 @@ template <class F> DEVICE void multiply(i32 c[2][4], const u32 d[2][2], Words4 m
     if constexpr (F::VALUES) {  // rows are dimensions, columns tokens 8 i .. 8 i + 7
       if (kind == 0) mma_s8_s8(c[i], m.x, m.y, m.z, m.w, d[i][0], d[i][1]);
       else mma_s8_u8(c[i], m.x, m.y, m.z, m.w, d[i][0], d[i][1]);
-    } else {                    // rows are tokens, columns dimensions 8 i .. 8 i + 7
+    } else {  // rows are tokens, columns dimensions 8 i .. 8 i + 7
       u32 b0 = i ? m.z : m.x, b1 = i ? m.w : m.y;
       if (kind == 0) mma_s8_s8(c[i], d[0][0], d[1][0], d[0][1], d[1][1], b0, b1);
       else mma_u8_s8(c[i], d[0][0], d[1][0], d[0][1], d[1][1], b0, b1);
@@ -55,8 +55,8 @@ template <class F> struct Fragments<F, true> {
 };
 
 // The products of the groups' own part of the rotation, of slice s of each. known: the matrix for group 0, if it is there.
-template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const SideArgs& side, int s, int lane, float out[F::GROUPS][8],
-                                               const Fragments<F>* known) {
+template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const SideArgs& side, int s, int lane,
+    float out[F::GROUPS][8], const Fragments<F>* known) {
 #pragma unroll
   for (int q = 0; q < F::GROUPS; q++) {
     const Fragments<F> matrix = q == 0 && known ? *known : Fragments<F>(side, q, s, lane);
@@ -70,7 +70,7 @@ template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const S
       if constexpr (F::VALUES) {  // rows are dimensions, columns tokens
         multiply_pairs<F>(c[0], m.x, m.y, m.z, m.w, first[w], first[w + 1]);
         multiply_pairs<F>(c[1], m.x, m.y, m.z, m.w, second[w], second[w + 1]);
-      } else {                    // rows are tokens, columns dimensions
+      } else {  // rows are tokens, columns dimensions
         multiply_pairs<F>(c[0], first[w], second[w], first[w + 1], second[w + 1], m.x, m.y);
         multiply_pairs<F>(c[1], first[w], second[w], first[w + 1], second[w + 1], m.z, m.w);
       }
@@ -80,7 +80,8 @@ template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const S
   }
 }
 
-template <class F> DEVICE void multiply_slices(const Digits<F, false>& d, const SideArgs& side, int s, int lane, i32 out[F::GROUPS][8], const Fragments<F>*) {
+template <class F> DEVICE void multiply_slices(const Digits<F, false>& d, const SideArgs& side, int s, int lane,
+    i32 out[F::GROUPS][8], const Fragments<F>*) {
 #pragma unroll
   for (int q = 0; q < F::GROUPS; q++) {
     const u8* at = side.fragments + lane * 16 + (q * F::SLICES + s) * F::STEPS * 512;
@@ -103,8 +104,8 @@ template <class F> DEVICE void multiply_slices(const Digits<F, false>& d, const 
 }
 
 // Slices s, s + SLICES, ... of the rotated tile: exact sums, in the page's order.
-template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs& side, int s, int lane, typename Digits<F>::Sum out[F::GROUPS][8],
-                                             const Fragments<F>* known = nullptr) {
+template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs& side, int s, int lane,
+    typename Digits<F>::Sum out[F::GROUPS][8], const Fragments<F>* known = nullptr) {
   multiply_slices<F>(d, side, s, lane, out, known);
 #pragma unroll
   for (int step = 1; step < F::GROUPS; step *= 2)

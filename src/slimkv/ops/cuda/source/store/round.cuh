@@ -11,7 +11,8 @@ struct alignas(16) CellRecord {
 
 // A head's matrix, int8 [D][D]: a copy in the block's shared memory, or where there is no room for one, in global memory.
 template <class F> struct Weights {
-  static constexpr int STRIDE = SHARED_WEIGHTS ? F::D + 16 : F::D;  // bytes of a row: in shared memory rows do not meet in a bank
+  static constexpr int STRIDE =
+      SHARED_WEIGHTS ? F::D + 16 : F::D;  // bytes of a row: in shared memory rows do not meet in a bank
   static constexpr int SHARED_BYTES = SHARED_WEIGHTS ? F::D * STRIDE : 0;
   const u8* matrix;
   u32 at;  // its address in shared memory
@@ -21,7 +22,8 @@ template <class F> struct Weights {
   DEVICE_MEMBER static void copy(u8* shared, const u8* from, int thread, int threads) {
     if constexpr (SHARED_WEIGHTS) {
 #pragma unroll 1
-      for (int i = thread; i < F::D * F::D / 16; i += threads) cp_async_16(shared + 16 * i / F::D * STRIDE + 16 * i % F::D, from + 16 * i);
+      for (int i = thread; i < F::D * F::D / 16; i += threads)
+        cp_async_16(shared + 16 * i / F::D * STRIDE + 16 * i % F::D, from + 16 * i);
       cp_async_commit();
     }
   }
@@ -43,12 +45,15 @@ template <class F> struct QueryAwareMemory {
   static constexpr int NUMBERS = 32 * STRIDE * 4, SUMS = 2 * 32 * SUM_STRIDE * 4;
   static constexpr int BYTES = NUMBERS + SUMS;
   float* numbers;  // [32][STRIDE]: coordinates in the codebook's units, then codes
-  i32* sums;       // [2][32][SUM_STRIDE]: corrections of this slice and the one before it in the vector, in steps
-  u8* weights;     // of the block, if it is copied
+  i32* sums;  // [2][32][SUM_STRIDE]: corrections of this slice and the one before it in the vector, in steps
+  u8* weights;  // of the block, if it is copied
   // ``block``: the memory of the matrix, and of all pairs, of which this is the ``number``-th.
   DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
-      : numbers((float*)(block + Weights<F>::SHARED_BYTES + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)), weights(block) {}
-  DEVICE_MEMBER void put_neighbours(int token, int d, float x, float y) const { *(Words2*)(numbers + token * STRIDE + d) = {as_bits(x), as_bits(y)}; }
+      : numbers((float*)(block + Weights<F>::SHARED_BYTES + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)),
+        weights(block) {}
+  DEVICE_MEMBER void put_neighbours(int token, int d, float x, float y) const {
+    *(Words2*)(numbers + token * STRIDE + d) = {as_bits(x), as_bits(y)};
+  }
   // The codes of neighbours 2 pair and 2 pair + 1 of a token's slice, packed.
   DEVICE_MEMBER const u8* codes(int token, int slice, int pair) const {
     return (const u8*)(numbers + token * STRIDE + 16 * slice) + pair * CODE_WORDS<F> / 2;
@@ -61,18 +66,21 @@ template <class F> struct QueryAwareMemory {
 // Of few tokens at 5 and 6 bits there is room for all that a cell says (CellRecord).
 template <class F> struct ScaledLevels {
   static constexpr bool BY_CELL = F::BITS <= 4, RECORDS = CELL_RECORDS && !BY_CELL;
-  static constexpr int TABLE_BYTES = (LloydTables<F>::BYTES + (RECORDS ? 16 * F::CELLS : 4 * (BY_CELL ? F::CELLS : 1 << F::BITS)) + 15) / 16 * 16;
+  static constexpr int TABLE_BYTES =
+      (LloydTables<F>::BYTES + (RECORDS ? 16 * F::CELLS : 4 * (BY_CELL ? F::CELLS : 1 << F::BITS)) + 15) / 16 * 16;
   u8* levels;
 
   DEVICE_MEMBER ScaledLevels(u8* memory) : levels(memory + LloydTables<F>::BYTES) {}
   DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
     if constexpr (BY_CELL) {
 #pragma unroll 1
-      for (int i = thread; i < F::CELLS / 4; i += threads) cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
+      for (int i = thread; i < F::CELLS / 4; i += threads)
+        cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
       cp_async_commit();
     } else if constexpr (RECORDS) {
 #pragma unroll 1
-      for (int i = thread; i < F::CELLS; i += threads) cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
+      for (int i = thread; i < F::CELLS; i += threads)
+        cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
       cp_async_commit();
     } else
 #pragma unroll 1
@@ -105,7 +113,7 @@ DEVICE float error_of(float x, float error_steps, float level) { return fma_rn(x
 template <class F> struct LaterErrors {
   static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2, FIRST_AT = 10;
   static_assert(STEPS <= 8, "sums are there when they are stored");
-  i32 c[2][2][4];      // tiles of 16 tokens, halves of the slice
+  i32 c[2][2][4];  // tiles of 16 tokens, halves of the slice
   u32 b[STEPS][2][2];  // halves of the slice, slices 2 k and 2 k + 1
 
   DEVICE_MEMBER void load(const Weights<F>& weights, int s, int lane) {
@@ -114,7 +122,8 @@ template <class F> struct LaterErrors {
     for (int i = 0; i < 4; i++)
 #pragma unroll
       for (int k = 1; k < STEPS; k++)
-        b[k][i >> 1][i & 1] = 2 * k + (i & 1) < SLICES ? weights.word(row + 8 * (i >> 1), first + 32 * k + 16 * (i & 1)) : 0;
+        b[k][i >> 1][i & 1] =
+            2 * k + (i & 1) < SLICES ? weights.word(row + 8 * (i >> 1), first + 32 * k + 16 * (i & 1)) : 0;
   }
   // Slices 2 k and 2 k + 1.
   DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int s, int k, int lane) {
@@ -135,7 +144,8 @@ template <class F> struct LaterErrors {
     const int g = lane >> 2, t = lane & 3, tile = quarter >> 1, half = quarter & 1;
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      *(Words2*)(to + (16 * tile + g + 8 * i) * memory.SUM_STRIDE + 8 * half + 2 * t) = {(u32)c[tile][half][2 * i], (u32)c[tile][half][2 * i + 1]};
+      *(Words2*)(to + (16 * tile + g + 8 * i) * memory.SUM_STRIDE + 8 * half + 2 * t) = {(u32)c[tile][half][2 * i],
+          (u32)c[tile][half][2 * i + 1]};
   }
   // The part of it that goes with coordinate n of slice s + 1.
   DEVICE_MEMBER void go_on(const QueryAwareMemory<F>& memory, int s, int n, i32* to, int lane) {
@@ -149,9 +159,10 @@ template <class F> struct LaterErrors {
 };
 
 // Replaces the coordinates of a token for each lane by codes; of those that are not ``mine``, nothing changes.
-template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables, const ScaledLevels<F>& levels, const u8* matrix,
-                                            float error_steps, bool mine, int lane) {
-  constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
+template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables,
+    const ScaledLevels<F>& levels, const u8* matrix, float error_steps, bool mine, int lane) {
+  constexpr float LIMIT =
+      (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
   LaterErrors<F> sums = {};
   const Weights<F> weights(memory.weights, matrix);
@@ -171,11 +182,13 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
 #pragma unroll
     for (int i = 3; i >= 0; i--) {
       const Words4 four = *(const Words4*)(here + lane * memory.SUM_STRIDE + 4 * i), x = *(const Words4*)(own + 4 * i);
-      later[4 * i] = (i32)four.x, later[4 * i + 1] = (i32)four.y, later[4 * i + 2] = (i32)four.z, later[4 * i + 3] = (i32)four.w;
-      numbers[4 * i] = as_float(x.x), numbers[4 * i + 1] = as_float(x.y), numbers[4 * i + 2] = as_float(x.z), numbers[4 * i + 3] = as_float(x.w);
+      later[4 * i] = (i32)four.x, later[4 * i + 1] = (i32)four.y, later[4 * i + 2] = (i32)four.z,
+                later[4 * i + 3] = (i32)four.w;
+      numbers[4 * i] = as_float(x.x), numbers[4 * i + 1] = as_float(x.y), numbers[4 * i + 2] = as_float(x.z),
+                  numbers[4 * i + 3] = as_float(x.w);
     }
     const u32 before[4] = {errors[0], errors[1], errors[2], errors[3]};  // of slice s + 1
-    errors[0] = errors[1] = errors[2] = errors[3] = 0;                    // without the newest, which is a float
+    errors[0] = errors[1] = errors[2] = errors[3] = 0;  // without the newest, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;
     Words4 own_weights = weights.row(16 * s + 15, s), next_weights = weights.row(16 * s + 15, s + 1);
@@ -186,7 +199,8 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
         own_weights = weights.row(16 * s + n - 1, s);
         next_weights = weights.row(16 * s + n - 1, s + 1);
       }
-      const i32 older = dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, later[n]))));
+      const i32 older =
+          dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, later[n]))));
       const float total = add_errors_of_slice(n, older, w, newest, newest_byte, errors);
       float x = numbers[n];
       float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves

@@ -53,7 +53,8 @@ struct OffsetEight {
 };
 
 // Centres the rows that load_rows gives.
-template <class F> DEVICE void subtract_offset(const SideArgs& side, int head, int lane, u32 raw[F::CHUNKS][2][F::RAW]) {
+template <class F> DEVICE void subtract_offset(const SideArgs& side, int head, int lane,
+    u32 raw[F::CHUNKS][2][F::RAW]) {
   if (!side.offset) return;
 #pragma unroll
   for (int c = 0; c < F::CHUNKS; c++) {
@@ -68,7 +69,7 @@ template <class F> DEVICE void subtract_offset(const SideArgs& side, int head, i
 
 // The rows of tokens g and g + 8 in eights: chunk c, dimensions 8 t .. 8 t + 7 of its 32.
 template <class F> DEVICE void load_rows(const SideArgs& side, int head, int first, int tokens, int lane,
-                                         u32 raw[F::CHUNKS][2][F::RAW]) {
+    u32 raw[F::CHUNKS][2][F::RAW]) {
   const u8* x = side.x + head * side.head_stride;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -96,7 +97,8 @@ template <class F> struct RowBuffer {
 
   // Tiles of 16 tokens from ``first`` on, every ``tokens_apart``.
   DEVICE_MEMBER RowBuffer(u8* memory, const SideArgs& side, int head, int first, int tokens_apart, int lane)
-      : memory(memory), next(side.x + head * side.head_stride + (first + (lane >> 2)) * side.stride + 8 * (lane & 3) * F::ELEMENT),
+      : memory(memory),
+        next(side.x + head * side.head_stride + (first + (lane >> 2)) * side.stride + 8 * (lane & 3) * F::ELEMENT),
         ahead(tokens_apart * side.stride) {}
 
   // ``first``: the first token of the next tile.
@@ -108,13 +110,15 @@ template <class F> struct RowBuffer {
         const u8* from = next + (i & 1) * 8 * side.stride + (c / F::STEPS * F::INNER + c % F::STEPS * 32) * F::ELEMENT;
         bool real = token < tokens && (F::INNER % 32 == 0 || c % F::STEPS * 32 + 8 * (lane & 3) < F::INNER);
 #pragma unroll
-        for (int j = 0; j < PIECES; j++) cp_async_16_or_zero(real, memory + (i * PIECES + j) * 512 + 16 * lane, from + 16 * j);
+        for (int j = 0; j < PIECES; j++)
+          cp_async_16_or_zero(real, memory + (i * PIECES + j) * 512 + 16 * lane, from + 16 * j);
       }
       next += ahead;
     }
     cp_async_commit();
   }
-  DEVICE_MEMBER void take(const SideArgs& side, int head, int first, int tokens, int lane, u32 raw[F::CHUNKS][2][F::RAW]) const {
+  DEVICE_MEMBER void take(const SideArgs& side, int head, int first, int tokens, int lane,
+      u32 raw[F::CHUNKS][2][F::RAW]) const {
     cp_async_wait<0>();
     if constexpr (!F::VECTORS) return load_rows<F>(side, head, first, tokens, lane, raw);
 #pragma unroll

@@ -6,20 +6,23 @@
 #include "store/rows.cuh"
 
 template <class F> struct SharedDigits {
-  static constexpr int EIGHTS = F::D / 8, ROW = 8 * EIGHTS + 32, PLANE = 16 * ROW;  // bytes; rows of neighbours do not meet in a bank
+  static constexpr int EIGHTS = F::D / 8, ROW = 8 * EIGHTS + 32,
+                       PLANE = 16 * ROW;  // bytes; rows of neighbours do not meet in a bank
   static constexpr int BYTES = 3 * PLANE + 128;
   static_assert((EIGHTS & (EIGHTS - 1)) == 0 && EIGHTS <= 32, "lanes of a warp have whole tokens");
   u8* low;  // [16 tokens][ROW]; then the same of middle and top digits
   float* squared;  // [16]: the sums of their squares
   u32* exponents;  // [16]
 
-  DEVICE_MEMBER SharedDigits(u8* memory) : low(memory), squared((float*)(memory + 3 * PLANE)), exponents((u32*)(squared + 16)) {}
+  DEVICE_MEMBER SharedDigits(u8* memory)
+      : low(memory), squared((float*)(memory + 3 * PLANE)), exponents((u32*)(squared + 16)) {}
 
   // By 32 threads for each slice.
   DEVICE_MEMBER void fill(const SideArgs& side, int head, int first, int tokens, int thread) const {
     const int token = thread / EIGHTS, eight = thread % EIGHTS;
     u32 raw[F::RAW] = {};
-    if (first + token < tokens) load_eight<F>(side.x + head * side.head_stride + (first + token) * side.stride + 8 * eight * F::ELEMENT, raw);
+    if (first + token < tokens)
+      load_eight<F>(side.x + head * side.head_stride + (first + token) * side.stride + 8 * eight * F::ELEMENT, raw);
     if (!F::VALUES && side.offset) {
       OffsetEight offset;
       offset.load<F>(side, head, 8 * eight);
@@ -31,7 +34,9 @@ template <class F> struct SharedDigits {
     if constexpr (F::NARROW) most = larger_word<F>(most, prmt(most, most, 0x1032));
 #pragma unroll
     for (int step = 1; step < EIGHTS; step *= 2) most = larger_word<F>(most, shfl_xor(most, step));
-    const u32 exponent = F::DTYPE == FLOAT32 ? most >> 23 : F::DTYPE == BFLOAT16 ? most >> 7 & 0xFF : as_bits(f16_to_f32(most & 0x7FFF)) >> 23;
+    const u32 exponent = F::DTYPE == FLOAT32 ? most >> 23
+        : F::DTYPE == BFLOAT16               ? most >> 7 & 0xFF
+                                             : as_bits(f16_to_f32(most & 0x7FFF)) >> 23;
     const float up = digits_up(exponent);
     u8* at = low + token * ROW + 8 * eight;
     u32 digits[3][2];
@@ -53,7 +58,8 @@ template <class F> struct SharedDigits {
   DEVICE_MEMBER void load(int digit, int step, int lane, u32 (&d)[2][2]) const {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const Words2 words = *(const Words2*)(low + digit * PLANE + ((lane >> 2) + 8 * h) * ROW + 32 * step + 8 * (lane & 3));
+      const Words2 words =
+          *(const Words2*)(low + digit * PLANE + ((lane >> 2) + 8 * h) * ROW + 32 * step + 8 * (lane & 3));
       d[h][0] = words.x, d[h][1] = words.y;
     }
   }
@@ -69,7 +75,8 @@ template <class F> struct SliceFragments {
 };
 
 // A slice of the rotated tile, in the page's order. Products of the three digits do not wait for one another.
-template <class F> DEVICE void rotate_slice(const SharedDigits<F>& digits, const SliceFragments<F>& matrix, int lane, i32 (&out)[8]) {
+template <class F> DEVICE void rotate_slice(const SharedDigits<F>& digits, const SliceFragments<F>& matrix, int lane,
+    i32 (&out)[8]) {
   i32 sums[3][2][4] = {};
 #pragma unroll
   for (int k = 0; k < F::STEPS; k++)
@@ -81,5 +88,6 @@ template <class F> DEVICE void rotate_slice(const SharedDigits<F>& digits, const
     }
 #pragma unroll
   for (int i = 0; i < 8; i++)
-    out[in_page<F>(i / 4, i % 4)] = (i32)((u32)sums[2][i / 4][i % 4] * TOP_UNIT<F> + (u32)sums[1][i / 4][i % 4] * 256 + (u32)sums[0][i / 4][i % 4]);
+    out[in_page<F>(i / 4, i % 4)] =
+        (i32)((u32)sums[2][i / 4][i % 4] * TOP_UNIT<F> + (u32)sums[1][i / 4][i % 4] * 256 + (u32)sums[0][i / 4][i % 4]);
 }

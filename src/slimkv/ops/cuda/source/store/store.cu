@@ -9,8 +9,12 @@
 #include "store/lloyd.cuh"
 #include "store/query_aware.cuh"
 
-typedef Format<false, K_D, K_GROUPS, K_PER, K_KIND, K_BITS, K_CODES, K_FIELDS, K_DTYPE, K_VECTORS, K_CELL_SHIFT, K_CELL_ZERO> Key;
-typedef Format<true, V_D, V_GROUPS, V_PER, V_KIND, V_BITS, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, V_CELL_SHIFT, V_CELL_ZERO> Value;
+typedef Format<false, K_D, K_GROUPS, K_PER, K_KIND, K_BITS, K_CODES, K_FIELDS, K_DTYPE, K_VECTORS, K_CELL_SHIFT,
+    K_CELL_ZERO>
+    Key;
+typedef Format<true, V_D, V_GROUPS, V_PER, V_KIND, V_BITS, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, V_CELL_SHIFT,
+    V_CELL_ZERO>
+    Value;
 typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
 
 template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs& args, int head, u8* memory) {
@@ -33,7 +37,8 @@ template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs&
 template <class K, class V> DEVICE void store_both(const StoreArgs& args, int head, int matrix, u8* memory) {
   constexpr int HALF = WARPS / 2;
   constexpr bool TABLES = V::KIND == LLOYD;
-  u8* value_memory = memory + ScaledLevels<K>::TABLE_BYTES + Weights<K>::SHARED_BYTES + HALF * QueryAwareMemory<K>::BYTES;
+  u8* value_memory =
+      memory + ScaledLevels<K>::TABLE_BYTES + Weights<K>::SHARED_BYTES + HALF * QueryAwareMemory<K>::BYTES;
   auto fetch_tables = [&] {
     fill_query_aware_tables<K>(args.key, args, head, matrix, memory, 32 * WARPS);
     if constexpr (TABLES) LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
@@ -53,11 +58,13 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
       if constexpr (TABLES) {
         u32 raw[V::CHUNKS][2][V::RAW];
         load_rows<V>(args.value, head, at, args.tokens, thread_index() & 31, raw);
-        store_lloyd_rows<V, BLOCK_SIZE, SlotNumber>(raw, args.value, args, head, at, 0, Slots(), value_memory, thread_index() & 31);
+        store_lloyd_rows<V, BLOCK_SIZE, SlotNumber>(raw, args.value, args, head, at, 0, Slots(), value_memory,
+            thread_index() & 31);
       } else store_fp8<V, BLOCK_SIZE, SlotNumber>(args.value, args, head, at);
     }
   };
-  store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, first, rows, memory, pair, warp / HALF, values);
+  store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, first, rows, memory, pair, warp / HALF,
+      values);
 }
 
 // Grid: tiles (or, of many, any number of blocks) by twice the heads, keys and values in turn; with query-aware rounding
@@ -67,8 +74,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   if constexpr (QUERY_AWARE) {
     int matrix = QUERY_AWARE > 1 && args.spread ? block_index_y() / args.heads : 0;
     store_both<Key, Value>(args, block_index_y() - matrix * args.heads, matrix, memory);
-  }
-  else if (block_index_y() & 1) store_side<Value>(args.value, args, block_index_y() >> 1, memory);
+  } else if (block_index_y() & 1) store_side<Value>(args.value, args, block_index_y() >> 1, memory);
   else store_side<Key>(args.key, args, block_index_y() >> 1, memory);
 }
 HOST_TESTABLE(store, StoreArgs)

@@ -42,7 +42,8 @@ template <class F> DEVICE void store_eight(u8* p, const float x[8]) {
   } else {
     u32 words[4];
 #pragma unroll
-    for (int n = 0; n < 4; n++) words[n] = F::DTYPE == BFLOAT16 ? pack_bf16x2(x[2 * n], x[2 * n + 1]) : pack_f16x2(x[2 * n], x[2 * n + 1]);
+    for (int n = 0; n < 4; n++)
+      words[n] = F::DTYPE == BFLOAT16 ? pack_bf16x2(x[2 * n], x[2 * n + 1]) : pack_f16x2(x[2 * n], x[2 * n + 1]);
     store_words<F>(p, words);
   }
 }
@@ -60,7 +61,8 @@ template <class F, int CORE, bool UNROTATE, int RAW_DTYPE> struct Decoder {
   u32 signs[TURNS];
 
   DEVICE_MEMBER Decoder(const GatherSide& side, u8* memory, int warp, int lane, int threads)
-      : side(side), levels((const i32*)memory), numbers((i32*)(memory + (TABLE_BYTES + 15) / 16 * 16 + warp * BYTES)), codes((u8*)numbers + NUMBER_BYTES) {
+      : side(side), levels((const i32*)memory), numbers((i32*)(memory + (TABLE_BYTES + 15) / 16 * 16 + warp * BYTES)),
+        codes((u8*)numbers + NUMBER_BYTES) {
 #pragma unroll 1
     for (int i = thread_index(); i < LEVELS; i += threads) ((i32*)memory)[i] = side.levels[i];
 #pragma unroll
@@ -98,11 +100,13 @@ template <class F, int CORE, bool UNROTATE, int RAW_DTYPE> struct Decoder {
         else if constexpr (F::KIND == RAW) x[n] = load_number(codes, first + n, RAW_DTYPE);
         else {
           const u32 code = UNROTATE ? 0 : codes[code_index(first + n)];
-          if constexpr (F::KIND == FP8) x[n] = mul_rn(f16_to_f32((code & 0x80) << 8 | (code & 0x7F) << 7) * 256.0f, scale);
+          if constexpr (F::KIND == FP8)
+            x[n] = mul_rn(f16_to_f32((code & 0x80) << 8 | (code & 0x7F) << 7) * 256.0f, scale);
           else x[n] = mul_rn(signed_by(i32_to_f32_rn(UNROTATE ? sums[i][n] : levels[code]), signs[i], n), scale);
         }
       }
-      if constexpr (F::KIND == RAW && RAW_DTYPE == F::DTYPE) copy_eight<F>(row + first * F::ELEMENT, codes + first * F::ELEMENT);
+      if constexpr (F::KIND == RAW && RAW_DTYPE == F::DTYPE)
+        copy_eight<F>(row + first * F::ELEMENT, codes + first * F::ELEMENT);
       else store_eight<F>(row + first * F::ELEMENT, x);
     }
     sync_warp();  // read: the next vector may take their place

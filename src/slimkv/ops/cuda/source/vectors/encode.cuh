@@ -20,7 +20,9 @@ template <class F> struct Row {
     for (int i = 0; i < TURNS; i++)
       if (has_eight<F::D>(i, lane)) load_eight<F>(row + (32 * i + lane) * 8 * F::ELEMENT, raw[i]);
   }
-  DEVICE_MEMBER float number(int i, int n, int lane) const { return has_eight<F::D>(i, lane) ? element<F::DTYPE>(raw[i], n) : 0.0f; }
+  DEVICE_MEMBER float number(int i, int n, int lane) const {
+    return has_eight<F::D>(i, lane) ? element<F::DTYPE>(raw[i], n) : 0.0f;
+  }
 };
 
 template <class F> DEVICE u32 largest_of(const float x[Row<F>::TURNS][8]) {
@@ -54,7 +56,8 @@ template <class F, int CORE> struct Encoder<F, CORE, FP8> {
       for (int n = 0; n < 8; n++) code[n] = fp8_code(x[i][n], scale.up);
       u32* to = (u32*)(codes + code_index(8 * (32 * i + lane)));
       if (has_eight<F::D>(i, lane))
-        to[0] = code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24, to[1] = code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24;
+        to[0] = code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24,
+        to[1] = code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24;
     }
     sync_warp();
     return {scale.field, scale.field == INVALID_FIELD ? 0 : 0xFFFFFFFFu};
@@ -97,7 +100,8 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
     float x[TURNS][8];
     i32 fixed[TURNS][8], sums[OWN];
 #pragma unroll
-    for (int i = 0; i < 8 * TURNS; i++) x[i / 8][i % 8] = signed_by(row.number(i / 8, i % 8, lane), signs[i / 8], i % 8);
+    for (int i = 0; i < 8 * TURNS; i++)
+      x[i / 8][i % 8] = signed_by(row.number(i / 8, i % 8, lane), signs[i / 8], i % 8);
     const u32 exponent = largest_of<F>(x) >> 23;
     TokenScalars s;
     s.bad = exponent == 255, s.zero = exponent < LEAST_EXPONENT;
@@ -139,7 +143,8 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
       else code = code_of<F>(mul_rn(rotated, s.factor), tables);
       codes[code_index(dim_of_own<F::D>(lane, k))] = (u8)code;
       if constexpr (DOUBLED) {
-        const u32 level = prmt(side.doubled_levels[0], side.doubled_levels[1], code & ((1 << (F::BITS - 1)) - 1)) & 0xFF;
+        const u32 level =
+            prmt(side.doubled_levels[0], side.doubled_levels[1], code & ((1 << (F::BITS - 1)) - 1)) & 0xFF;
         sum += level * level;
       } else sum += (i64)tables.levels[code] * tables.levels[code];
     }

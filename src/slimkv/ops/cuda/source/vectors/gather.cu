@@ -17,7 +17,8 @@ typedef Format<false, K_D, 1, K_D / 16, K_KIND, K_BITS, K_CODES, K_FIELDS, K_DTY
 typedef Format<true, V_D, 1, V_D / 16, V_KIND, V_BITS, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, 0, 8> Value;
 typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
 
-template <class F, class D> DEVICE void gather_side(const GatherSide& side, const GatherArgs& args, int head, u8* memory) {
+template <class F, class D> DEVICE void gather_side(const GatherSide& side, const GatherArgs& args, int head,
+    u8* memory) {
   int lane = thread_index() & 31, warp = shfl(thread_index() >> 5, 0), step = block_count() * WARPS;
   int token = warp * block_count() + block_index();
   D decoder(side, memory, warp, lane, 32 * WARPS);
@@ -42,7 +43,8 @@ template <class F, class D> DEVICE void gather_side(const GatherSide& side, cons
 // Grid: any number of blocks by twice the heads, keys and values in turn.
 KERNEL(32 * WARPS, MIN_BLOCKS) gather_vectors(GRID_CONSTANT GatherArgs args) {
   SHARED_MEMORY(memory);
-  if (block_index_y() & 1) gather_side<Value, Decoder<Value, V_CORE, V_UNROTATE, V_RAW_DTYPE>>(args.value, args, block_index_y() >> 1, memory);
+  if (block_index_y() & 1)
+    gather_side<Value, Decoder<Value, V_CORE, V_UNROTATE, V_RAW_DTYPE>>(args.value, args, block_index_y() >> 1, memory);
   else gather_side<Key, Decoder<Key, K_CORE, K_UNROTATE, K_RAW_DTYPE>>(args.key, args, block_index_y() >> 1, memory);
 }
 HOST_TESTABLE(gather_vectors, GatherArgs)

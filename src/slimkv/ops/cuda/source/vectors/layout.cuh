@@ -16,12 +16,14 @@ template <class F> constexpr int VECTOR_CODE_BYTES = (F::D + (F::D >> 7) * 8 + 1
 
 // The work space of a warp: numbers and codes.
 template <class F> constexpr int VECTOR_NUMBER_BYTES = F::KIND == LLOYD ? 4 * (F::D + (F::D + 31) / 32 * 2) : 0;
-template <class F> constexpr int VECTOR_BYTES = F::KIND == RAW ? 0 : (VECTOR_NUMBER_BYTES<F> + VECTOR_CODE_BYTES<F> + 15) / 16 * 16;
+template <class F> constexpr int VECTOR_BYTES =
+    F::KIND == RAW ? 0 : (VECTOR_NUMBER_BYTES<F> + VECTOR_CODE_BYTES<F> + 15) / 16 * 16;
 
 // A token among 16, and which lane's words have its values: of keys lane 4 row + t, of values 4 g + row / 2.
 struct Place {
   int row, high;
   DEVICE_MEMBER Place(int position) : row(position & 7), high(position >> 3 & 1) {}
-  template <bool VALUES> DEVICE_MEMBER int lane_of(int part) const { return VALUES ? 4 * part + row / 2 : 4 * row + part; }
+  template <bool VALUES> DEVICE_MEMBER int lane_of(int part) const {
+    return VALUES ? 4 * part + row / 2 : 4 * row + part;
+  }
 };
-

@@ -6,7 +6,8 @@
 
 // A plane of W <= 4 bits: those of the codes from SHIFT on. The first plane sets codes, others add to them.
 template <class F, int W, int SHIFT, bool FIRST> struct NibbleUnits {
-  static constexpr int SHARE = 4 / W, SLICES = F::D / 16, WORDS = SLICES / SHARE, TAIL = SLICES % SHARE, PARTS = F::VALUES ? 8 : 4;
+  static constexpr int SHARE = 4 / W, SLICES = F::D / 16, WORDS = SLICES / SHARE, TAIL = SLICES % SHARE,
+                       PARTS = F::VALUES ? 8 : 4;
   static constexpr int COUNT = (WORDS * PARTS + 31) / 32, TAIL_BYTES = TAIL * 2 * W;
   static constexpr u32 MASK = (1 << W) - 1;
   u32 bits[COUNT > 0 ? COUNT : 1], rest;
@@ -50,7 +51,8 @@ template <class F, int W, int SHIFT, bool FIRST> struct NibbleUnits {
     }
     if (TAIL_BYTES > 0 && lane < TAIL_BYTES)
 #pragma unroll
-      for (int n = 0; n < 8 / W; n++) set<u8>(codes + code_index(16 * WORDS * SHARE + lane * (8 / W) + n), rest >> (W * n) & MASK);
+      for (int n = 0; n < 8 / W; n++)
+        set<u8>(codes + code_index(16 * WORDS * SHARE + lane * (8 / W) + n), rest >> (W * n) & MASK);
     sync_warp();
   }
 };
@@ -66,7 +68,8 @@ template <class F> struct ByteUnits {
     for (int i = 0; i < COUNT; i++) {
       int unit = 32 * i + lane, part = unit % PARTS, slice = unit / PARTS;
       if (!has(i, lane)) continue;
-      const u8* at = base + fragment_word(2 * slice + place.high, place.template lane_of<F::VALUES>(part), 2 * SLICES) * 4;
+      const u8* at =
+          base + fragment_word(2 * slice + place.high, place.template lane_of<F::VALUES>(part), 2 * SLICES) * 4;
       bits[i] = F::VALUES ? *(const u16*)(at + 2 * (place.row & 1)) : *(const u32*)at;
     }
   }
@@ -102,7 +105,9 @@ template <class F> struct RawUnits {
       if (!has(i, lane)) continue;
 #pragma unroll
       for (int n = 0; n < EACH; n++)
-        words[i][n] = *(const u32*)(base + fragment_word(slice * PER_SLICE + first + n, place.template lane_of<F::VALUES>(part), SLICES * PER_SLICE) * 4);
+        words[i][n] = *(const u32*)(base +
+            fragment_word(slice * PER_SLICE + first + n, place.template lane_of<F::VALUES>(part), SLICES * PER_SLICE) *
+                4);
     }
   }
   DEVICE_MEMBER void put(u8* numbers, int lane) const {

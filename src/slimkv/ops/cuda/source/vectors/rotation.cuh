@@ -41,7 +41,8 @@ template <int D, int TURNS> DEVICE void put_eights(i32* numbers, const i32 (&x)[
   for (int i = 0; i < TURNS; i++)
     if (has_eight<D>(i, lane))
 #pragma unroll
-      for (int n = 0; n < 8; n += 2) *(Words2*)(numbers + number_index(8 * (32 * i + lane)) + n) = {(u32)x[i][n], (u32)x[i][n + 1]};
+      for (int n = 0; n < 8; n += 2)
+        *(Words2*)(numbers + number_index(8 * (32 * i + lane)) + n) = {(u32)x[i][n], (u32)x[i][n + 1]};
 }
 template <int D, int TURNS> DEVICE void take_eights(const i32* numbers, i32 (&x)[TURNS][8], int lane) {
 #pragma unroll

@@ -6,8 +6,11 @@
 #include "vectors/encode.cuh"
 #include "vectors/write.cuh"
 
-typedef Format<false, K_D, 1, K_D / 16, K_KIND, K_BITS, K_CODES, K_FIELDS, K_DTYPE, K_VECTORS, K_CELL_SHIFT, K_CELL_ZERO> Key;
-typedef Format<true, V_D, 1, V_D / 16, V_KIND, V_BITS, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, V_CELL_SHIFT, V_CELL_ZERO> Value;
+typedef Format<false, K_D, 1, K_D / 16, K_KIND, K_BITS, K_CODES, K_FIELDS, K_DTYPE, K_VECTORS, K_CELL_SHIFT,
+    K_CELL_ZERO>
+    Key;
+typedef Format<true, V_D, 1, V_D / 16, V_KIND, V_BITS, V_CODES, V_FIELDS, V_DTYPE, V_VECTORS, V_CELL_SHIFT, V_CELL_ZERO>
+    Value;
 typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
 
 template <class F, int CORE> DEVICE void store_side(const SideArgs& side, const StoreArgs& args, int head, u8* memory) {
@@ -21,7 +24,9 @@ template <class F, int CORE> DEVICE void store_side(const SideArgs& side, const 
 #pragma unroll 1
     for (; token < args.tokens; token += step) {
       i64 slot = ((const SlotNumber*)args.slots)[token];
-      if (slot >= 0) store_raw<F, BLOCK_SIZE>(rows + token * side.stride, args.pages + head * args.page_head_stride, args.page_stride, slot, lane);
+      if (slot >= 0)
+        store_raw<F, BLOCK_SIZE>(rows + token * side.stride, args.pages + head * args.page_head_stride,
+            args.page_stride, slot, lane);
     }
   } else {
     Row<F> row, next;
@@ -36,7 +41,8 @@ template <class F, int CORE> DEVICE void store_side(const SideArgs& side, const 
       load(token + step, next, next_slot);
       if (slot >= 0) {
         Encoded encoded = encoder.encode(row, lane);
-        store_vector<F, BLOCK_SIZE>(encoder.codes, encoded, args.pages + head * args.page_head_stride, args.page_stride, slot, lane);
+        store_vector<F, BLOCK_SIZE>(encoder.codes, encoded, args.pages + head * args.page_head_stride, args.page_stride,
+            slot, lane);
         sync_warp();  // the codes have been read: the next vector may take their place
       }
       row = next, slot = next_slot;

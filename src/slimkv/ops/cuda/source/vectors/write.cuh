@@ -10,8 +10,10 @@ template <int W, int SHIFT> DEVICE u32 nibble_pair(u32 first, u32 second) {
 }
 
 // A plane of W <= 4 bits: those from SHIFT on.
-template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, u32 keep, u8* base, int position, int lane) {
-  constexpr int SHARE = 4 / W, SLICES = F::D / 16, WORDS = SLICES / SHARE, TAIL = SLICES % SHARE, PARTS = F::VALUES ? 8 : 4;
+template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, u32 keep, u8* base, int position,
+    int lane) {
+  constexpr int SHARE = 4 / W, SLICES = F::D / 16, WORDS = SLICES / SHARE, TAIL = SLICES % SHARE,
+                PARTS = F::VALUES ? 8 : 4;
   const Place place(position);
 #pragma unroll
   for (int i = 0; i < (WORDS * PARTS + 31) / 32; i++) {
@@ -24,8 +26,10 @@ template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, 
       if constexpr (F::VALUES) {
         bits |= nibble_pair<W, SHIFT>(codes[code_index(dim + part)], codes[code_index(dim + part + 8)]) << (W * j);
       } else {
-        u32 low = *(const u16*)(codes + code_index(dim + 2 * part)), high = *(const u16*)(codes + code_index(dim + 2 * part + 8));
-        bits |= (nibble_pair<W, SHIFT>(low & 0xFF, low >> 8) | nibble_pair<W, SHIFT>(high & 0xFF, high >> 8) << 8) << (W * j);
+        u32 low = *(const u16*)(codes + code_index(dim + 2 * part)),
+            high = *(const u16*)(codes + code_index(dim + 2 * part + 8));
+        bits |= (nibble_pair<W, SHIFT>(low & 0xFF, low >> 8) | nibble_pair<W, SHIFT>(high & 0xFF, high >> 8) << 8)
+            << (W * j);
       }
     }
     u8* at = base + fragment_word(word, place.template lane_of<F::VALUES>(part), WORDS) * 4 + 2 * place.high;
@@ -56,7 +60,8 @@ template <class F> DEVICE void store_code_bytes(const u8* codes, u32 keep, u8* b
       u32 bits = codes[code_index(16 * slice + part)] | (u32)codes[code_index(16 * slice + part + 8)] << 8;
       *(u16*)(at + 2 * (place.row & 1)) = (u16)(bits & keep);
     } else {
-      u32 bits = *(const u16*)(codes + code_index(16 * slice + 2 * part)) | (u32) * (const u16*)(codes + code_index(16 * slice + 2 * part + 8)) << 16;
+      u32 bits = *(const u16*)(codes + code_index(16 * slice + 2 * part)) |
+          (u32) * (const u16*)(codes + code_index(16 * slice + 2 * part + 8)) << 16;
       *(u32*)at = bits & keep;
     }
   }
@@ -67,7 +72,8 @@ struct Encoded {
   u32 keep;  // 0 where all codes are to be zero, else all ones
 };
 
-template <class F, int PAGE_TOKENS> DEVICE void store_vector(const u8* codes, Encoded field, u8* pages, i64 page_stride, i64 slot, int lane) {
+template <class F, int PAGE_TOKENS> DEVICE void store_vector(const u8* codes, Encoded field, u8* pages, i64 page_stride,
+    i64 slot, int lane) {
   u8* page = page_of<PAGE_TOKENS>(pages, page_stride, slot);
   int position = (int)((u32)slot % PAGE_TOKENS);
   u8* tile = page + F::CODES + position / 16 * F::TILE_BYTES;
@@ -75,12 +81,15 @@ template <class F, int PAGE_TOKENS> DEVICE void store_vector(const u8* codes, En
   if constexpr (F::BITS == 8) store_code_bytes<F>(codes, field.keep, tile, position, lane);
   if constexpr (F::FOUR) store_nibbles<F, 4, 0>(codes, field.keep, tile, position, lane);
   if constexpr (F::TWO) store_nibbles<F, 2, 4 * F::FOUR>(codes, field.keep, tile + TWO_AT<F>, position, lane);
-  if constexpr (F::ONE) store_nibbles<F, 1, 4 * F::FOUR + 2 * F::TWO>(codes, field.keep, tile + ONE_AT<F>, position, lane);
+  if constexpr (F::ONE)
+    store_nibbles<F, 1, 4 * F::FOUR + 2 * F::TWO>(codes, field.keep, tile + ONE_AT<F>, position, lane);
 }
 
 // Numbers as they are, of 16 or 32 bits.
-template <class F, int PAGE_TOKENS> DEVICE void store_raw(const u8* row, u8* pages, i64 page_stride, i64 slot, int lane) {
-  constexpr int SLICES = F::D / 16, PARTS = F::VALUES ? 8 : 4, NUMBERS = F::VALUES ? 2 : 4, PER_SLICE = F::BITS / 4, WORDS = SLICES * PER_SLICE;
+template <class F, int PAGE_TOKENS> DEVICE void store_raw(const u8* row, u8* pages, i64 page_stride, i64 slot,
+    int lane) {
+  constexpr int SLICES = F::D / 16, PARTS = F::VALUES ? 8 : 4, NUMBERS = F::VALUES ? 2 : 4, PER_SLICE = F::BITS / 4,
+                WORDS = SLICES * PER_SLICE;
   int position = (int)((u32)slot % PAGE_TOKENS);
   u8* tile = page_of<PAGE_TOKENS>(pages, page_stride, slot) + F::CODES + position / 16 * F::TILE_BYTES;
   const Place place(position & 15);
@@ -92,7 +101,8 @@ template <class F, int PAGE_TOKENS> DEVICE void store_raw(const u8* row, u8* pag
 #pragma unroll
     for (int n = 0; n < NUMBERS; n += 32 / F::BITS) {
       auto dim = [&](int m) { return 16 * slice + (F::VALUES ? part + 8 * m : 2 * part + (m & 1) + 8 * (m >> 1)); };
-      u32 word = F::BITS == 32 ? ((const u32*)row)[dim(n)] : ((const u16*)row)[dim(n)] | (u32)((const u16*)row)[dim(n + 1)] << 16;
+      u32 word = F::BITS == 32 ? ((const u32*)row)[dim(n)]
+                               : ((const u16*)row)[dim(n)] | (u32)((const u16*)row)[dim(n + 1)] << 16;
       *(u32*)(tile + fragment_word(slice * PER_SLICE + (first + n) * F::BITS / 32, there, WORDS) * 4) = word;
     }
   }
