@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 SUITE_READY := $(VENV)/.suite
 endif
 
-.PHONY: demo docs test test-all test-slow test-install test-suite test-vllm test-vllm-extended test-sglang test-sglang-extended engines lint format clean setup help
+.PHONY: demo docs test test-tail test-all test-slow test-install test-suite test-vllm test-vllm-extended test-sglang test-sglang-extended engines lint format clean setup help
 
 help:
 	@echo "make demo | test | docs | test-all | test-slow | test-install | test-suite | test-vllm | test-vllm-extended | test-sglang | test-sglang-extended | lint | format | clean      (PYTHON=... uses your own environment)"
@@ -38,9 +38,11 @@ demo: $(READY)
 test: $(READY)
 	$(PY) -m pytest -m "not slow and not tail" $(PYTEST_ARGS)
 
-# The same with all variants.
-test-all: $(READY)
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+# The other variants of the kernels.
+test-tail: $(READY)
+	$(PY) -m pytest -m "tail and not slow" $(PYTEST_ARGS)
+
+test-all: test test-tail
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow
