@@ -125,6 +125,7 @@ class CodecSpec:
         name = dtype.removeprefix("torch.")
         return all(side.kind == Kind.RAW and side.raw_dtype == name for side in (self.key, self.value))
 
+    @typed
     def with_raw_dtype(self, dtype: str) -> CodecSpec:
         """The same spec with every ``raw`` side holding ``dtype``, what the model computes in.
 

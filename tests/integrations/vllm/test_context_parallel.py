@@ -73,7 +73,8 @@ def test_all_ranks_together_give_what_one_cache_gives(ranks, interleave, queries
     options = ops.AttendOptions(softmax_scale=0.2, softcap=3.0)
     keys, values = ([torch.randn(n, KV_HEADS, DIM) for n in lens] for _ in range(2))
     constant = torch.nn.functional.normalize(torch.randn(KV_HEADS, DIM), dim=-1) * norm
-    offset = constant if norm else None
+    offset = constant.bfloat16() if norm else None
+    constant = constant.bfloat16().float()
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
     query = torch.randn(int(starts[-1]), HEADS, DIM)
     new = [torch.cat([x[n - q :] for x, n, q in zip(side, lens, queries, strict=True)]) for side in (keys, values)]

@@ -296,7 +296,7 @@ def test_the_page_is_whole_and_self_contained(run):
     assert page.open == []
     assert page.links == []
     assert "http" not in text.split("</style>")[1].replace("http://www.w3.org", "")
-    assert page.counts["svg"] == 5
+    assert page.counts["svg"] == 6
     for told in ("Quality at equal bytes", "Synthetic tasks", "Task by task", "Needle in a haystack", "In words"):
         assert told in text
 
