@@ -223,17 +223,14 @@ class _Recorder:
         An error s_t of the logit of token t moves the output by a_t s_t (v_t - o), an error of value t by a_t times it.
         """
         tokens, heads, num_kv_heads = query.shape[2], query.shape[1], key.shape[1]
-        at = torch.linspace(tokens // 4, tokens - 1, min(_SAMPLED, tokens), device=query.device).long().unique()
+        at = _late_queries(tokens, query.device)
         weights = _weights(query[:1, :, at], key[:1], mask, at, kwargs)[0]  # [heads, queries, tokens]
         values = value[0].float().repeat_interleave(heads // num_kv_heads, 0)
         centre = layer.sums.rotary.mean_of_contexts(layer.sums.key_mean(), max(CONTEXTS)).to(key.device, torch.float32)
         sizes = (key[0].float() - centre[:, None]).square().sum(-1).repeat_interleave(heads // num_kv_heads, 0)
         scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
         out = weights @ values  # [heads, queries, dim]
-        seen = values @ gram  # [heads, tokens, dim]
-        apart = (
-            (seen * values).sum(-1)[:, None, :] - 2 * out @ seen.mT + ((out @ gram) * out).sum(-1)[..., None]
-        ).clamp(min=0)
+        apart = _distances(values, out, gram)
         squared = weights.square()
         keys = (squared * apart * sizes[:, None, :]).sum((1, 2)) * scale**2
         per_number = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
@@ -266,15 +263,29 @@ def _add_first_share(
     They are weighed by how far a key's value is from the output, before the output projection, which may be unknown.
     """
     count, heads, num_kv_heads = query.shape[2], query.shape[1], key.shape[1]
-    at = torch.linspace(count // 4, count - 1, min(_SAMPLED, count), device=query.device).long().unique()
+    at = _late_queries(count, query.device)
     weights = _weights(query[:, :, at], key, mask, at, kwargs, key.shape[2] - count)  # [batch, heads, queries, tokens]
     values = value.float().repeat_interleave(heads // num_kv_heads, 1)
     out = weights @ values
-    apart = values.square().sum(-1)[:, :, None] - 2 * out @ values.mT + out.square().sum(-1)[..., None]
-    costs = (weights.square() * apart.clamp(min=0)).double().sum((0, 2))  # [heads, tokens]
+    costs = (weights.square() * _distances(values, out)).double().sum((0, 2))  # [heads, tokens]
     by_group = costs.unflatten(0, (num_kv_heads, -1)).sum(1)
     layer.first_cost = layer.first_cost + by_group[:, 0]
     layer.total_cost = layer.total_cost + by_group.sum(1)
+
+
+def _late_queries(count: int, device: torch.device) -> Tensor:
+    """Which of ``count`` queries are looked at in full: int64, up to ``_SAMPLED`` of the last three quarters."""
+    return torch.linspace(count // 4, count - 1, min(_SAMPLED, count), device=device).long().unique()
+
+
+def _distances(values: Tensor, out: Tensor, gram: Tensor | None = None) -> Tensor:
+    """|v - o|^2 of values [..., tokens, dim] and outputs [..., queries, dim]: [..., queries, tokens].
+
+    ``gram`` [..., dim, dim]: after the output projection.
+    """
+    seen, shown = (values, out) if gram is None else (values @ gram, out @ gram)
+    squares = (seen * values).sum(-1)[..., None, :] + (shown * out).sum(-1)[..., None]
+    return (squares - 2 * out @ seen.mT).clamp(min=0)
 
 
 def layer_number(module: Any) -> int:
