@@ -110,3 +110,13 @@ def test_another_model_is_refused_and_the_difference_named(calibration, config):
     with pytest.raises(InputError, match=r"num_key_value_heads is 4, the calibration has 2.*run slimkv calibrate"):
         calibration.check_model({**config, "num_key_value_heads": 4})
     assert ModelIdentity.of(config).hash != ModelIdentity.of({**config, "hidden_size": 128}).hash
+
+
+def test_an_engine_may_write_out_what_a_configuration_leaves_to_its_default():
+    short = {"model_type": "qwen2", "hidden_size": 1536, "num_attention_heads": 12, "num_hidden_layers": 28}
+    written = {**short, "head_dim": 128, "num_key_value_heads": 12}
+    ModelIdentity.of(short).check_same(ModelIdentity.of(written), "file")
+    ModelIdentity.from_fields(written).check_same(ModelIdentity.of(short), "file")
+    for other in ({"head_dim": 64}, {"num_key_value_heads": 2}):
+        with pytest.raises(InputError, match=next(iter(other))):
+            ModelIdentity.of(short).check_same(ModelIdentity.of({**written, **other}), "file")

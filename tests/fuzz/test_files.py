@@ -13,7 +13,7 @@ pytest.importorskip("hypothesis")
 pytest.importorskip("safetensors")
 
 from budget import count
-from prompts import fingerprint, layer, prompt
+from made_prompts import fingerprint, layer, prompt
 from safetensors.torch import load_file, save_file
 
 from slimkv.calibration import Calibration, LayerStatistics, ModelIdentity

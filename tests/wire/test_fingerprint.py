@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from prompts import MODEL, fingerprint, layer
+from made_prompts import MODEL, fingerprint, layer
 
 from slimkv.calibration.identity import folder_digest, parameter_digest, weights_digest
 from slimkv.errors import CorruptDataError, InputError

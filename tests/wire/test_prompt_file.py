@@ -9,7 +9,7 @@ import stat
 
 import pytest
 import torch
-from prompts import fingerprint, layer, prompt
+from made_prompts import fingerprint, layer, prompt
 from safetensors.torch import load_file, save_file
 
 from slimkv.errors import CorruptDataError, InputError, SlimKVError, UnsupportedError

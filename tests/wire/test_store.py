@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from prompts import fingerprint, layer, prompt, with_tokens
+from made_prompts import fingerprint, layer, prompt, with_tokens
 
 from slimkv.errors import CorruptDataError, InputError
 from slimkv.wire import PromptStore, check_marker

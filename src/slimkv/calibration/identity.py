@@ -36,6 +36,14 @@ def text_fields(config: Any) -> Mapping[str, Any]:
     return next((given[name] for name in _NESTED if isinstance(given.get(name), Mapping)), given)
 
 
+def _defaults(fields: Mapping[str, Any]) -> dict[str, int]:
+    """What every engine takes a field to be where the configuration leaves it out; some write it in, some do not."""
+    hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+        return {}
+    return {"head_dim": hidden // heads, "num_key_value_heads": heads}
+
+
 @dataclass(frozen=True)
 class ModelIdentity:
     """The fields of a model's configuration that must agree, as sorted (name, value) pairs."""
@@ -51,7 +59,7 @@ class ModelIdentity:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ModelIdentity:
         """From the output of ``to_fields``."""
-        return cls(tuple(sorted(fields.items())))
+        return cls(tuple(sorted({**_defaults(fields), **fields}.items())))
 
     def to_fields(self) -> dict[str, Any]:
         """The fields as a dict."""
