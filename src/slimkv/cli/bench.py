@@ -15,24 +15,14 @@ from slimkv.cli.options import (
     Output,
     Plot,
     Threads,
-    at_least,
     check_folder,
     comma_list,
+    count,
     one_of,
     require_engine,
 )
 
 app = typer.Typer(name="bench", help="Time slimkv and the baselines that run on this machine.", no_args_is_help=True)
-
-Cells = Annotated[str, typer.Option(help="Cells by name or pattern, such as decode-*,prefill-*, or all.")]
-Backend = Annotated[str, typer.Option(help="Backends to time, such as cuda,triton; default: the device's own.")]
-Page = Annotated[int | None, typer.Option(help="Tokens per page; default: the cell's own.", callback=at_least(1))]
-NoBaselines = Annotated[bool, typer.Option("--no-baselines", help="Time slimkv alone.")]
-Small = Annotated[bool, typer.Option("--small", help="Use the small cells of a CPU, even on a GPU.")]
-AsDevice = Annotated[
-    str, typer.Option(help="Hold the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090.")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 
 
 def _say(message: str) -> None:
@@ -42,15 +32,19 @@ def _say(message: str) -> None:
 def _add_operation(name: str, told: str) -> None:
     @app.command(name, help=told)
     def command(
-        cells: Cells = "",
-        backend: Backend = "",
+        cells: Annotated[str, typer.Option(help="Cells by name or pattern, such as decode-*,prefill-*, or all.")] = "",
+        backend: Annotated[
+            str, typer.Option(help="Backends to time, such as cuda,triton; default: the device's own.")
+        ] = "",
         device: Device = AUTO,
-        page: Page = None,
-        no_baselines: NoBaselines = False,
-        small: Small = False,
-        as_device: AsDevice = "",
+        page: Annotated[int | None, count("Tokens per page; default: the cell's own.")] = None,
+        no_baselines: Annotated[bool, typer.Option("--no-baselines", help="Time slimkv alone.")] = False,
+        small: Annotated[bool, typer.Option("--small", help="Use the small cells of a CPU, even on a GPU.")] = False,
+        as_device: Annotated[
+            str, typer.Option(help="Hold the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090.")
+        ] = "",
         plot: Plot = None,
-        quiet: Quiet = False,
+        quiet: Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")] = False,
         output: Output = None,
         as_json: Json = False,
     ) -> None:
@@ -83,18 +77,12 @@ def generate(
     model: Annotated[str | None, typer.Option(help="A model; default: a Llama with random weights.")] = None,
     formats: Annotated[str, typer.Option("--format", help="Formats to time, such as k4v4,k6v6.")] = "k4v4",
     context: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens in the cache before decoding; default: 32768 on a GPU, 1024 on a CPU.", callback=at_least(1)
-        ),
+        int | None, count("Tokens in the cache before decoding; default: 32768 on a GPU, 1024 on a CPU.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences in the batch.", callback=at_least(1))] = 1,
-    new_tokens: Annotated[int, typer.Option(help="Decode steps to time.", callback=at_least(1))] = 64,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="Layers of the random-weight model; default: 8 on a GPU, 2 on a CPU.", callback=at_least(1)),
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds to take the median of.", callback=at_least(1))] = 3,
+    batch: Annotated[int, count("Sequences in the batch.")] = 1,
+    new_tokens: Annotated[int, count("Decode steps to time.")] = 64,
+    layers: Annotated[int | None, count("Layers of the random-weight model; default: 8 on a GPU, 2 on a CPU.")] = None,
+    rounds: Annotated[int, count("Rounds to take the median of.")] = 3,
     dtype: Annotated[
         str,
         typer.Option(
@@ -141,30 +129,24 @@ def serve(
         str, typer.Option(help="Model shape: llama-3.1-8b, qwen2.5-7b, ..., or a config.json or its folder.")
     ] = "llama-3.1-8b",
     dtype: Annotated[str, typer.Option(help="Data type of the model: bfloat16, or float32 on most CPUs.")] = "bfloat16",
-    requests: Annotated[int, typer.Option(help="Requests of the decode phase.", callback=at_least(1))] = 16,
-    context: Annotated[int, typer.Option(help="Tokens of each prompt.", callback=at_least(1))] = 16384,
-    new_tokens: Annotated[int, typer.Option(help="Tokens generated for each request.", callback=at_least(2))] = 96,
+    requests: Annotated[int, count("Requests of the decode phase.")] = 16,
+    context: Annotated[int, count("Tokens of each prompt.")] = 16384,
+    new_tokens: Annotated[int, count("Tokens generated for each request.", 2)] = 96,
     most_requests: Annotated[int, typer.Option(help="Limit of the full phase; 0: as many as the cache holds.")] = 0,
-    arrivals: Annotated[int, typer.Option(help="Requests of the Poisson phase.", callback=at_least(1))] = 80,
+    arrivals: Annotated[int, count("Requests of the Poisson phase.")] = 80,
     rate: Annotated[float, typer.Option(help="Arrivals per second.")] = 5.0,
     memory: Annotated[float, typer.Option(help="Fraction of the device's memory for each engine.")] = 0.85,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Requests that an engine runs at once.", callback=at_least(1))
-    ] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.", callback=at_least(1))] = 8192,
+    max_num_seqs: Annotated[int, count("Requests that an engine runs at once.")] = 256,
+    max_num_batched_tokens: Annotated[int, count("Tokens of a step.")] = 8192,
     prefill: Annotated[str, typer.Option(help="Arithmetic of slimkv's prefill: 16bit, 8bit or auto.")] = AUTO,
-    drafts: Annotated[
-        int, typer.Option(help="Tokens drafted for each step from n-grams of the text; 0: none.", callback=at_least(0))
-    ] = 0,
+    drafts: Annotated[int, count("Tokens drafted for each step from n-grams of the text; 0: none.", 0)] = 0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
-    limit_seconds: Annotated[int, typer.Option(help="Time limit of each system.", callback=at_least(1))] = 600,
+    limit_seconds: Annotated[int, count("Time limit of each system.")] = 600,
     offload_gib: Annotated[float, typer.Option(help="Host memory of the offload phase.")] = 40.0,
     short_context: Annotated[int, typer.Option(help="Tokens of a second prompt of the offload phase; 0: none.")] = 0,
-    rounds: Annotated[
-        int, typer.Option(help="Rounds of the offload phase to take the median of.", callback=at_least(1))
-    ] = 5,
-    users: Annotated[int, typer.Option(help="Users of the sessions phase.", callback=at_least(1))] = 32,
-    turns: Annotated[int, typer.Option(help="Turns of each user.", callback=at_least(1))] = 4,
+    rounds: Annotated[int, count("Rounds of the offload phase to take the median of.")] = 5,
+    users: Annotated[int, count("Users of the sessions phase.")] = 32,
+    turns: Annotated[int, count("Turns of each user.")] = 4,
     think: Annotated[float, typer.Option(help="Mean seconds between an answer and the user's next turn.")] = 4.0,
     held: Annotated[float, typer.Option(help="Share of the bf16 bytes of all sessions that the cache gets.")] = 0.2,
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile and CUDA graphs.")] = False,

@@ -52,7 +52,4 @@ def generation_table(report: GenerateReport) -> Table:
 def serving_table(report: ServeReport) -> list[Table | str]:
     """``bench serve``."""
     header, *rows = table_rows(report)
-    table = make_table(f"serving {report.settings.shape}, {report.device}", *header)
-    for row in rows:
-        table.add_row(*row)
-    return [table, *notes(report)]
+    return [make_table(f"serving {report.settings.shape}, {report.device}", *header, rows=rows), *notes(report)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slimkv.cli.eval_model import load_quietly, progress_bar
-from slimkv.cli.options import AUTO, Device, Dtype, Json, ModelArgument, Threads, at_least, check_file, one_of
+from slimkv.cli.options import AUTO, Device, Dtype, Json, ModelArgument, Threads, check_file, count, one_of
 from slimkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def calibrate(
     text: Annotated[
         str | None, typer.Option(help="Read this text (a file, a hub data set, shipped) instead of --ids.")
     ] = None,
-    windows: Annotated[int, typer.Option(help="Number of windows the model reads.", callback=at_least(1))] = 3,
-    tokens: Annotated[int, typer.Option(help="Tokens per window.", callback=at_least(2))] = 1024,
+    windows: Annotated[int, count("Number of windows the model reads.")] = 3,
+    tokens: Annotated[int, count("Tokens per window.", 2)] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the sampled or random token ids.")] = 0,
     budget: Annotated[
         float | None, typer.Option(help="Choose the width of each layer: bits per value on average, with scales.")
@@ -48,8 +48,7 @@ def calibrate(
         str | None, typer.Option(help="Choose the width of each layer: lossless, balanced or aggressive.")
     ] = None,
     max_positions: Annotated[
-        int | None,
-        typer.Option(help="Longest context to calibrate for; default: what the model declares.", callback=at_least(1)),
+        int | None, count("Longest context to calibrate for; default: what the model declares.")
     ] = None,
     engine: Annotated[
         str,
@@ -218,12 +217,10 @@ def _widths(solution: Solution) -> dict[str, Any]:
 
 
 def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
-    from rich.table import Table
+    from slimkv.cli.output import make_table
 
     gains = result["logit_error_reduction"]
-    table = Table(title=f"{result['model']}: {result['file']}")
-    table.add_column("what")
-    table.add_column("value", justify="right")
+    table = make_table(f"{result['model']}: {result['file']}", "what", "value")
     table.add_row("read", result["source"])
     table.add_row("layers, KV heads in all", f"{result['layers']}, {result['num_kv_heads']}")
     table.add_row("file", f"{result['file_bytes']:,} bytes")
@@ -233,11 +230,8 @@ def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
     table.add_row("time", f"{result['seconds']:.1f} s" + (f", {started:.1f} s to start the engine" if started else ""))
     if solution is None:
         return [table]
-    widths = Table(title="widths per layer")
-    for name in ("layer", "format"):
-        widths.add_column(name, justify="right")
-    for choice in solution.choices:
-        widths.add_row(str(choice.layer), choice.format)
+    choices = [(str(choice.layer), choice.format) for choice in solution.choices]
+    widths = make_table("widths per layer", "layer", "format", left=0, rows=choices)
     table.add_row("bits per number", f"{solution.bits_per_number:.3f}")
     table.add_row("bytes per token", f"{solution.bytes_per_token:,.0f}")
     return [table, widths]

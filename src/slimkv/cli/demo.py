@@ -95,12 +95,11 @@ def _tables(showcase: Showcase) -> list[Table]:
 
 
 def _answers(question: Question) -> Table:
-    from rich.table import Table
+    from slimkv.cli.output import make_table
 
-    table = Table(title=f"{question.text} ({question.context_tokens:,} tokens of context)")
-    for name in ("cache", "bytes", "of bf16", "tokens/s", "answer"):
-        table.add_column(name, justify="right" if name in ("bytes", "of bf16", "tokens/s") else "left")
+    title = f"{question.text} ({question.context_tokens:,} tokens of context)"
+    table = make_table(title, "cache", "answer", "bytes", "of bf16", "tokens/s", left=2)
     for a in question.answers:
         numbers = f"{a.cache_bytes:,}", f"{a.cache_bytes / a.bf16_bytes:.3f}", f"{a.tokens_per_second:.1f}"
-        table.add_row(a.cache, *numbers, " ".join(a.text.split())[:60])
+        table.add_row(a.cache, " ".join(a.text.split())[:60], *numbers)
     return table

@@ -25,15 +25,11 @@ def doctor(
     if model is not None:
         _doctor_model(model, format, device, as_json)
         return
-    from rich.table import Table
-
-    from slimkv.cli.output import emit
+    from slimkv.cli.output import emit, make_table
     from slimkv.doctor import diagnose
 
     result = diagnose(comma_list(require, str))
-    table = Table(title="slimkv doctor")
-    for name in ("", "what", "version", "detail"):
-        table.add_column(name)
+    table = make_table("slimkv doctor", "", "what", "version", "detail", left=4)
     for check in result.checks:
         mark = "[green]ok[/]" if check.works else "[red]needed[/]" if check.name in result.failed else "[yellow]no[/]"
         table.add_row(mark, check.name, check.version or "-", check.detail.replace("[", r"\["))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimkv.cli.options import AUTO, Device, Json, Output, Text, Threads, at_least, comma_list
+from slimkv.cli.options import AUTO, Device, Json, Output, Text, Threads, comma_list, count
 
 if TYPE_CHECKING:
     from slimkv.lab.evals.synthetic import AttentionSample
@@ -21,14 +21,14 @@ def root() -> None:
 
 @app.command()
 def attention(
-    head_dim: Annotated[int, typer.Option(help="Head size of the synthetic samples.", callback=at_least(16))] = 128,
+    head_dim: Annotated[int, count("Head size of the synthetic samples.", 16)] = 128,
     model: Annotated[str | None, typer.Option(help="A model instead of synthetic samples: a name or a folder.")] = None,
     text: Text = "shipped",
-    tokens: Annotated[int, typer.Option(help="Tokens of the text that the model reads.", callback=at_least(2))] = 1024,
+    tokens: Annotated[int, count("Tokens of the text that the model reads.", 2)] = 1024,
     formats: Annotated[
         str, typer.Option("--format", help="Formats to compare.")
     ] = "ku4vu4,kur4vur4,k4v4,turboquant_4bit_nc,fp8",
-    seeds: Annotated[int, typer.Option(help="Synthetic samples to average over.", callback=at_least(1))] = 4,
+    seeds: Annotated[int, count("Synthetic samples to average over.")] = 4,
     threads: Threads = None,
     device: Device = AUTO,
     output: Output = None,
@@ -37,9 +37,7 @@ def attention(
     """Measure the error of the attention output, by format and scale policy."""
     from dataclasses import asdict
 
-    from rich.table import Table
-
-    from slimkv.cli.output import emit
+    from slimkv.cli.output import emit, make_table
     from slimkv.lab.evals.attention import average, compare_formats, compare_policies
     from slimkv.lab.evals.synthetic import heavy_tailed
 
@@ -50,17 +48,17 @@ def attention(
     by_format = average([compare_formats(sample, comma_list(formats, str)) for sample in samples])
     by_policy = average([compare_policies(sample) for sample in samples])
     what = f"{len(samples)} " + ("synthetic samples" if model is None else f"layers of {model}")
-    first = Table(title=f"relative error of attention, head size {samples[0].key.shape[-1]}, mean of {what}")
-    for name in ("format", "bytes/token/head", "keys", "values", "output", "output, K only", "output, V only"):
-        first.add_column(name, justify="left" if name == "format" else "right")
+    first = make_table(
+        f"relative error of attention, head size {samples[0].key.shape[-1]}, mean of {what}",
+        *("format", "bytes/token/head", "keys", "values", "output", "output, K only", "output, V only"),
+    )
     for row in by_format:
         errors = (row.key, row.value, row.output, row.output_keys_only, row.output_values_only)
         first.add_row(row.format, f"{row.bytes_per_token_per_head:g}", *(f"{e:.4f}" for e in errors))
-    second = Table(title="error of the output with only keys, or only values, quantised")
-    for name in ("bits", "policy", "keys", "values"):
-        second.add_column(name, justify="left" if name == "policy" else "right")
-    for p in by_policy:
-        second.add_row(str(p.bits), p.policy, f"{p.keys:.4f}", f"{p.values:.4f}")
+    second = make_table(
+        "error of the output with only keys, or only values, quantised", "policy", "bits", "keys", "values",
+        rows=((p.policy, str(p.bits), f"{p.keys:.4f}", f"{p.values:.4f}") for p in by_policy),
+    )  # fmt: skip
     result = {"formats": [asdict(row) for row in by_format], "policies": [asdict(p) for p in by_policy]}
     emit(result, as_json, first, second, output=output)
 

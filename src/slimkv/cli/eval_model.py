@@ -23,8 +23,8 @@ from slimkv.cli.options import (
     Plot,
     Text,
     Threads,
-    at_least,
     comma_list,
+    count,
     numbers,
     several,
 )
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 Formats = Annotated[
     str, typer.Option("--format", help="Formats to measure, such as k4v4,k5v4; with a calibration also k4v4+cal.")
 ]
-Offset = Annotated[int, typer.Option(help="Skip this many tokens of the text.", callback=at_least(0))]
+Offset = Annotated[int, count("Skip this many tokens of the text.", 0)]
 Serving = Annotated[
     bool, typer.Option("--serving", help="Attend new chunks unquantized, as engines do; default: strict.")
 ]
-Windows = Annotated[int, typer.Option(help="Number of windows of the text.", callback=at_least(1))]
-Tokens = Annotated[int, typer.Option(help="Tokens per window.", callback=at_least(2))]
+Windows = Annotated[int, count("Number of windows of the text.")]
+Tokens = Annotated[int, count("Tokens per window.", 2)]
 Strict = Annotated[bool, typer.Option("--strict", help="Read every token through the codec.")]
 Result = tuple[Any, list[Any], Callable[[Path], None] | None]  # a report, what is shown of it, what plots it
 
@@ -228,9 +228,7 @@ def perplexity(
     subject: Subject,
     windows: Windows = 4,
     tokens: Tokens = 1024,
-    stride: Annotated[
-        int | None, typer.Option(help="Tokens between window starts; default: no overlap.", callback=at_least(1))
-    ] = None,
+    stride: Annotated[int | None, count("Tokens between window starts; default: no overlap.")] = None,
     offset: Offset = 0,
     serving: Serving = False,
 ) -> Result:
@@ -355,7 +353,7 @@ def generation(
     prompts: Annotated[
         Path | None, typer.Option(help="A text file with one prompt per line.", callback=_check_prompts)
     ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.", callback=at_least(1))] = 64,
+    new_tokens: Annotated[int, count("Tokens to generate per prompt.")] = 64,
     strict: Strict = False,
 ) -> Result:
     """Find where greedy text first differs from that of the stock cache."""

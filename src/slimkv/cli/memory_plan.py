@@ -58,19 +58,19 @@ def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, he
 
 
 def _tables(result: Plan) -> list[Table]:
-    from rich.table import Table
-
+    from slimkv.cli.output import make_table
     from slimkv.memory_plan import USEFUL_MATCH
 
     memory = f"{result.memory_bytes / 2**30:.2f} GiB"
-    table = Table(
-        title=f"{result.model}: {memory}, {result.sequences} sequence(s), pages of {result.block_size} tokens"
+    table = make_table(
+        f"{result.model}: {memory}, {result.sequences} sequence(s), pages of {result.block_size} tokens",
+        *("format", "bits/number", "bytes/token", "of bf16", "tokens/sequence", "tokens in all", "against bf16"),
     )
-    for name in ("format", "bits/number", "bytes/token", "of bf16", "tokens/sequence", "tokens in all", "against bf16"):
-        table.add_column(name, justify="left" if name == "format" else "right")
-    kinds = Table(title="by kind of layer: bytes per token, and the most one sequence takes")
-    for name in ("format", "kind", "layers", "KV heads", "window", "bytes/token", "at most"):
-        kinds.add_column(name, justify="left" if name in ("format", "kind") else "right")
+    kinds = make_table(
+        "by kind of layer: bytes per token, and the most one sequence takes",
+        *("format", "kind", "layers", "KV heads", "window", "bytes/token", "at most"),
+        left=2,
+    )
     for row in result.formats:
         tokens = "any" if row.tokens_per_sequence is None else f"{row.tokens_per_sequence:,}"
         total = "any" if row.total_tokens is None else f"{row.total_tokens:,}"
@@ -85,13 +85,10 @@ def _tables(result: Plan) -> list[Table]:
     if not result.state_bytes_per_sequence:
         return [table, kinds]
     states = f"{result.state_bytes_per_sequence / 2**20:,.2f} MiB"
-    hybrid = Table(title=f"hybrid model: states of {states} a sequence; blocks in vLLM")
-    for name in ("format", "tokens per block", "prefix caching"):
-        hybrid.add_column(name, justify="right" if name == "tokens per block" else "left")
+    title = f"hybrid model: states of {states} a sequence; blocks in vLLM"
+    hybrid = make_table(title, "format", "prefix caching", "tokens per block", left=2)
     for row in result.formats:
         if row.hybrid_block_size is not None:
-            large = row.hybrid_block_size > USEFUL_MATCH
-            hybrid.add_row(
-                row.format, f"{row.hybrid_block_size:,}", "use --prefix-match-unit 64" if large else "by block"
-            )
+            way = "use --prefix-match-unit 64" if row.hybrid_block_size > USEFUL_MATCH else "by block"
+            hybrid.add_row(row.format, way, f"{row.hybrid_block_size:,}")
     return [table, kinds, hybrid]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -65,6 +65,11 @@ def at_least(smallest: int) -> Callable[[typer.CallbackParam, int | None], int |
         return given
 
     return check
+
+
+def count(told: str, least: int = 1) -> Any:
+    """An option that is a number of at least ``least``; ``told``: its help."""
+    return typer.Option(help=told, callback=at_least(least))
 
 
 def check_device(name: str) -> str:
@@ -127,7 +132,7 @@ Dtype = Annotated[
     str, typer.Option(help="Data type of the weights: float32, bfloat16 or float16.",
                       callback=one_of("--dtype", *DTYPES)),
 ]  # fmt: skip
-Threads = Annotated[int | None, typer.Option(help="CPU threads; default: chosen by torch.", callback=at_least(1))]
+Threads = Annotated[int | None, count("CPU threads; default: chosen by torch.")]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Also write the JSON document to this file.", callback=check_file)
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,15 @@ def console(stderr: bool = False) -> Console:
     return out if out.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=_WIDTH)
 
 
-def make_table(title: str, *columns: str, left: int = 1) -> Table:
+def make_table(title: str, *columns: str, left: int = 1, rows: Iterable[Iterable[str]] = ()) -> Table:
     """A table whose first ``left`` columns are text and whose others are numbers."""
     from rich.table import Table
 
     table = Table(title=title)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < left else "right", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

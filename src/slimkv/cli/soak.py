@@ -74,17 +74,14 @@ def _soak_faults(count: int, seed: int, as_json: bool, output: Path | None) -> N
     from dataclasses import asdict
     from tempfile import TemporaryDirectory
 
-    from rich.table import Table
-
-    from slimkv.cli.output import emit
+    from slimkv.cli.output import emit, make_table
     from slimkv.lab.soak.faults import soak_faults
 
     with TemporaryDirectory() as folder:
         report = soak_faults(count, Path(folder), seed)
     answers = f"{report.right} right, {report.missed} missed, {report.wrong} wrong, {len(report.broken)} broken"
-    table = Table("fault", "times", title=f"{count} faults: {answers}")
-    for name, times in report.faults.items():
-        table.add_row(name, str(times))
+    counted = ((name, str(times)) for name, times in report.faults.items())
+    table = make_table(f"{count} faults: {answers}", "fault", "times", left=2, rows=counted)
     emit({"passed": report.passed, **asdict(report)}, as_json, *([] if as_json else [table]), output=output)
     if not report.passed:
         typer.echo(f"failed: {answers}; {'; '.join(report.broken[:3])}", err=True)
@@ -92,19 +89,16 @@ def _soak_faults(count: int, seed: int, as_json: bool, output: Path | None) -> N
 
 
 def _tables(report: SoakReport) -> list[Table]:
-    from rich.table import Table
+    from slimkv.cli.output import make_table
 
     settings, counts = report.settings, report.requests
-    table = Table(title=f"{settings.model}, {settings.format}, on {report.platform}: {report.seconds:.0f} s of load")
-    for name in ("", "check", "detail"):
-        table.add_column(name)
+    title = f"{settings.model}, {settings.format}, on {report.platform}: {report.seconds:.0f} s of load"
+    table = make_table(title, "", "check", "detail", left=3)
     for check in report.checks:
-        table.add_row(
-            "[green]ok[/]" if check.passed else "[red]FAILED[/]", check.name, check.detail.replace("[", r"\[")
-        )
-    numbers = Table(title="load")
-    for name in ("served", "answered", "streamed", "given up", "failed", "tokens", "p50 s", "p99 s", "sleeps"):
-        numbers.add_column(name, justify="right")
+        mark = "[green]ok[/]" if check.passed else "[red]FAILED[/]"
+        table.add_row(mark, check.name, check.detail.replace("[", r"\["))
+    header = ("served", "answered", "streamed", "given up", "failed", "tokens", "p50 s", "p99 s", "sleeps")
+    numbers = make_table("load", *header, left=0)
     latency = [f"{report.latency_seconds[p]:.2f}" if p in report.latency_seconds else "-" for p in ("p50", "p99")]
     fields = ("finished", "streamed", "cancelled", "failed", "tokens")
     numbers.add_row(str(report.served), *(f"{counts[name]:,}" for name in fields), *latency, report.sleeps)

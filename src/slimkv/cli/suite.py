@@ -16,10 +16,10 @@ from slimkv.cli.options import (
     ModelArgument,
     Text,
     Threads,
-    at_least,
     check_file,
     check_folder,
     comma_list,
+    count,
     numbers,
     one_of,
     require_engine,
@@ -27,50 +27,12 @@ from slimkv.cli.options import (
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-    from rich.table import Table
 
     from slimkv.lab.suite.parts import Part
 
 app = typer.Typer(
     name="suite", help="Measure quality, bytes and speed of a model's caches, in one folder.", no_args_is_help=True
 )
-
-OutputFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", help="Folder for the report; an interrupted run resumes there.", callback=check_folder
-    ),
-]
-Formats = Annotated[str | None, typer.Option("--format", help="Caches to compare with raw, such as fp8,k4v4,k4v4+cal.")]
-Engine = Annotated[
-    str, typer.Option(help="Engine that answers the tasks: transformers or vllm.",
-                      callback=one_of("--engine", "transformers", "vllm")),
-]  # fmt: skip
-Tasks = Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, such as hellaswag,gsm8k.")]
-TaskFolder = Annotated[
-    Path | None, typer.Option(help="Folder with more task definitions.", exists=True, file_okay=False)
-]
-Limit = Annotated[int | None, typer.Option(help="Examples of each task; default: by size.", callback=at_least(1))]
-Lengths = Annotated[str | None, typer.Option(help="Context lengths of the synthetic tasks, in tokens.")]
-Contexts = Annotated[int | None, typer.Option(help="Contexts of each synthetic task and length.", callback=at_least(1))]
-Questions = Annotated[int | None, typer.Option(help="Questions about each context.", callback=at_least(1))]
-Windows = Annotated[
-    int | None, typer.Option(help="Windows of text for perplexity and agreement.", callback=at_least(1))
-]
-Tokens = Annotated[int | None, typer.Option(help="Tokens of each window.", callback=at_least(2))]
-Positions = Annotated[int | None, typer.Option(help="Tokens of the long window.", callback=at_least(2))]
-DecodeContext = Annotated[
-    int | None, typer.Option(help="Tokens in the cache while decoding is timed.", callback=at_least(1))
-]
-Parts = Annotated[
-    str | None,
-    typer.Option(help="Only some of memory,agreement,positions,needle,tasks,lm-eval,generate,attend,serve."),
-]
-Calibration = Annotated[str, typer.Option(help="Calibration of +cal: a file from slimkv calibrate, auto, or none.")]
-Memory = Annotated[str | None, typer.Option(help="Memory that the tokens must fit into, such as 40GiB.")]
-Dtype = Annotated[
-    str | None, typer.Option(help="Data type of the model; default: float32 on a CPU, bfloat16 on a GPU.")
-]
 
 _SIZES = {
     "smoke": "Measure a little of everything for five caches, in minutes.",
@@ -83,25 +45,49 @@ def _add(name: str, told: str) -> None:
     @app.command(name, help=told)
     def command(
         model: ModelArgument = DEFAULT_MODEL,
-        output: OutputFolder = None,
-        formats: Formats = None,
-        engine: Engine = "transformers",
-        tasks: Tasks = None,
-        task_folder: TaskFolder = None,
-        limit: Limit = None,
-        lengths: Lengths = None,
-        contexts: Contexts = None,
-        questions: Questions = None,
-        windows: Windows = None,
-        tokens: Tokens = None,
-        positions: Positions = None,
-        decode_context: DecodeContext = None,
-        parts: Parts = None,
-        calibration: Calibration = AUTO,
+        output: Annotated[
+            Path | None,
+            typer.Option(
+                "--output", "-o", help="Folder for the report; an interrupted run resumes there.", callback=check_folder
+            ),
+        ] = None,
+        formats: Annotated[
+            str | None, typer.Option("--format", help="Caches to compare with raw, such as fp8,k4v4,k4v4+cal.")
+        ] = None,
+        engine: Annotated[
+            str,
+            typer.Option(
+                help="Engine that answers the tasks: transformers or vllm.",
+                callback=one_of("--engine", "transformers", "vllm"),
+            ),
+        ] = "transformers",
+        tasks: Annotated[
+            str | None, typer.Option(help="Tasks of lm-evaluation-harness, such as hellaswag,gsm8k.")
+        ] = None,
+        task_folder: Annotated[
+            Path | None, typer.Option(help="Folder with more task definitions.", exists=True, file_okay=False)
+        ] = None,
+        limit: Annotated[int | None, count("Examples of each task; default: by size.")] = None,
+        lengths: Annotated[str | None, typer.Option(help="Context lengths of the synthetic tasks, in tokens.")] = None,
+        contexts: Annotated[int | None, count("Contexts of each synthetic task and length.")] = None,
+        questions: Annotated[int | None, count("Questions about each context.")] = None,
+        windows: Annotated[int | None, count("Windows of text for perplexity and agreement.")] = None,
+        tokens: Annotated[int | None, count("Tokens of each window.", 2)] = None,
+        positions: Annotated[int | None, count("Tokens of the long window.", 2)] = None,
+        decode_context: Annotated[int | None, count("Tokens in the cache while decoding is timed.")] = None,
+        parts: Annotated[
+            str | None,
+            typer.Option(help="Only some of memory,agreement,positions,needle,tasks,lm-eval,generate,attend,serve."),
+        ] = None,
+        calibration: Annotated[
+            str, typer.Option(help="Calibration of +cal: a file from slimkv calibrate, auto, or none.")
+        ] = AUTO,
         text: Text = "shipped",
-        memory: Memory = None,
+        memory: Annotated[str | None, typer.Option(help="Memory that the tokens must fit into, such as 40GiB.")] = None,
         device: Device = AUTO,
-        dtype: Dtype = None,
+        dtype: Annotated[
+            str | None, typer.Option(help="Data type of the model; default: float32 on a CPU, bfloat16 on a GPU.")
+        ] = None,
         threads: Threads = None,
         as_json: Json = False,
     ) -> None:
@@ -160,32 +146,20 @@ def _list(text: str | None) -> tuple[str, ...] | None:
 def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
     import torch
 
-    from slimkv.cli.output import emit
+    from slimkv.cli.output import emit, make_table
     from slimkv.lab.suite.runner import run_suite
+    from slimkv.lab.suite.written import table_rows
 
     if threads is not None:
         torch.set_num_threads(threads)
     with Screen() as screen:
         results = run_suite(settings, out, screen)
-    told = [] if as_json else [_table(results), f"report: {out / 'report.html'}"]
-    emit(results["summary"] if as_json else results, as_json, *told)
+    header, *rows = table_rows(results)
+    table = make_table(f"slimkv suite {results['suite']}: {results['model']}", *header, rows=rows)
+    emit(results["summary"] if as_json else results, as_json, table, f"report: {out / 'report.html'}")
     if results["failed"]:
         typer.echo(f"failed: {', '.join(results['failed'])}; see {out / 'parts'}", err=True)
         raise typer.Exit(1)
-
-
-def _table(results: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    from slimkv.lab.suite.written import table_rows
-
-    header, *rows = table_rows(results)
-    table = Table(title=f"slimkv suite {results['suite']}: {results['model']}")
-    for number, name in enumerate(header):
-        table.add_column(name, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 class Screen:

@@ -12,8 +12,8 @@ from typing import Any
 
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang.names import BACKEND
-from slimkv.integrations.sglang.versions import NEWEST_TESTED, OLDEST, installed_version, text
-from slimkv.versions import version_numbers
+from slimkv.integrations.sglang.versions import NEWEST_TESTED, OLDEST, installed_version
+from slimkv.versions import require_parts, version_numbers, version_text
 
 VERSION = installed_version()
 
@@ -39,58 +39,27 @@ try:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.runtime_context import get_parallel
 
-    _NEEDED = {
-        AttentionBackend: ("init_forward_metadata_out_graph", "init_forward_metadata_in_graph"),
-        DefaultPoolConfigurator: ("_compute_cell_size",),
-        HybridSWAPoolConfigurator: ("_full_cell_bytes", "_swa_cell_bytes", "_recompute_cell_size"),
-        KVCacheConfigurator: ("_resolve_kv_pool_class",),
-        MHATokenToKVPool: ("_create_buffers", "_init_kv_copy_and_warmup", "move_kv_cache", "get_cpu_copy"),
-        MLATokenToKVPool: ("_create_buffers", "set_mla_kv_buffer", "get_mla_kv_buffer"),
-    }
-    for _class, _names in _NEEDED.items():
-        for _name in _names:
-            if not hasattr(_class, _name):
-                raise ImportError(f"{_class.__name__}.{_name}")
+    require_parts(AttentionBackend, "init_forward_metadata_out_graph", "init_forward_metadata_in_graph")
+    require_parts(DefaultPoolConfigurator, "_compute_cell_size")
+    require_parts(HybridSWAPoolConfigurator, "_full_cell_bytes", "_swa_cell_bytes", "_recompute_cell_size")
+    require_parts(KVCacheConfigurator, "_resolve_kv_pool_class")
+    require_parts(MHATokenToKVPool, "_create_buffers", "_init_kv_copy_and_warmup", "move_kv_cache", "get_cpu_copy")
+    require_parts(MLATokenToKVPool, "_create_buffers", "set_mla_kv_buffer", "get_mla_kv_buffer")
     for _name in ("allocation_label", "post_capture_active"):
         if _name not in inspect.signature(MHATokenToKVPool.__init__).parameters:
             raise ImportError(f"MHATokenToKVPool({_name}=...)")
 except ImportError as error:
     raise UnsupportedError(
-        f"SGLang {VERSION} is not known to slimkv (tested are {text(OLDEST)} to {text(NEWEST_TESTED)}): it lacks "
-        f"{error}; install a tested version"
+        f"SGLang {VERSION} is not known to slimkv (tested are {version_text(OLDEST)} to "
+        f"{version_text(NEWEST_TESTED)}): it lacks {error}; install a tested version"
     ) from error
 
 if version_numbers(VERSION, 3) > NEWEST_TESTED:
     logger.warning(
         "slimkv was tested in SGLang up to %s; this is %s. Its interfaces are the expected ones.",
-        text(NEWEST_TESTED),
+        version_text(NEWEST_TESTED),
         VERSION,
     )
-
-__all__ = [
-    "GPU_MEMORY_TYPE_KV_CACHE",
-    "AttentionBackend",
-    "AttentionType",
-    "HookRegistry",
-    "HookType",
-    "HybridLinearKVPool",
-    "KVCache",
-    "MHATokenToKVPool",
-    "MLATokenToKVPool",
-    "RadixAttention",
-    "SWAKVPool",
-    "attention_backends_of",
-    "attention_tp",
-    "check_hooks",
-    "context_parallel_sizes",
-    "full_attention_layers",
-    "host_pool_parts",
-    "is_deepseek_dsa",
-    "is_switched_on",
-    "logger",
-    "server_options",
-    "unwrap_write_loc",
-]
 
 
 def server_options(server_args: Any) -> Any:

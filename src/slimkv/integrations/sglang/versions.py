@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from slimkv.errors import MissingDependencyError
-from slimkv.versions import version_numbers
+from slimkv.versions import version_numbers, version_text
 
 OLDEST = (0, 5, 22)
 NEWEST_TESTED = (0, 5, 23)
-
-
-def text(version: tuple[int, int, int]) -> str:
-    """(0, 5, 23) -> ``0.5.23``."""
-    return ".".join(map(str, version))
 
 
 def installed_version() -> str:
@@ -24,7 +19,7 @@ def installed_version() -> str:
         ) from error
     if version_numbers(__version__, 3) < OLDEST:
         raise MissingDependencyError(
-            f"slimkv works in SGLang {text(OLDEST)} and later, not in {__version__}: "
+            f"slimkv works in SGLang {version_text(OLDEST)} and later, not in {__version__}: "
             'pip install --upgrade "slimkv[sglang]"'
         )
     return __version__

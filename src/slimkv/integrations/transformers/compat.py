@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from slimkv.errors import MissingDependencyError, UnsupportedError
-from slimkv.versions import version_numbers
+from slimkv.versions import version_numbers, version_text
 
 try:
     import transformers
@@ -22,7 +22,7 @@ VERSION = version_numbers(transformers.__version__, 2)
 
 if VERSION < OLDEST:
     raise MissingDependencyError(
-        f"SlimKVCache needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, not {transformers.__version__}: "
+        f"SlimKVCache needs transformers {version_text(OLDEST)} or newer, not {transformers.__version__}: "
         'pip install --upgrade "slimkv[transformers]"'
     )
 
@@ -46,27 +46,6 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 from transformers.utils.generic import TransformersKwargs  # noqa: E402
-
-__all__ = [
-    "ALL_ATTENTION_FUNCTIONS",
-    "DYNAMIC_LAYER_TYPE_MAPPING",
-    "FORWARD_ARGUMENTS",
-    "AttentionInterface",
-    "AttentionMaskInterface",
-    "Cache",
-    "CacheLayerMixin",
-    "DynamicCache",
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "EncoderDecoderCache",
-    "LinearAttentionCacheLayerMixin",
-    "LinearAttentionLayer",
-    "caches_latents",
-    "layer_kinds",
-    "refuse_without_cache",
-    "sdpa_mask",
-    "stock_layer",
-]
 
 # Arguments of a model's forward that also reach its attention without changing it. The arguments of packed (unpadded)
 # sequences do change it, and only flash attention supports them.

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.transformers.mask import Keys
 from slimkv.integrations.transformers.switching import count as count_call
 from slimkv.integrations.transformers.switching import warn_if_off
 from slimkv.integrations.transformers.tables import SequenceTables, Step
@@ -23,32 +24,12 @@ from slimkv.spec import PageLayout
 AttendCodes = Callable[[Tensor, PackedKV, AttentionBatch, ops.AttendOptions], Tensor]
 
 
-class LazyKV(Protocol):
+class LazyKV(Keys, Protocol):
     """A layer's keys and values at one step."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Sequences, KV heads, positions."""
-
-    @property
-    def first(self) -> int:
-        """The position of the first key."""
-
-    @property
-    def positions(self) -> int:
-        """The number of keys that attention sees, padding included."""
-
-    @property
-    def new(self) -> int:
-        """The number of keys, at the end, that are new in this step."""
-
-    @property
-    def window(self) -> int | None:
-        """The number of positions that a query sees, itself included; None: all before it."""
-
-    @property
-    def pads(self) -> list[int]:
-        """Leading positions of each sequence that are known to be padding."""
 
     @property
     def prefill(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slimkv.errors import MissingDependencyError, UnsupportedError
-from slimkv.versions import version_numbers
+from slimkv.versions import require_parts, version_numbers, version_text
 
 OLDEST = (0, 28)
 NEWEST_TESTED = (0, 32)
@@ -33,8 +33,7 @@ VERSION: str = vllm.__version__
 
 if version_numbers(VERSION, 2) < OLDEST:
     raise MissingDependencyError(
-        f"slimkv works in vLLM {OLDEST[0]}.{OLDEST[1]} and later, not in {VERSION}: "
-        'pip install --upgrade "slimkv[vllm]"'
+        f'slimkv works in vLLM {version_text(OLDEST)} and later, not in {VERSION}: pip install --upgrade "slimkv[vllm]"'
     )
 
 try:
@@ -61,14 +60,13 @@ try:
         SlidingWindowSpec,
     )
 
-    if not hasattr(AttentionBackend, "customize_spec"):
-        raise ImportError("AttentionBackend.customize_spec")
+    require_parts(AttentionBackend, "customize_spec")
     if "state_content_bytes" not in {f.name for f in fields(AttentionSpec)}:
         raise ImportError("AttentionSpec.state_content_bytes")
 except ImportError as error:
     raise UnsupportedError(
-        f"vLLM {VERSION} is not known to slimkv (tested are {OLDEST[0]}.{OLDEST[1]} to {NEWEST_TESTED[0]}."
-        f"{NEWEST_TESTED[1]}): it lacks {error}; install a tested version"
+        f"vLLM {VERSION} is not known to slimkv (tested are {version_text(OLDEST)} to {version_text(NEWEST_TESTED)}): "
+        f"it lacks {error}; install a tested version"
     ) from error
 
 if version_numbers(VERSION, 2) > NEWEST_TESTED:
@@ -77,39 +75,6 @@ if version_numbers(VERSION, 2) > NEWEST_TESTED:
         *NEWEST_TESTED,
         VERSION,
     )
-
-__all__ = [
-    "COLD_SPEC",
-    "CONNECTORS",
-    "CROSS_LAYER_LAYOUT",
-    "FOLDER_KEYS",
-    "IN_MEMORY_SPECS",
-    "NATIVE_OFFLOAD",
-    "TIERING_SPEC",
-    "AttentionBackend",
-    "AttentionCGSupport",
-    "AttentionImpl",
-    "AttentionMetadataBuilder",
-    "AttentionSpec",
-    "AttentionType",
-    "CommonAttentionMetadata",
-    "KVConnectorBase_V1",
-    "KVConnectorMetadata",
-    "KVConnectorRole",
-    "PageShape",
-    "Rule",
-    "dcp_group",
-    "get_current_vllm_config",
-    "is_delegated",
-    "is_supported_spec",
-    "layer_number",
-    "layout_is_chosen",
-    "logger",
-    "stock_backend",
-    "tensor_parallel_gather",
-    "tensor_parallel_rank",
-    "with_packed_bytes",
-]
 
 
 class Rule(Enum):

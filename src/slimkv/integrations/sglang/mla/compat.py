@@ -13,7 +13,8 @@ import torch
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang.compat import VERSION
 from slimkv.integrations.sglang.names import BACKEND
-from slimkv.integrations.sglang.versions import NEWEST_TESTED, text
+from slimkv.integrations.sglang.versions import NEWEST_TESTED
+from slimkv.versions import require_parts, version_text
 
 try:
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
@@ -26,16 +27,12 @@ try:
     from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    for _name in ("_concat_and_cast_mha_k", "forward_normal_prepare", "forward_absorb_core"):
-        if not hasattr(DeepseekV2AttentionMLA, _name):
-            raise ImportError(f"{DeepseekV2AttentionMLA.__name__}.{_name}")
+    require_parts(DeepseekV2AttentionMLA, "_concat_and_cast_mha_k", "forward_normal_prepare", "forward_absorb_core")
 except ImportError as error:
     raise UnsupportedError(
-        f"latent attention of SGLang {VERSION} is not known to slimkv (tested is {text(NEWEST_TESTED)}): it lacks "
-        f"{error}; install a tested version"
+        f"latent attention of SGLang {VERSION} is not known to slimkv (tested is {version_text(NEWEST_TESTED)}): "
+        f"it lacks {error}; install a tested version"
     ) from error
-
-__all__ = ["DeepseekV2AttentionMLA", "dense_attention", "register_forward_methods"]
 
 
 def register_forward_methods(ours: type, drafts: str | None) -> None:
