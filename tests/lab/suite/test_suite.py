@@ -140,7 +140,7 @@ def test_a_part_that_fails_is_reported_and_the_rest_goes_on(tiny_folder, tmp_pat
     def broken(*args, **kwargs):
         raise RuntimeError("the <positions> broke")
 
-    monkeypatch.setattr("slimkv.lab.evals.positions.measure_positions", broken)
+    monkeypatch.setattr("slimkv.lab.suite.parts.measure_positions", broken)
     words = ["suite", "smoke", str(tiny_folder), "--output", str(tmp_path / "out"), "--parts", "positions,memory",
              "--calibration", "none", "--device", "cpu"]  # fmt: skip
     done = CliRunner().invoke(app, words)

@@ -102,10 +102,8 @@ def budget(given: str, model: Any, tokens: int) -> int:
         raise InputError(f"{MEMORY}{given} is measured over whole windows: use slimkv eval positions, or a size")
     format, share = (RAW, parse_size(given[:-1]) / 100) if given.endswith("%") else (given, 1.0)
     cache = new_cache(model, format, STRICT)
-    with torch.no_grad(), attending(model, format):
-        model(torch.ones(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
     size = getattr(cache, "block_size", 1)
-    return int(bytes_per_token(cache) * (-(-tokens // size) * size) * share)
+    return int(empty_bytes_per_token(model, cache, format) * (-(-tokens // size) * size) * share)
 
 
 def takes_budget(model: Any) -> bool:
@@ -217,6 +215,14 @@ def bytes_per_token(cache: Any) -> float:
         elif getattr(layer, "keys", None) is not None:
             total += sum(BF16_BYTES * x.shape[1] * x.shape[-1] for x in (layer.keys, layer.values))
     return total
+
+
+@torch.no_grad()
+def empty_bytes_per_token(model: Any, cache: Any, format: str) -> float:
+    """``bytes_per_token`` of an empty cache of ``format``, after the model has read a token into it."""
+    with attending(model, format):
+        model(torch.ones(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    return bytes_per_token(cache)
 
 
 class Stopwatch:

@@ -10,7 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from slimkv.formats import DEFAULT_FORMAT
-from slimkv.lab.evals.harness import MEMORY, RAW, WITH_CALIBRATION, Progress, bytes_per_token, takes_budget
+from slimkv.lab.evals.acceptance import measure_acceptance
+from slimkv.lab.evals.agreement import measure_agreement
+from slimkv.lab.evals.harness import (
+    MEMORY,
+    RAW,
+    STRICT,
+    WITH_CALIBRATION,
+    Progress,
+    empty_bytes_per_token,
+    takes_budget,
+)
+from slimkv.lab.evals.needle import measure_needle
+from slimkv.lab.evals.positions import measure_positions
 from slimkv.lab.suite.settings import SMOKE, TRANSFORMERS, VLLM, SuiteSettings
 from slimkv.lab.suite.tasks import TASKS
 from slimkv.lab.suite.workbench import Workbench
@@ -102,9 +114,6 @@ def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
         )
 
     def run(bench: Workbench, progress: Progress) -> Data:
-        from slimkv.lab.evals.agreement import measure_agreement
-        from slimkv.lab.evals.texts import token_windows
-
         losses: dict[str, list[float]] = {}
         counts: list[int] = []
 
@@ -114,22 +123,13 @@ def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
             if format == RAW:
                 counts.extend(len(block) for block in blocks)
 
-        windows = token_windows(bench.tokenizer, bench.text, count, tokens)
-        packed = [kind.name for kind in bench.kinds()[1:]]
-        report = measure_agreement(
-            bench.loaded.model, windows, packed, name=settings.model, progress=progress,
-            calibration=_used(bench, packed), observe=observe,
-        )  # fmt: skip
-        return {**asdict(report), "block_losses": losses, "block_tokens": counts}
+        windows = bench.windows(count, tokens)
+        report = bench.measured(measure_agreement, windows, progress=progress, observe=observe)
+        return {**report, "block_losses": losses, "block_tokens": counts}
 
     given = {"formats": settings.formats, "windows": count, "tokens": tokens, "text": bench.text_digest}
     weight = _reading(settings, count * tokens)
     return [Part("agreement", "agreement", "perplexity, agreement, KL divergence", given, weight, run)]
-
-
-def _used(bench: Workbench, names: list[str]) -> Any:
-    """The calibration, if one of the formats is marked as calibrated; otherwise all of them would use it."""
-    return bench.calibration if any(name.endswith(WITH_CALIBRATION) for name in names) else None
 
 
 def _positions(bench: Workbench, notes: list[str]) -> list[Part]:
@@ -137,18 +137,8 @@ def _positions(bench: Workbench, notes: list[str]) -> list[Part]:
     tokens = _window(bench, settings.size.position_tokens, "positions", notes)
 
     def run(bench: Workbench, progress: Progress) -> Data:
-        from slimkv.lab.evals.positions import measure_positions
-        from slimkv.lab.evals.texts import token_windows
-
-        windows = token_windows(bench.tokenizer, bench.text, 1, tokens)
-        packed = [kind.name for kind in bench.kinds()[1:]]
-        if takes_budget(bench.loaded.model):
-            packed.append(BUDGET)
-        report = measure_positions(
-            bench.loaded.model, windows, packed, name=settings.model, calibration=_used(bench, packed),
-            progress=progress,
-        )  # fmt: skip
-        return asdict(report)
+        more = [BUDGET] if takes_budget(bench.loaded.model) else []
+        return bench.measured(measure_positions, bench.windows(1, tokens), progress=progress, more=more)
 
     given = {"formats": [*settings.formats, BUDGET], "tokens": tokens, "text": bench.text_digest}
     weight = _reading(settings, tokens * (1 + tokens / 8192))
@@ -160,15 +150,8 @@ def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
 
     def at(context: int) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
-            from slimkv.lab.evals.harness import STRICT
-            from slimkv.lab.evals.needle import measure_needle
-
-            packed = [kind.name for kind in bench.kinds()[1:]]
-            report = measure_needle(
-                bench.loaded.model, bench.tokenizer, bench.text, packed, contexts=[context], depths=depths,
-                name=settings.model, mode=STRICT, progress=progress, calibration=_used(bench, packed),
-            )  # fmt: skip
-            return asdict(report)
+            asked = {"contexts": [context], "depths": depths, "mode": STRICT}
+            return bench.measured(measure_needle, bench.tokenizer, bench.text, progress=progress, **asked)
 
         given = {"formats": settings.formats, "context": context, "depths": depths, "text": bench.text_digest}
         weight = _reading(settings, 4 * len(depths) * (context + 100))
@@ -270,16 +253,7 @@ def _drafts(bench: Workbench, notes: list[str]) -> list[Part]:
     count = max(1, min(size.windows, 8, bench.text_tokens // tokens))
 
     def run(bench: Workbench, progress: Progress) -> Data:
-        from slimkv.lab.evals.acceptance import measure_acceptance
-        from slimkv.lab.evals.texts import token_windows
-
-        windows = token_windows(bench.tokenizer, bench.text, count, tokens)
-        packed = [kind.name for kind in bench.kinds()[1:]]
-        report = measure_acceptance(
-            bench.loaded.model, windows, packed, new_tokens=new, name=settings.model, progress=progress,
-            calibration=_used(bench, packed),
-        )  # fmt: skip
-        return asdict(report)
+        return bench.measured(measure_acceptance, bench.windows(count, tokens), progress=progress, new_tokens=new)
 
     given = {
         "formats": settings.formats, "windows": count, "tokens": tokens, "new_tokens": new, "text": bench.text_digest,
@@ -297,33 +271,19 @@ def _generate(bench: Workbench, notes: list[str]) -> list[Part]:
     def run(bench: Workbench, progress: Progress) -> Data:
         from slimkv.lab.bench.generate import GenerateSettings, time_generation
 
-        packed = tuple(kind.name for kind in bench.kinds()[1:])
         wanted = GenerateSettings(
-            model=settings.model, context=context, new_tokens=new, rounds=rounds, formats=packed, dtype=settings.dtype,
-            device=settings.device,
+            model=settings.model, context=context, new_tokens=new, rounds=rounds, formats=tuple(bench.packed),
+            dtype=settings.dtype, device=settings.device,
         )  # fmt: skip
         model = bench.loaded.model
-        report = asdict(time_generation(wanted, model, _used(bench, list(packed))))
+        report = asdict(time_generation(wanted, model, bench.used_calibration))
         del report["run"]  # the whole run has one
-        cache_bytes = {}
-        for kind in bench.kinds():
-            cache_bytes[kind.name] = _one_token_bytes(model, kind)
-        return {**report, "bytes_per_token": cache_bytes}
+        sizes = {x.name: empty_bytes_per_token(model, x.new(model, STRICT), x.format) for x in bench.kinds()}
+        return {**report, "bytes_per_token": sizes}
 
     given = {"formats": settings.formats, "context": context, "new_tokens": new, "rounds": rounds}
     weight = _reading(settings, rounds * (context + 25.0 * (2 * new + 2)))
     return [Part("generate", "generate", f"decoding speed at {context:,} tokens", given, weight, run)]
-
-
-def _one_token_bytes(model: Any, kind: Any) -> float:
-    import torch
-
-    from slimkv.lab.evals.harness import STRICT, attending
-
-    cache = kind.new(model, STRICT)
-    with attending(model, kind.format), torch.no_grad():
-        model(torch.ones(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
-    return bytes_per_token(cache)
 
 
 def _attend(bench: Workbench, notes: list[str]) -> list[Part]:

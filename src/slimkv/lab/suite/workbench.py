@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from slimkv.calibration import Calibration
 from slimkv.calibration.identity import folder_digest
 from slimkv.errors import InputError
 from slimkv.lab.evals.harness import RAW, STOCK, WITH_CALIBRATION, CacheKind, Progress, cache_kinds
-from slimkv.lab.evals.texts import load_text
+from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.lab.suite.settings import AUTO, NO_CALIBRATION, SuiteSettings
 from slimkv.lab.suite.tasks import TaskMaker
 
@@ -125,15 +129,39 @@ class Workbench:
         """Drops the formats that need a calibration."""
         self.formats = tuple(f for f in self.formats if not f.endswith(WITH_CALIBRATION))
 
+    @property
+    def used_calibration(self) -> Calibration | None:
+        """The calibration, if a format is marked as calibrated; otherwise all of them would use it."""
+        return self.calibration if any(name.endswith(WITH_CALIBRATION) for name in self.formats) else None
+
+    @property
+    def packed(self) -> list[str]:
+        """The names of the packed caches."""
+        return [format for format in self.formats if format != RAW]
+
     def kinds(self) -> list[CacheKind]:
         """The caches to measure, the stock one first."""
-        names = [format for format in self.formats if format != RAW]
-        used = self.calibration if any(name.endswith(WITH_CALIBRATION) for name in names) else None
-        return [STOCK, *cache_kinds(names, used)]
+        return [STOCK, *cache_kinds(self.packed, self.used_calibration)]
 
     def kind(self, format: str) -> CacheKind:
         """The cache called ``format``."""
         return next(kind for kind in self.kinds() if kind.name == format)
+
+    # -- measuring ---------------------------------------------------------------------------------------------------
+
+    def windows(self, count: int, tokens: int) -> Tensor:
+        """Windows of the text, int64 [count, tokens]."""
+        return token_windows(self.tokenizer, self.text, count, tokens)
+
+    def measured(
+        self, measure: Callable[..., Any], *inputs: Any, progress: Progress, more: Sequence[str] = (), **options: Any
+    ) -> dict[str, Any]:
+        """What an eval, ``measure(model, *inputs, formats)``, reports of the packed caches and of ``more``."""
+        report = measure(
+            self.loaded.model, *inputs, [*self.packed, *more], name=self.settings.model, progress=progress,
+            calibration=self.used_calibration, **options,
+        )  # fmt: skip
+        return asdict(report)
 
     # -- what a stored result belongs to -----------------------------------------------------------------------------
 

@@ -48,18 +48,41 @@ DEVICE bool team_any(bool p, int number, int threads) {
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
 
-// Byte i of the result is byte s_i of (a, b); with bit 3 of s_i set, the sign of that byte eight times.
-DEVICE u32 prmt(u32 a, u32 b, u32 s) {
-  u32 r;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s));
-  return r;
-}
+// Functions that are one instruction of two or three words, or of one float.
+#define SLIMKV_OF_2(name, instruction) \
+  DEVICE u32 name(u32 a, u32 b) { \
+    u32 r; \
+    asm(instruction " %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); \
+    return r; \
+  }
+#define SLIMKV_OF_3(name, T, instruction) \
+  DEVICE T name(u32 a, u32 b, T c) { \
+    T r; \
+    asm(instruction " %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); \
+    return r; \
+  }
+#define SLIMKV_OF_FLOAT(name, instruction) \
+  DEVICE float name(float x) { \
+    float r; \
+    asm(instruction " %0, %1;" : "=f"(r) : "f"(x)); \
+    return r; \
+  }
+
+// Byte i of the result is byte s_i of (a, b), s the third operand; with bit 3 of s_i set, the sign of that byte eight times.
+SLIMKV_OF_3(prmt, u32, "prmt.b32")
 // The bits of a where the mask has ones, those of b elsewhere: one instruction, which compilers do not find for a constant mask.
 DEVICE u32 bit_select(u32 mask, u32 a, u32 b) {
   u32 r;
   asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
   return r;
 }
+
+// Fast ones, accurate to a few units in the last place.
+SLIMKV_OF_FLOAT(exp2_approx, "ex2.approx.ftz.f32")
+SLIMKV_OF_FLOAT(log2_approx, "lg2.approx.ftz.f32")
+SLIMKV_OF_FLOAT(rcp_approx, "rcp.approx.ftz.f32")
+SLIMKV_OF_FLOAT(rsqrt_approx, "rsqrt.approx.ftz.f32")
+DEVICE float tanh_of(float x) { return tanhf(x); }
 
 // Single IEEE operations, never contracted.
 DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
@@ -70,16 +93,14 @@ DEVICE float div_rn(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float sqrt_rn(float a) { return __fsqrt_rn(a); }
 // The same without branches, for normal numbers whose quotient and remainders are normal: correctly rounded as well.
 DEVICE float div_rn_normal(float a, float b) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+  float r = rcp_approx(b);
   r = __fmaf_rn(r, __fmaf_rn(-b, r, 1.0f), r);
   float q = __fmul_rn(a, r);
   q = __fmaf_rn(r, __fmaf_rn(-b, q, a), q);
   return __fmaf_rn(r, __fmaf_rn(-b, q, a), q);
 }
 DEVICE float sqrt_rn_normal(float x) {
-  float r;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  const float r = rsqrt_approx(x);
   float s = __fmul_rn(x, r);
   return __fmaf_rn(__fmaf_rn(-s, s, x), __fmul_rn(r, 0.5f), s);
 }
@@ -105,24 +126,6 @@ DEVICE float min_f32(float a, float b) { return fminf(a, b); }
 DEVICE int min_i32(int a, int b) { return min(a, b); }
 DEVICE int max_i32(int a, int b) { return max(a, b); }
 DEVICE u32 max_u32(u32 a, u32 b) { return max(a, b); }
-
-// Fast ones, accurate to a few units in the last place.
-DEVICE float exp2_approx(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-DEVICE float log2_approx(float x) {
-  float r;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-DEVICE float rcp_approx(float x) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-DEVICE float tanh_of(float x) { return tanhf(x); }
 
 // 16-bit floats as bits.
 DEVICE float f16_to_f32(u32 bits) {
@@ -184,63 +187,28 @@ DEVICE u32 pack_bf16x2(float low, float high) {
 }
 // Pair by pair the larger magnitude, with any sign; NaN if there is one.
 #if __CUDA_ARCH__ >= 860
-DEVICE u32 max_abs_f16x2(u32 a, u32 b) {
-  u32 r;
-  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-DEVICE u32 max_abs_bf16x2(u32 a, u32 b) {
-  u32 r;
-  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
+SLIMKV_OF_2(max_abs_f16x2, "max.NaN.xorsign.abs.f16x2")
+SLIMKV_OF_2(max_abs_bf16x2, "max.NaN.xorsign.abs.bf16x2")
 #else
-DEVICE u32 max_abs_f16x2(u32 a, u32 b) {
-  u32 r;
-  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a & 0x7FFF7FFFu), "r"(b & 0x7FFF7FFFu));
-  return r;
-}
-DEVICE u32 max_abs_bf16x2(u32 a, u32 b) {
-  u32 r;
-  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a & 0x7FFF7FFFu), "r"(b & 0x7FFF7FFFu));
-  return r;
-}
+SLIMKV_OF_2(max_f16x2, "max.NaN.f16x2")
+SLIMKV_OF_2(max_bf16x2, "max.NaN.bf16x2")
+DEVICE u32 max_abs_f16x2(u32 a, u32 b) { return max_f16x2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu); }
+DEVICE u32 max_abs_bf16x2(u32 a, u32 b) { return max_bf16x2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu); }
 #endif
 // Pair by pair, rounded once, down to the smallest denormal numbers; the sum with -0 is the product with its sign.
-DEVICE u32 mul_f16x2(u32 a, u32 b) {
-  u32 r;
-  asm("{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.f16x2 %0, %1, %2, z;}" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-DEVICE u32 mul_bf16x2(u32 a, u32 b) {
-  u32 r;
-  asm("{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 %0, %1, %2, z;}" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-DEVICE u32 max_u16x2(u32 a, u32 b) {
+SLIMKV_OF_3(fma_f16x2, u32, "fma.rn.f16x2")
+SLIMKV_OF_3(fma_bf16x2, u32, "fma.rn.bf16x2")
+SLIMKV_OF_2(sub_f16x2, "sub.rn.f16x2")
+DEVICE u32 mul_f16x2(u32 a, u32 b) { return fma_f16x2(a, b, 0x80008000u); }
+DEVICE u32 mul_bf16x2(u32 a, u32 b) { return fma_bf16x2(a, b, 0x80008000u); }
+DEVICE u32 sub_bf16x2(u32 a, u32 b) { return fma_bf16x2(b, 0xBF80BF80u, a); }
 #if __CUDA_ARCH__ >= 900
-  u32 r;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
+SLIMKV_OF_2(max_u16x2, "max.u16x2")
 #else
-  return max(a & 0xFFFFu, b & 0xFFFFu) | max(a, b) & 0xFFFF0000u;  // the larger word has the larger high half
+DEVICE u32 max_u16x2(u32 a, u32 b) {  // the larger word has the larger high half
+  return max(a & 0xFFFFu, b & 0xFFFFu) | max(a, b) & 0xFFFF0000u;
+}
 #endif
-}
-DEVICE u32 sub_bf16x2(u32 a, u32 b) {
-  u32 r;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(b), "r"(0xBF80BF80u), "r"(a));
-  return r;
-}
-DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
-  u32 r;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
-DEVICE u32 sub_f16x2(u32 a, u32 b) {
-  u32 r;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
 
 // Within a warp.
 DEVICE u32 shfl_xor(u32 x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
@@ -289,27 +257,12 @@ DEVICE void ldmatrix_x4_trans(u32 (&m)[4], u32 address) {
 }
 
 // c plus the four products of the bytes of a and b.
-DEVICE u32 dp4a_u8(u32 a, u32 b, u32 c) {
-  u32 r;
-  asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
+SLIMKV_OF_3(dp4a_u8, u32, "dp4a.u32.u32")
+SLIMKV_OF_3(dp4a_u8_s8, i32, "dp4a.u32.s32")
+SLIMKV_OF_3(dp4a_s8, i32, "dp4a.s32.s32")
 // x >> 16, on the units that multiply: logic is what unpacking has too little of.
-DEVICE u32 high_half(u32 x) {
-  u32 r;
-  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0x0100u), "r"(0u));
-  return r;
-}
-DEVICE i32 dp4a_u8_s8(u32 a, u32 b, i32 c) {
-  i32 r;
-  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
-DEVICE i32 dp4a_s8(u32 a, u32 b, i32 c) {
-  i32 r;
-  asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
+SLIMKV_OF_3(dp2a_low, u32, "dp2a.lo.u32.u32")
+DEVICE u32 high_half(u32 x) { return dp2a_low(x, 0x0100u, 0u); }
 
 // c += A B, A 16 x k row by row, B k x 8 column by column, in the lanes' fragments (see docs/design/page-format.md).
 #define SLIMKV_MMA(name, types) \
