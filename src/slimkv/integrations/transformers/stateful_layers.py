@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 
 from torch import Tensor
@@ -40,10 +41,10 @@ class PackedIndexedLayer(PackedLayer):
         super().lazy_initialization(key_states, value_states)
         self.companion.device = self.device
 
-    def reset(self) -> None:
-        """See ``PackedLayer``."""
-        super().reset()
-        self.companion.reset()
+    def _both(self, name: str, *args: Any) -> None:
+        """A method of the packed layer, then of the companion."""
+        getattr(PackedLayer, name)(self, *args)
+        getattr(self.companion, name)(*args)
 
     def crop(self, tokens_to_remove: int) -> None:
         """See ``PackedLayer``."""
@@ -51,31 +52,17 @@ class PackedIndexedLayer(PackedLayer):
         if self.is_initialized:
             self.companion.crop(tokens_to_remove)
 
-    def offload(self) -> None:
-        """See ``PackedLayer``."""
-        super().offload()
-        self.companion.offload()
-
     def prefetch(self) -> None:
         """See ``PackedLayer``."""
         super().prefetch()
         if self.is_initialized:
             self.companion.prefetch()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """See ``PackedLayer``."""
-        super().reorder_cache(beam_idx)
-        self.companion.reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """See ``PackedLayer``."""
-        super().batch_repeat_interleave(repeats)
-        self.companion.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """See ``PackedLayer``."""
-        super().batch_select_indices(indices)
-        self.companion.batch_select_indices(indices)
+    reset = partialmethod(_both, "reset")
+    offload = partialmethod(_both, "offload")
+    reorder_cache = partialmethod(_both, "reorder_cache")
+    batch_repeat_interleave = partialmethod(_both, "batch_repeat_interleave")
+    batch_select_indices = partialmethod(_both, "batch_select_indices")
 
 
 def _extras(companion: Any) -> set[str]:
@@ -111,30 +98,16 @@ class PackedHybridLayer(LinearAttentionLayer, PackedLayer):
         """See ``PackedLayer``."""
         return self.packed.get_max_length(self)
 
-    def offload(self) -> None:
-        """See ``PackedLayer``."""
-        self.packed.offload(self)
-        LinearAttentionLayer.offload(self)
+    def _both(self, name: str, *args: Any) -> None:
+        """A method of the linear states, which may refuse it, then of the packed part."""
+        getattr(LinearAttentionLayer, name)(self, *args)
+        getattr(self.packed, name)(self, *args)
 
-    def prefetch(self) -> None:
-        """See ``PackedLayer``."""
-        self.packed.prefetch(self)
-        LinearAttentionLayer.prefetch(self)
-
-    def reset(self) -> None:
-        """See ``PackedLayer``."""
-        LinearAttentionLayer.reset(self)
-        self.packed.reset(self)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """See ``PackedLayer``; recurrent states raise, because they cannot be cropped."""
-        LinearAttentionLayer.crop(self, tokens_to_remove)
-        self.packed.crop(self, tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """See ``PackedLayer``."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        self.packed.reorder_cache(self, beam_idx)
+    offload = partialmethod(_both, "offload")
+    prefetch = partialmethod(_both, "prefetch")
+    reset = partialmethod(_both, "reset")
+    crop = partialmethod(_both, "crop")
+    reorder_cache = partialmethod(_both, "reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See ``PackedLayer``."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -341,47 +341,65 @@ def _ends_when_asked() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class Figure(NamedTuple):
+    """A figure of a system: its column in the table, where it is, and its name among ratios to the unquantised cache.
+
+    Without a column or a ratio where that is empty.
+    """
+
+    column: str
+    path: tuple[str, ...]
+    format: str
+    ratio: str = ""
+
+
+FIGURES = (
+    Figure("KV tokens", ("kv_tokens",), "{:,.0f}", "kv_tokens"),
+    Figure("start s", ("start_seconds",), "{:.1f}"),
+    Figure("prefill s", ("decode", "prefill_seconds"), "{:.2f}", "prefill_seconds"),
+    Figure("decode tok/s", ("decode", "decode_tokens_per_second"), "{:,.0f}", "decode_tokens_per_second"),
+    Figure("acceptance", ("decode", "acceptance_length"), "{:.2f}", "acceptance_length"),
+    Figure("held", ("full", "requests"), "{:.0f}", "full_requests"),
+    Figure("full tok/s", ("full", "decode_tokens_per_second"), "{:,.0f}", "full_tokens_per_second"),
+    Figure("recompute s", ("offload", "recompute_seconds"), "{:.3f}"),
+    Figure("from host s", ("offload", "host_seconds"), "{:.3f}", "offload_host_seconds"),
+    Figure("in cache s", ("offload", "cached_seconds"), "{:.3f}"),
+    Figure("short: recompute s", ("offload", "short", "recompute_seconds"), "{:.3f}"),
+    Figure("from host s", ("offload", "short", "host_seconds"), "{:.3f}", "offload_short_host_seconds"),
+    Figure("", ("offload", "load_bytes"), "", "offload_load_bytes"),
+    Figure("copy s", ("offload", "load_seconds"), "{:.4f}", "offload_load_seconds"),
+    Figure("hits", ("sessions", "hit_share"), "{:.1%}", "sessions_hit_share"),
+    Figure("recomputed", ("sessions", "recomputed_tokens"), "{:,.0f}", "sessions_recomputed_tokens"),
+    *(
+        Figure(column, (phase, name), shape, f"{phase}_{name}")
+        for column, phase, name, shape in (
+            ("sessions: TTFT p50 s", "sessions", "time_to_first_token_p50", "{:.3f}"),
+            ("TTFT p99 s", "sessions", "time_to_first_token_p99", "{:.3f}"),
+            ("tok/s", "sessions", "output_tokens_per_second", "{:,.0f}"),
+            ("TTFT p50 s", "poisson", "time_to_first_token_p50", "{:.3f}"),
+            ("TTFT p99 s", "poisson", "time_to_first_token_p99", "{:.3f}"),
+            ("TPOT p50 s", "poisson", "time_per_output_token_p50", "{:.4f}"),
+            ("TPOT p99 s", "poisson", "time_per_output_token_p99", "{:.4f}"),
+        )
+    ),
+)
+
+
 def over_stock(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Each system's figures relative to the unquantised cache in the same run (start-up: difference in seconds)."""
     stock = next((name for name in systems if name.partition(":")[0] in DTYPES.values()), "")
     base = systems.get(stock)
     if base is None:
         return {}
-    paths = {
-        "kv_tokens": ("kv_tokens",),
-        "decode_tokens_per_second": ("decode", "decode_tokens_per_second"),
-        "prefill_seconds": ("decode", "prefill_seconds"),
-        "acceptance_length": ("decode", "acceptance_length"),
-        "offload_host_seconds": ("offload", "host_seconds"),
-        "offload_short_host_seconds": ("offload", "short", "host_seconds"),
-        "offload_load_bytes": ("offload", "load_bytes"),
-        "offload_load_seconds": ("offload", "load_seconds"),
-        "full_requests": ("full", "requests"),
-        "full_tokens_per_second": ("full", "decode_tokens_per_second"),
-        **{
-            f"sessions_{name}": ("sessions", name)
-            for name in (
-                "hit_share",
-                "recomputed_tokens",
-                "time_to_first_token_p50",
-                "time_to_first_token_p99",
-                "output_tokens_per_second",
-            )
-        },
-        "poisson_time_to_first_token_p50": ("poisson", "time_to_first_token_p50"),
-        "poisson_time_to_first_token_p99": ("poisson", "time_to_first_token_p99"),
-        "poisson_time_per_output_token_p50": ("poisson", "time_per_output_token_p50"),
-        "poisson_time_per_output_token_p99": ("poisson", "time_per_output_token_p99"),
-    }
     out: dict[str, dict[str, float]] = {}
     for name, system in systems.items():
         if name == stock:
             continue
         row = {}
-        for label, path in paths.items():
-            ours, theirs = _at(system, path), _at(base, path)
-            if ours is not None and theirs:
-                row[label] = ours / theirs
+        for figure in FIGURES:
+            ours, theirs = _at(system, figure.path), _at(base, figure.path)
+            if figure.ratio and ours is not None and theirs:
+                row[figure.ratio] = ours / theirs
         if "start_seconds" in system and "start_seconds" in base:
             row["start_seconds_more"] = system["start_seconds"] - base["start_seconds"]
         out[name] = row
@@ -395,37 +413,12 @@ def _at(system: dict[str, Any], path: tuple[str, ...]) -> float | None:
     return value
 
 
-COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("KV tokens", ("kv_tokens",), "{:,.0f}"),
-    ("start s", ("start_seconds",), "{:.1f}"),
-    ("prefill s", ("decode", "prefill_seconds"), "{:.2f}"),
-    ("decode tok/s", ("decode", "decode_tokens_per_second"), "{:,.0f}"),
-    ("acceptance", ("decode", "acceptance_length"), "{:.2f}"),
-    ("held", ("full", "requests"), "{:.0f}"),
-    ("full tok/s", ("full", "decode_tokens_per_second"), "{:,.0f}"),
-    ("recompute s", ("offload", "recompute_seconds"), "{:.3f}"),
-    ("from host s", ("offload", "host_seconds"), "{:.3f}"),
-    ("in cache s", ("offload", "cached_seconds"), "{:.3f}"),
-    ("short: recompute s", ("offload", "short", "recompute_seconds"), "{:.3f}"),
-    ("from host s", ("offload", "short", "host_seconds"), "{:.3f}"),
-    ("copy s", ("offload", "load_seconds"), "{:.4f}"),
-    ("hits", ("sessions", "hit_share"), "{:.1%}"),
-    ("recomputed", ("sessions", "recomputed_tokens"), "{:,.0f}"),
-    ("sessions: TTFT p50 s", ("sessions", "time_to_first_token_p50"), "{:.3f}"),
-    ("TTFT p99 s", ("sessions", "time_to_first_token_p99"), "{:.3f}"),
-    ("tok/s", ("sessions", "output_tokens_per_second"), "{:,.0f}"),
-    ("TTFT p50 s", ("poisson", "time_to_first_token_p50"), "{:.3f}"),
-    ("TTFT p99 s", ("poisson", "time_to_first_token_p99"), "{:.3f}"),
-    ("TPOT p50 s", ("poisson", "time_per_output_token_p50"), "{:.4f}"),
-    ("TPOT p99 s", ("poisson", "time_per_output_token_p99"), "{:.4f}"),
-)
-
-
 def table_rows(report: ServeReport) -> list[list[str]]:
     """A header and a row per system; a dash for a missing figure; empty columns are left out."""
-    rows = [["cache", *(name for name, _, _ in COLUMNS)]]
+    columns = [figure for figure in FIGURES if figure.column]
+    rows = [["cache", *(figure.column for figure in columns)]]
     for name, system in report.systems.items():
-        values = [(_at(system, path), fmt) for _, path, fmt in COLUMNS]
+        values = [(_at(system, figure.path), figure.format) for figure in columns]
         rows.append([name, *("-" if value is None else fmt.format(value) for value, fmt in values)])
     measured = [i for i in range(len(rows[0])) if i < 2 or any(row[i] != "-" for row in rows[1:])]
     return [[row[i] for i in measured] for row in rows]
