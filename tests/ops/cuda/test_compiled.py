@@ -92,7 +92,7 @@ def _store(layout: PageLayout, name: str) -> Iterator[Kernel]:
     rows = (torch.bfloat16, True)
     for few in (False, True):
         for query_aware in (0, 1):
-            if store.format_refusal(layout) is None and layout.spec.key.kind == layout.spec.value.kind:
+            if store.format_refusal(layout) is None and store.in_tiles(layout):
                 plan = store._plan(layout, torch.device("cpu"), rows, rows, True, few, query_aware)
                 yield Kernel(
                     f"store-{name}-{few}-{query_aware}", plan.source, dict(plan.defines), plan.threads, plan.shared,

@@ -44,7 +44,8 @@ def taken(case: Case, shaped: bool = False) -> bool:
     """Whether a kernel takes it: in tiles, or vector by vector."""
     if case.policy != "norm" or store_cuda.format_refusal(case.layout) is not None:
         return False
-    return store_cuda.in_tiles(case.layout) or (not shaped and format_refusal(case.layout) is None)
+    by_vector = format_refusal(case.layout, any_size="fp8" in case.format) is None
+    return store_cuda.in_tiles(case.layout) or (not shaped and by_vector)
 
 
 def check(case: Case, shaped: bool = False, run=emulate, device: torch.device = CPU, times: int = 1) -> None:

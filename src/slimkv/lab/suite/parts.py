@@ -150,8 +150,10 @@ def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
 
     def at(context: int) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
-            asked = {"contexts": [context], "depths": depths, "mode": STRICT}
-            return bench.measured(measure_needle, bench.tokenizer, bench.text, progress=progress, **asked)
+            return bench.measured(
+                measure_needle, bench.tokenizer, bench.text,
+                contexts=[context], depths=depths, mode=STRICT, progress=progress,
+            )  # fmt: skip
 
         given = {"formats": settings.formats, "context": context, "depths": depths, "text": bench.text_digest}
         weight = _reading(settings, 4 * len(depths) * (context + 100))

@@ -19,9 +19,10 @@ WARPS = 4  # of a block
 
 
 @cache
-def format_refusal(layout: PageLayout) -> str | None:
-    """Why it does not take pages of this layout, or None."""
-    if not isinstance(layout.spec, LatentSpec) and max(layout.spec.key_dim, layout.spec.value_dim) <= LARGEST_TILE_DIM:
+def format_refusal(layout: PageLayout, any_size: bool = False) -> str | None:
+    """Why it does not take pages of this layout, or None. ``any_size``: also of heads that are not large."""
+    small = max(layout.spec.key_dim, layout.spec.value_dim) <= LARGEST_TILE_DIM
+    if small and not any_size and not isinstance(layout.spec, LatentSpec):
         return f"it takes latents, and K and V of head sizes beyond {LARGEST_TILE_DIM}; triton takes others"
     for side in (layout.key, layout.value):
         kind, dim = side.format.kind, side.dim

@@ -33,7 +33,7 @@ _SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what
 
 
 def supports(request: StoreRequest) -> str | None:
-    """Blocks of at least a tile; Lloyd-Max codes and fp8 of head sizes up to 256, what ``vectors`` takes beyond."""
+    """Blocks of at least a tile; Lloyd-Max codes of head sizes up to 256, and what ``vectors`` takes."""
     layout = request.layout
     if layout.block_size == 1:
         return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
@@ -52,7 +52,7 @@ def format_refusal(layout: PageLayout) -> str | None:
 @cache
 def in_tiles(layout: PageLayout) -> bool:
     """Whether warps process tiles of 16 tokens rather than single vectors."""
-    return all(side.format.kind != Kind.RAW and side.dim <= LARGEST_DIM for side in (layout.key, layout.value))
+    return all(side.format.kind == Kind.LLOYD and side.dim <= LARGEST_DIM for side in (layout.key, layout.value))
 
 
 def fuses_offset(request: StoreRequest) -> bool:
@@ -180,25 +180,21 @@ def _plan(
         own |= {"CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero}
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
         point_side(side_args, side, constants, tensors)
-        if side.format.kind == Kind.LLOYD:
-            used = 2 * cell_zero + 8 * len(tensors[2])
-            if query_aware and prefix == "K":
-                by_cell = 2 * cell_zero * (16 if cell_records else 4)
-                used += by_cell if side.format.bits <= 4 or cell_records else 4 << side.format.bits
-                used = -(-used // 16) * 16
-                used += rounding_warps * _query_aware_bytes(side.dim)
-                used += side.dim * (side.dim + 16) if shared_weights else 0
-            if together and _by_slices(side):
-                used += _slice_bytes(side.dim)
-            used += (
-                8 * TILE_TOKENS * split if together or query_aware else 15 + warps * _row_bytes(side.dim, groups, dtype)
-            )
-            shared = shared + used if query_aware else max(shared, used)
+        used = 2 * cell_zero + 8 * len(tensors[2])
+        if query_aware and prefix == "K":
+            by_cell = 2 * cell_zero * (16 if cell_records else 4)
+            used += by_cell if side.format.bits <= 4 or cell_records else 4 << side.format.bits
+            used = -(-used // 16) * 16
+            used += rounding_warps * _query_aware_bytes(side.dim)
+            used += side.dim * (side.dim + 16) if shared_weights else 0
+        if together and _by_slices(side):
+            used += _slice_bytes(side.dim)
+        used += 8 * TILE_TOKENS * split if together or query_aware else 15 + warps * _row_bytes(side.dim, groups, dtype)
+        shared = shared + used if query_aware else max(shared, used)
         warps = 2 * rounding_warps if query_aware else max(warps, split)
         tables += tensors
     tiles_per_block = 1 if together else warps
-    wide = max(layout.spec.key_dim, layout.spec.value_dim) > 128
-    lean = not wide and all(side.format.kind == Kind.LLOYD for _, side, *_ in sides)
+    lean = max(layout.spec.key_dim, layout.spec.value_dim) <= 128
     blocks = 16 // warps if query_aware and lean and not few else 4 if lean else 2
     if together and lean and warps > 4 and not all(_by_slices(side) for _, side, *_ in sides):
         blocks = 2  # the other side needs more registers
@@ -261,14 +257,12 @@ def _by_slices(side: SideLayout) -> bool:
     """Whether few tokens have a warp for every slice: ``ONE_SLICE`` of store/format.cuh."""
     slices = side.dim // SLICE_DIMS
     whole_words = slices % _slices_of_word(side) == 0
-    return side.format.kind == Kind.LLOYD and side.format.bits > 4 and slices in (2, 4, 8) and whole_words
+    return side.format.bits > 4 and slices in (2, 4, 8) and whole_words
 
 
 def _slices_per_warp(side: SideLayout) -> int:
     """A tile is shared by up to four warps, each with whole words of every plane, or by one for each slice."""
     slices, share = side.dim // SLICE_DIMS, _slices_of_word(side)
-    if side.format.kind != Kind.LLOYD:
-        return slices
     if _by_slices(side):
         return 1
     return next((n for n in range(share, slices, share) if slices % n == 0 and slices // n <= 4), slices)

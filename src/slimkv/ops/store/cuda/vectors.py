@@ -1,4 +1,4 @@
-"""store in CUDA C++, a warp per vector: latents, large head sizes and raw sides."""
+"""store in CUDA C++, a warp per vector: latents, large head sizes, fp8 and raw sides."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ _BLOCKS = 4  # of a multiprocessor
 def refusal(request: StoreRequest) -> str | None:
     """Why it does not take the request, or None: Lloyd-Max and fp8 of up to 512, and raw sides; nearest rounding."""
     if request.query_aware is not None:
-        return "beside raw sides and beyond a head size of 256 it rounds to the nearest; triton is query-aware there"
-    return refuses_raw_dtype(request) or format_refusal(request.layout)
+        return "with fp8 or raw sides and beyond head sizes of 256 it rounds to the nearest; triton is query-aware"
+    fp8 = Kind.FP8 in (request.layout.spec.key.kind, request.layout.spec.value.kind)
+    return refuses_raw_dtype(request) or format_refusal(request.layout, any_size=fp8)
 
 
 def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Structure]:

@@ -135,7 +135,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>&
 #pragma unroll
     for (int j = 0; j < F::TOKENS; j++)
       if (shfl((u32)empty, token_of<F>(lane, j))) codes.erase(j);
-  store_planes<F, PAGE_TOKENS, true>(codes, field, pages, args.page_stride, slots, lane, part);
+  store_planes<F, PAGE_TOKENS>(codes, field, pages, args.page_stride, slots, lane, part);
 }
 
 // What makes a sum of short integers a number of cells, in units of the smallest float.

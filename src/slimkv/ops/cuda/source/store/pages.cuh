@@ -227,16 +227,16 @@ template <class F, int PAGE_TOKENS> DEVICE void store_tokens(const CodePlanes<F>
   }
 }
 
-// Codes, and by lanes 0 .. 15 a field of each token (none: FIELDS_TOO is false). A whole tile lies in one page.
-template <class F, int PAGE_TOKENS, bool FIELDS_TOO> DEVICE void store_planes(const CodePlanes<F>& codes, u32 field,
-    u8* pages, i64 page_stride, Slots s, int lane, int part) {
+// Codes, and by lanes 0 .. 15 a field of each token. A whole tile lies in one page.
+template <class F, int PAGE_TOKENS> DEVICE void store_planes(const CodePlanes<F>& codes, u32 field, u8* pages,
+    i64 page_stride, Slots s, int lane, int part) {
   if (s.aligned) {
     u8* page = page_of<PAGE_TOKENS>(pages, page_stride, s.start);
     u32 position = (u32)s.start % PAGE_TOKENS;
-    if (FIELDS_TOO && part == 0 && lane < 16) *(u16*)(page + F::FIELDS + 2 * (position + lane)) = (u16)field;
+    if (part == 0 && lane < 16) *(u16*)(page + F::FIELDS + 2 * (position + lane)) = (u16)field;
     store_tile<F>(codes, page + F::CODES + position / 16 * F::TILE_BYTES, lane, part);
     if constexpr (!has_rows<F>()) return;
-  } else if (FIELDS_TOO && part == 0 && lane < 16 && s.slot >= 0) {
+  } else if (part == 0 && lane < 16 && s.slot >= 0) {
     *(u16*)(page_of<PAGE_TOKENS>(pages, page_stride, s.slot) + F::FIELDS + 2 * ((u32)s.slot % PAGE_TOKENS)) =
         (u16)field;
   }

@@ -22,13 +22,6 @@ template <int DTYPE> DEVICE float element(const u32* raw, int i) {
   else return f16_to_f32(i & 1 ? raw[i / 2] >> 16 : raw[i / 2] & 0xFFFFu);
 }
 
-// A number of the input's dtype, as float32 rounds to it.
-template <int DTYPE> DEVICE float rounded(float x) {
-  if constexpr (DTYPE == FLOAT32) return x;
-  else if constexpr (DTYPE == BFLOAT16) return as_float(f32_to_bf16(x) << 16);
-  else return f16_to_f32(f32_to_f16(x));
-}
-
 // Eight numbers of a head's offset.
 struct OffsetEight {
   u32 bits[4];

@@ -1,11 +1,10 @@
-// K and V of new tokens to their slots, byte for byte as slimkv.codec has it: all that is summed are integers, everything else
-// single IEEE operations. Compiled for one layout and one pair of input types.
+// Lloyd-Max K and V of new tokens to their slots, byte for byte as slimkv.codec has it: all that is summed are integers, everything
+// else single IEEE operations. Compiled for one layout and one pair of input types.
 //
 // Given: BLOCK_SIZE, WARPS, TILES_PER_BLOCK (1 or WARPS), MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, QUERY_AWARE
 // (query-aware rounding of keys: 1 with one matrix a head, 2 with several), SHARED_WEIGHTS (is its matrix copied to shared memory?),
 // CELL_RECORDS (and all that cells say?), and of K_ and V_: D, GROUPS, PER, KIND, BITS,
 // CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
-#include "store/fp8_tiles.cuh"
 #include "store/lloyd.cuh"
 #include "store/query_aware.cuh"
 
@@ -21,27 +20,19 @@ template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs&
   int warp = shfl(thread_index() >> 5, 0);  // from one lane: so that the compiler knows that warps stay together
   constexpr bool TOGETHER = TILES_PER_BLOCK == 1;
   int tile = TOGETHER ? block_index() : warp * block_count() + block_index(), step = block_count() * WARPS;
-  if constexpr (F::KIND != LLOYD) {
-    pdl_wait();
-    if (TOGETHER && warp > 0) return;
-#pragma unroll 1
-    for (; 16 * tile < args.tokens; tile += step) store_fp8<F, BLOCK_SIZE, SlotNumber>(side, args, head, 16 * tile);
-  } else if constexpr (TOGETHER) {
+  if constexpr (TOGETHER)
     store_lloyd_together<F, BLOCK_SIZE, SlotNumber>(side, args, head, 16 * tile, memory, 32 * WARPS);
-  } else {
-    store_lloyd_tiles<F, BLOCK_SIZE, SlotNumber>(side, args, head, tile, step, memory, 32 * WARPS);
-  }
+  else store_lloyd_tiles<F, BLOCK_SIZE, SlotNumber>(side, args, head, tile, step, memory, 32 * WARPS);
 }
 
 // Pairs of warps take 32 tokens each (see query_aware.cuh), keys and values.
 template <class K, class V> DEVICE void store_both(const StoreArgs& args, int head, int matrix, u8* memory) {
   constexpr int HALF = WARPS / 2;
-  constexpr bool TABLES = V::KIND == LLOYD;
   u8* value_memory =
       memory + ScaledLevels<K>::TABLE_BYTES + Weights<K>::SHARED_BYTES + HALF * QueryAwareMemory<K>::BYTES;
   auto fetch_tables = [&] {
     fill_query_aware_tables<K>(args.key, args, head, matrix, memory, 32 * WARPS);
-    if constexpr (TABLES) LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
+    LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
     prefetch_rotation<K>(args.key, thread_index(), 32 * WARPS);
   };
   if constexpr (WARPS == 2) fetch_tables();  // few tokens: while the kernel before this one ends
@@ -55,12 +46,10 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
     if (matrix > 0) return;
 #pragma unroll 1
     for (int at = first; at < first + 32 && at < args.tokens; at += 16) {
-      if constexpr (TABLES) {
-        u32 raw[V::CHUNKS][2][V::RAW];
-        load_rows<V>(args.value, head, at, args.tokens, thread_index() & 31, raw);
-        store_lloyd_rows<V, BLOCK_SIZE, SlotNumber>(raw, args.value, args, head, at, 0, Slots(), value_memory,
-            thread_index() & 31);
-      } else store_fp8<V, BLOCK_SIZE, SlotNumber>(args.value, args, head, at);
+      u32 raw[V::CHUNKS][2][V::RAW];
+      load_rows<V>(args.value, head, at, args.tokens, thread_index() & 31, raw);
+      store_lloyd_rows<V, BLOCK_SIZE, SlotNumber>(raw, args.value, args, head, at, 0, Slots(), value_memory,
+          thread_index() & 31);
     }
   };
   store_query_aware<K, BLOCK_SIZE, SlotNumber>(args.key, args, head, matrix, first, rows, memory, pair, warp / HALF,
