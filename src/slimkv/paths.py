@@ -47,19 +47,30 @@ def unsafe_reason(folder: Path) -> str | None:
     return None
 
 
+def keep_code(path: Path, content: bytes) -> str | None:
+    """Writes machine code to ``path``, in a folder of this user alone; if that fails, warns once and says why."""
+    folder = path.parent
+    reason = unsafe_reason(folder)
+    try:
+        if reason is None:
+            folder.parent.parent.mkdir(parents=True, exist_ok=True)
+            for made in (folder.parent, folder):
+                made.mkdir(mode=0o700, exist_ok=True)
+            reason = unsafe_reason(folder)  # another process may have been faster
+        if reason is None:
+            write_whole(path, content)
+    except OSError as error:
+        reason = f"it cannot be written ({error.strerror or error})"
+    if reason is not None:
+        _warn_unsafe(folder, reason)
+    return reason
+
+
 @cache
-def warn_unsafe(folder: Path, reason: str) -> None:
-    """Warns once that a folder is not used, with the reason."""
+def _warn_unsafe(folder: Path, reason: str) -> None:
     _LOG.warning(
         "compiled kernels are not kept in %s: %s. They are compiled again by every process until then", folder, reason
     )
-
-
-def make_private(folder: Path) -> None:
-    """Creates ``folder`` and its parents without access for other users; raises ``OSError``."""
-    folder.parent.parent.mkdir(parents=True, exist_ok=True)
-    for path in (folder.parent, folder):
-        path.mkdir(mode=0o700, exist_ok=True)
 
 
 @contextmanager

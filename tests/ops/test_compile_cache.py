@@ -30,7 +30,7 @@ def fake_compiler(tmp_path, monkeypatch):
     program.chmod(0o755)
     calls.touch()
     monkeypatch.setenv("CXX", str(program))
-    paths.warn_unsafe.cache_clear()
+    paths._warn_unsafe.cache_clear()
     return lambda: len(calls.read_text().splitlines())
 
 
@@ -142,12 +142,13 @@ def test_a_full_or_read_only_cache_is_passed_by(fake_compiler, tmp_path, monkeyp
             raise OSError(28, "No space left on device")
         real(path, content)
 
-    monkeypatch.setattr(compiler, "write_whole", full)
+    monkeypatch.setattr(paths, "write_whole", full)
     with caplog.at_level(logging.WARNING, "slimkv"):
         path = compiler.build_library(GENERIC, cache=folder)
     assert whole(path)
     assert "No space left on device" in caplog.text
-    monkeypatch.setattr(compiler, "write_whole", lambda path, content: real(Path("/proc/nowhere/x"), content))
+    for module in (paths, compiler):
+        monkeypatch.setattr(module, "write_whole", lambda path, content: real(Path("/proc/nowhere/x"), content))
     with pytest.raises(compiler.CompileError, match="free some space or set XDG_CACHE_HOME or TMPDIR"):
         compiler.build_library(GENERIC, cache=folder)
 
@@ -177,7 +178,7 @@ def test_machine_code_is_written_by_several_processes_at_once(tmp_path):
 
 
 def test_machine_code_of_others_or_cut_off_is_not_loaded(tmp_path, caplog):
-    paths.warn_unsafe.cache_clear()
+    paths._warn_unsafe.cache_clear()
     folder = tmp_path / "cuda"
     cuda._write_cached(folder / "a.cubin", b"code")
     assert cuda._read_cached(folder / "a.cubin") == b"code"

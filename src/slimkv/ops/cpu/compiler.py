@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slimkv.errors import SlimKVError
 from slimkv.ops.cpu.isa import InstructionSet
-from slimkv.paths import cache_dir, make_private, unsafe_reason, warn_unsafe, write_whole
+from slimkv.paths import cache_dir, keep_code, unsafe_reason, write_whole
 
 MAIN = "slimkv_cpu.cpp"
 COMPILERS = ("c++", "g++", "clang++")
@@ -85,17 +85,9 @@ def _name(stem: str, library: Path | bytes) -> str:
 def _keep(content: bytes, folder: Path, stem: str) -> Path:
     """The path of the stored library: in ``folder``, or in a temporary folder if that is unsafe, read-only or full."""
     name = _name(stem, content)
-    reason = unsafe_reason(folder)
+    reason = keep_code(folder / name, content)
     if reason is None:
-        try:
-            make_private(folder)
-            reason = unsafe_reason(folder)  # another process may have been faster
-            if reason is None:
-                write_whole(folder / name, content)
-                return folder / name
-        except OSError as error:
-            reason = f"it cannot be written ({error.strerror or error})"
-    warn_unsafe(folder, reason)
+        return folder / name
     try:
         kept = Path(tempfile.mkdtemp(prefix="slimkv-cpu-"))
         atexit.register(shutil.rmtree, kept, ignore_errors=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.errors import SlimKVError
-from slimkv.paths import cache_dir, make_private, unsafe_reason, warn_unsafe, write_whole
+from slimkv.paths import cache_dir, keep_code, unsafe_reason
 
 _MAGIC = b"slimkv-cubin-1\n"
 
@@ -105,15 +105,4 @@ def _read_cached(path: Path) -> bytes | None:
 
 
 def _write_cached(path: Path, code: bytes) -> None:
-    """Writes atomically. If the folder is unsafe, read-only or full, warns once instead of raising."""
-    reason = unsafe_reason(path.parent)
-    if reason is None:
-        try:
-            make_private(path.parent)
-            reason = unsafe_reason(path.parent)  # another process may have been faster
-            if reason is None:
-                write_whole(path, _MAGIC + hashlib.sha256(code).digest() + code)
-                return
-        except OSError as error:
-            reason = f"it cannot be written ({error.strerror or error})"
-    warn_unsafe(path.parent, reason)
+    keep_code(path, _MAGIC + hashlib.sha256(code).digest() + code)
