@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -188,13 +189,14 @@ def rows_on_boundaries(codec: Codec, per_boundary: int = 2) -> tuple[Tensor, int
     return torch.cat(rows), exact
 
 
-def short_rows_beside_boundaries(codec: Codec, dtype: torch.dtype, count: int = 8) -> Tensor:
+@lru_cache  # such rows are rare: the search takes seconds
+def short_rows_beside_boundaries(spec: CodecSpec, dtype: torch.dtype, count: int = 4) -> Tensor:
     """16-bit floats [count, dim] with a rotated coordinate whose product lies on a boundary once it is rounded.
 
     Before, half of them lie above it and half below.
     """
     g = torch.Generator().manual_seed(2)
-    tables, dim = codec.to("cpu").key_tables, codec.spec.key_dim
+    tables, dim = Codec(spec).key_tables, spec.key_dim
     boundaries = tables.boundaries[tables.boundaries != 0]
     above, below = torch.empty(0, dim, dtype=dtype), torch.empty(0, dim, dtype=dtype)
     while min(len(above), len(below)) < count // 2:
@@ -214,7 +216,7 @@ def build_beside_boundaries(dtype: str, device: torch.device) -> tuple[Case, Ten
     """Such rows, for K and V alike: their case, rows, slots, pages, the codec and what the pages must hold."""
     case = Case(heads=1, dtype=dtype)
     codec = Codec(case.layout.spec, device)
-    rows = short_rows_beside_boundaries(codec, DTYPES[dtype])[:, None, :].to(device)
+    rows = short_rows_beside_boundaries(case.layout.spec, DTYPES[dtype])[:, None, :].to(device)
     slots = torch.arange(len(rows), device=device)
     pages = torch.zeros(1, 1, case.layout.page_bytes, dtype=torch.uint8, device=device)
     return case, rows, slots, pages, codec, expected(rows, rows, slots, pages, codec, case.layout)

@@ -234,7 +234,7 @@ def check(case: Case, device: torch.device, backend: str = "triton", bound: floa
     assert not len(off) or off.max() <= case.lse_bound, f"log-sum-exp off by {off.max():.1e} of 1 + itself"
 
 
-@pytest.mark.parametrize("case", [*sample(always(COVERING), 2), *full([c for c in MATRIX if c not in COVERING])])
+@pytest.mark.parametrize("case", [*sample(always(COVERING), 3), *full([c for c in MATRIX if c not in COVERING])])
 def test_attend(case, device):
     check(case, device)
 

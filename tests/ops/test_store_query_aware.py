@@ -11,6 +11,7 @@ from store_cases import Case, build, expected, random_query_aware, rows_on_bound
 from slimkv import Codec, ops
 from slimkv.errors import InputError
 from slimkv.ops import PackedKV, Rounding
+from tail import sample
 
 TINY = Case(heads=2, tokens=40)
 COVERING = [
@@ -44,7 +45,7 @@ def check(case: Case, device: torch.device, backend: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(c, id=str(c)) for c in COVERING),
+        *sample((pytest.param(c, id=str(c)) for c in COVERING), 3),
         *(pytest.param(c, id=str(c), marks=pytest.mark.full) for c in FULL),
     ],
 )
@@ -62,7 +63,7 @@ def test_ties(device):
     """Coordinates on a boundary, or one rounding beside it, with corrections of zero: the lower level, as ever."""
     case = Case(heads=1)
     codec = Codec(case.layout.spec, device)
-    rows, exact = rows_on_boundaries(codec)
+    rows, exact = rows_on_boundaries(codec, 1)
     assert exact >= 3
     key, slots = rows[:, None, :].to(device), torch.arange(len(rows), device=device)
     shape = (case.layout.blocks_for(len(rows)), 1, case.layout.page_bytes)
@@ -74,11 +75,12 @@ def test_ties(device):
 
 
 def test_what_lies_below_the_diagonal_is_not_used(device):
-    key, value, slots, pages, codec = build(TINY, device)
-    query_aware = random_query_aware(TINY.heads, codec)
-    want = expected(key, value, slots, pages, codec, TINY.layout, query_aware)
+    case = replace(TINY, tokens=8)
+    key, value, slots, pages, codec = build(case, device)
+    query_aware = random_query_aware(case.heads, codec)
+    want = expected(key, value, slots, pages, codec, case.layout, query_aware)
     dirty = query_aware + torch.full_like(query_aware, 55).tril()
-    ops.store_kv(key, value, PackedKV(pages, codec, TINY.layout), slots, Rounding(dirty), backend="triton")
+    ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, Rounding(dirty), backend="triton")
     assert torch.equal(pages, want)
 
 

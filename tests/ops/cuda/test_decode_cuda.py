@@ -129,7 +129,7 @@ LONG_CASES = [
 
 
 @emulated
-@pytest.mark.parametrize("case", sample(LONG_CASES, 3), ids=str)
+@pytest.mark.parametrize("case", sample(LONG_CASES, 5), ids=str)
 def test_long_sequences(case):
     check_emulated(case)
 
@@ -209,7 +209,7 @@ UNEVEN_CASES = [
 
 
 @emulated
-@pytest.mark.parametrize(("case", "rows"), sample([*COLUMN_CASES, *UNEVEN_CASES], 3), ids=str)
+@pytest.mark.parametrize(("case", "rows"), sample([*COLUMN_CASES, *UNEVEN_CASES], 5), ids=str)
 def test_more_rows_than_32(case, rows):
     config = config_of(case)
     assert config.pairs

@@ -1,9 +1,9 @@
 // Attention on pages: decode, verification and prefill.
 //
-// The queries of a sequence that share a KV head (query by query, head of the group by head) are cut into tiles of rows;
-// a tile goes over its keys in chunks with a running softmax. Keys are cut into parts at multiples of SPLIT_TOKENS, which
-// are merged in order, so that a row's result depends on its own sequence alone: not on the other rows and sequences of
-// the call. The parts of a sequence of one tile, as in decoding, are attended by several threads.
+// The queries of a sequence that share a KV head (query by query, head by head of the group) are split into tiles of
+// rows. A tile visits its keys in chunks with an online softmax. Keys are split at multiples of SPLIT_TOKENS, and the
+// parts are merged in order, so a row's result depends only on its own sequence, not on other rows and sequences of the
+// call. Several threads attend the parts of a sequence with a single tile, as in decoding.
 #pragma once
 
 #include <new>
@@ -243,8 +243,8 @@ static void load_fields(const Attention& a, const SideUse& use, const RowTile& t
   for (int t = count; t < CHUNK; t++) scale[t] = zero[t] = 0;
 }
 
-// A chunk of K or V as floats [token][stride], in the order of the side's numbers. The first `skip` tokens are seen by no
-// row: a page of one token may belong to somebody else.
+// Loads a chunk of K or V as floats [token][stride], in the order of the side's values. No row sees the first `skip`
+// tokens: a page of one token may belong to another sequence.
 static void load_floats(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int skip, int count,
     float* out, i64 stride) {
   const Side& side = *use.side;
@@ -466,7 +466,8 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
     state.sum[r] = state.zero[r] = 0;
   }
   memset(state.out, 0, sizeof(float) * rows * dim);
-  // Tiles of codes are unpacked whole, and lanes of vectors sum the same tokens whichever row of the tile sees the first.
+  // Tiles of codes are unpacked whole, and SIMD lanes sum the same tokens whichever row of the tile sees the first of
+  // them.
   i64 first = key_begin / TILE * TILE;
   if (first < fresh_from && key_begin >= fresh_from) first = key_begin;
   while (first < key_end) {

@@ -204,8 +204,8 @@ static void encode_fp8(EncodeScratch& s, const Side& side, u32 largest, Encoded&
   e.fields[0] = encode_unsigned(power_of_two(exponent - 8 + over));
 }
 
-// Row `token`, `head` of x -> codes and fields; a vector that cannot be encoded is marked. weights: the transposed matrix of
-// query-aware rounding, [dim, dim]; null rounds to the nearest level.
+// Encodes row `token`, `head` of x into codes and fields; marks a vector that cannot be encoded. weights: the
+// transposed matrix of query-aware rounding, [dim, dim]; null rounds to the nearest centroid.
 static void encode(const Vectors& x, i64 token, i64 head, const Side& side, const i8* weights, EncodeScratch& s,
     Encoded& e) {
   const int dim = side.dim;

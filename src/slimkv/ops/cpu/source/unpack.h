@@ -1,16 +1,16 @@
-// Pages to rows of numbers that attention multiplies.
+// Unpacks pages into rows of numbers that attention multiplies.
 //
-// Codes of up to 4 bits become signed bytes by a table in a register: a tile of 16 tokens is brought into words of eight
-// nibbles (the order of 4-bit pages; other widths are shifted and masked into it) and each word into bytes. Everything
-// else is taken value by value, through the positions that codec.pack computes, and becomes float32.
+// Codes of up to 4 bits become signed bytes through a table in a register: a tile of 16 tokens is brought into words of
+// eight nibbles (the order of 4-bit pages; other widths are shifted and masked into it), and each word into bytes.
+// Everything else is read value by value, at the positions that codec.pack computes, and becomes float32.
 #pragma once
 
 #include "simd.h"
 
 constexpr int CHUNK = 128;  // tokens that are unpacked together
 
-// The numbers of a chunk of K are rows [token][position]. Those of V are [position / 16][token / 4][position % 16][4]: four
-// tokens of a dimension side by side. `order[position]` is the dimension, in an order that suits the pages.
+// A chunk of K has rows [token][position]. A chunk of V is [position / 16][token / 4][position % 16][4]: four tokens of
+// a dimension are contiguous. `order[position]` is the dimension, in an order that suits the pages.
 static inline i64 value_offset(i64 position, i64 token) {
   return (position / 16 * (CHUNK / 4) + token / 4) * 64 + position % 16 * 4;
 }

@@ -6,9 +6,10 @@
 
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
-// A plane of W <= 4 bits of a side with S slices: whole words in fragment order, then token rows for what is left over, which
-// becomes a word as well. A lane holds all of its words, or those of one of several PARTS of OF_PART slices, each of whole words or
-// a fraction of one. If PARTS are more than there are slices, the last ones have fewer or none, and anything in their place.
+// A plane of W <= 4 bits of a side with S slices: whole words in fragment order, then token rows for the remaining
+// slices, which become one more word. A lane holds all of its words, or those of one of PARTS parts of OF_PART slices,
+// each of whole words or a fraction of one. If there are more PARTS than slices, the last parts hold fewer slices or
+// none, and their unused bits are undefined.
 template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS - 1) / PARTS> struct Plane {
   static constexpr int PER_WORD = 4 / W;
   static constexpr bool FRACTION = PARTS > 1 && OF_PART < PER_WORD;
@@ -118,7 +119,7 @@ template <class P> struct PlaneAt {
   P& plane;
   const u8* at;
 };
-// A plane of N tiles. Whether a part is in token rows is asked once for all of them, so that loads of one tile do not wait for another's.
+// Loads a plane of N tiles. The branch for token rows is taken once for all tiles, so that their loads overlap.
 template <class P, int N, class Tile> DEVICE void load_plane_of_tiles(const Tile& tile, int lane, int part) {
   if constexpr (P::SOME_IN_ROWS)
     if (P::in_rows(part)) {
@@ -162,8 +163,8 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
       load_plane_of_tiles<One, N>([&](int i) { return PlaneAt<One>{codes[i].one, tile(i) + ONE}; }, lane, part);
   }
 
-  // Of two tiles of values, up to 4 bits: dimensions g of both (ODD: g + 8), the first one's codes in even nibbles and the second one's
-  // in odd ones. Two words of a plane at a time, however many slices they have.
+  // Merges two tiles of values, up to 4 bits: dimensions g of both (ODD: g + 8), the first tile's codes in even nibbles
+  // and the second tile's in odd ones. Takes two words of a plane at a time, however many slices they hold.
   static constexpr bool MERGEABLE = BITS <= 4;
   template <bool ODD> DEVICE_MEMBER void merge(const Codes& a, const Codes& b) {
 #pragma unroll
@@ -187,8 +188,9 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
     if (BITS > 4 && (REST & 1)) x |= one.nibbles(s) << (REST >= 2 ? 2 : 0);
     return x;
   }
-  // 5-7 bits: bytes whose low nibbles are those of the codes at even and odd places, and whose high ones are what is above
-  // them. ANYTHING_ABOVE: at 6 bits their highest two bits are anything, and a look-up has an entry for each of their values.
+  // 5-7 bits: bytes whose low nibbles hold the low bits of the codes at even and odd places, and whose high nibbles
+  // hold the rest. ANYTHING_ABOVE: at 6 bits the highest two bits are undefined, and the lookup table has an entry for
+  // each of their values.
   template <bool ANYTHING_ABOVE> DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const {
     const u32 nibbles = low(s), mask = 0x0F0F0F0Fu;
     if (ANYTHING_ABOVE && BITS == 6) {
@@ -232,8 +234,8 @@ template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PART
 // uniform codes.
 template <int KIND, int BITS> constexpr bool in_bytes() { return KIND == UNIFORM || (KIND == LLOYD && BITS <= 4); }
 
-// Two tables of four bytes: up to 3 bits entry c is the byte of code c; at 4 bits it belongs to magnitude c and is completed
-// by the sign.
+// Two tables of four bytes. Up to 3 bits, entry c is the byte of code c. At 4 bits it is the byte of magnitude c, and
+// the sign completes it.
 struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 
 // Levels in shared memory, a copy of every entry for each lane, so that lanes never wait for one another.
@@ -243,8 +245,8 @@ struct LevelTable {
   DEVICE_MEMBER u32 at(u32 word, int i) const { return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), address)); }
 };
 
-// Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: level + 63.5. BY_PRODUCT: shifts by 16 on the units that multiply,
-// where logic has most of the work.
+// Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: centroid + 63.5. BY_PRODUCT: shifts by 16 run as
+// multiplications, for kernels bound by the logic units.
 template <int KIND, int BITS, bool BY_PRODUCT = false>
 DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) {
   auto upper = [](u32 x) { return BY_PRODUCT ? high_half(x) : x >> 16; };
@@ -273,17 +275,18 @@ template <int BITS> DEVICE u32 code_at(u32 low, u32 high, int n) {
   return ((low >> (4 * n)) & 0xF) | (((high >> (4 * n)) & 0xF) << 4);
 }
 
-// What `code_halves` adds to every number of uniform codes. A byte behind fp16's 0x64 is 1024 + the byte; keys keep that,
-// and it comes off their score. Values are summed over many tokens, so they are centred.
+// The offset that `code_halves` adds to every value of uniform codes. A byte behind fp16's 0x64 is 1024 + the byte.
+// Keys keep this offset, and it is subtracted from their score. Values are centred, because they are summed over many
+// tokens.
 template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
   return KIND != UNIFORM ? 0.0f : TRANSPOSED ? -(float)(1 << (BITS - 1)) : 1024.0f;
 }
 // And what its numbers are multiplied by to be levels.
 template <int KIND, int BITS> constexpr float half_unit() { return KIND == FP8 ? 256.0f : 1.0f; }
 
-// The numbers of a slice as an operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7), of which keys want the middle two the
-// other way round. Lloyd-Max: one by one from a table in shared memory (of 6 bits and more; see below for fewer). FP8: behind
-// fp16's exponent the bits of e4m3 are the number over 256.
+// The values of a slice as an MMA operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7); keys want the middle two
+// exchanged. Lloyd-Max of 6 bits and more: a lookup in shared memory per value (fewer bits: see below). FP8: the bits
+// of e4m3 behind fp16's exponent are the value over 256.
 template <int KIND, int BITS, bool TRANSPOSED, class Levels>
 DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
@@ -320,8 +323,9 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u3
 
 // ---- halves by permutations ---------------------------------------------------------------------------------------
 
-// Lloyd-Max of 4 bits, in the order of `code_halves`: twice a magnitude (`table`, by magnitude) in the low byte and the sign in the
-// high one is a denormal number, 2^-23 times the level. More logic than a look-up and no shared memory.
+// Lloyd-Max of 4 bits, in the order of `code_halves`: twice the magnitude (from `table`) in the low byte and the sign
+// in the high byte form a denormal number, 2^-23 times the centroid. This takes more logic than a lookup and no shared
+// memory.
 constexpr float DENORMAL_UNIT = 8388608.0f;
 template <bool TRANSPOSED> DEVICE void denormal_halves(u32 low, Table table, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
@@ -354,12 +358,12 @@ template <class C> DEVICE void joined_halves(const C& codes, int s, const LevelT
 
 // ---- halves by pairs ----------------------------------------------------------------------------------------------
 
-// Lloyd-Max of up to 5 bits: a table with the levels of two codes in every entry. Entry b has those of the nibbles of b, the
-// lower one in its lower half; of 5 bits their magnitudes, and the fifth bits are signs.
+// Lloyd-Max of up to 5 bits: a table with the centroids of two codes in every entry. Entry b holds those of the nibbles
+// of b, the lower one in its lower half. At 5 bits it holds magnitudes, and the fifth bits are the signs.
 constexpr int PAIR_ENTRIES = 256;
 
-// Nibbles of a word whose pairs are 16 bits apart: pair p is in nibbles p and p + 4. Pairs of values 0 and 1, 2 and 3, ..., or
-// with ACROSS 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+// Moves the nibbles of a word so that pairs are 16 bits apart: pair p is in nibbles p and p + 4. The pairs are values 0
+// and 1, 2 and 3, ..., or with ACROSS 0 and 2, 1 and 3, 4 and 6, 5 and 7.
 template <bool ACROSS> DEVICE u32 pairs_apart(u32 x) {
   if (ACROSS) return prmt(x, 0, 0x3120);
   const u32 m = 0x000F000Fu, by_4 = x >> 4, by_8 = x >> 8;
@@ -385,7 +389,8 @@ DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& codes, int s, c
   }
 }
 
-// Of two tiles of values: pairs of a dimension's tokens, one of each tile. Pair p of `even` has their values 2 p, of `odd` 2 p + 1.
+// Pairs of tokens of one dimension, one token from each of two tiles of values. Pair p of `even` holds values 2 p, of
+// `odd` 2 p + 1.
 template <int BITS, int S, bool TRANSPOSED, int PARTS>
 DEVICE void merged_pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& a, const Codes<BITS, S, TRANSPOSED, PARTS>& b,
     int s, const LevelTable& levels, u32 (&even)[4], u32 (&odd)[4]) {

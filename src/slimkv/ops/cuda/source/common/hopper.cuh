@@ -35,14 +35,14 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barr
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
-// Makes this thread's stores to shared memory, and those that it knows of by a barrier, visible to products and copies. It waits for
-// all that the thread has on its way to or from memory.
+// Makes this thread's stores to shared memory, and those it has synchronised with, visible to WGMMA and bulk copies. It
+// waits for all outstanding memory accesses of the thread.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Makes what other threads' stores to global memory were seen to have written visible to copies of this thread.
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Four 8 x 8 matrices of 16-bit elements, each in the lanes' fragments, to rows of 16 bytes: lane 8 m + r has the address of row
-// r of matrix m, to which OFFSET is added.
+// Stores four 8 x 8 matrices of 16-bit elements from fragments into rows of 16 bytes: lane 8 m + r has the address of
+// row r of matrix m, to which OFFSET is added.
 template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0 + %5], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
       "r"(m2), "r"(m3), "n"(OFFSET)
@@ -124,8 +124,8 @@ template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
   HELD_64, HELD_8(64), HELD_8(72), HELD_8(80), HELD_8(88), HELD_8(96), HELD_8(104), HELD_8(112), HELD_8(120)
 
 template <int N> struct Wgmma;
-// shared_a: c [64, N] = (or, ADD, +=) A B, halves; operands of 64 x 16 and N x 16, 16 side by side.
-// register_a: c += A B, A in the lanes' fragments, B 16 x N with N side by side. shared_a_across: A in shared memory, B likewise.
+// shared_a: c [64, N] = (or, ADD, +=) A B in fp16; operands of 64 x 16 and N x 16, the 16 contiguous.
+// register_a: c += A B, A in fragments, B 16 x N with N contiguous. shared_a_across: A in shared memory, the same B.
 #define SLIMKV_WGMMA(N, R, A0, A1, A2, A3, B, ADDS) \
   template <> struct Wgmma<N> { \
     template <bool ADD> DEVICE_MEMBER static void shared_a(float (&c)[R], u64 a, u64 b) { \
@@ -147,10 +147,10 @@ template <int N> struct Wgmma;
           : "l"(a), "l"(b), "n"(1)); \
     } \
   };
-// Of bytes: c [64, N] (+)= A B, B N x 32, 32 side by side.
-// s8: signed, with c as integers, A likewise in shared memory; ADD: to what c holds, else from zero. e4m3: with c as floats, A 64 x 32
-// in the lanes' fragments; add: likewise.
-// Sums of e4m3 keep 14 bits or so, whatever registers they are in: long ones need to be added up elsewhere.
+// 8-bit operands: c [64, N] (+)= A B, B is N x 32, the 32 contiguous.
+// s8: signed, c in integers, A in shared memory in the same order; ADD adds to c, otherwise the sum starts from zero.
+// e4m3: c in floats, A 64 x 32 in fragments; add: as above. The hardware keeps about 14 bits of e4m3 sums, whatever the
+// accumulator, so long sums must be promoted.
 #define HELD_INTEGERS_4(i) "+r"(c[i]), "+r"(c[i + 1]), "+r"(c[i + 2]), "+r"(c[i + 3])
 #define HELD_INTEGERS_8(i) HELD_INTEGERS_4(i), HELD_INTEGERS_4(i + 4)
 #define HELD_INTEGERS_32 HELD_INTEGERS_8(0), HELD_INTEGERS_8(8), HELD_INTEGERS_8(16), HELD_INTEGERS_8(24)
@@ -190,8 +190,9 @@ SLIMKV_WGMMA(128, 64, "64", "65", "66", "67", "68", "69")
 SLIMKV_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")
 
 template <int N, bool BF16> struct WgmmaNarrow;
-// c += A B of few columns, of halves or (BF16) of bfloat16; B is N x 16, 16 side by side. register_a: A in the lanes'
-// fragments; without ADD, c = A B. shared_a: A is 64 x 16, 16 side by side. transposed_a: A is 16 x 64, 64 side by side, and its transpose is multiplied.
+// c += A B with few columns, in fp16 or (BF16) bfloat16; B is N x 16, the 16 contiguous. register_a: A in fragments;
+// without ADD, c = A B. shared_a: A is 64 x 16, the 16 contiguous. transposed_a: A is 16 x 64, the 64 contiguous, and
+// its transpose is multiplied.
 #define SLIMKV_WGMMA_NARROW(N, R, A0, A1, A2, A3, B, BF16, TYPE) \
   template <> struct WgmmaNarrow<N, BF16> { \
     template <bool ADD = true> \
@@ -233,9 +234,9 @@ SLIMKV_WGMMA_NARROW_BOTH(48, 24, "24", "25", "26", "27", "28")
 SLIMKV_WGMMA_NARROW_BOTH(64, 32, "32", "33", "34", "35", "36")
 #endif
 
-// An operand in shared memory in rows of 128 bytes, of which 8 (1,024 bytes on their own boundary) have their 16-byte units
-// exchanged: unit u of row r is at u ^ (r & 7). `apart`: bytes from one 64 columns to the next, where columns lie side by
-// side over the other axis of the product.
+// A descriptor of an operand in shared memory with 128-byte swizzle: in every 8 rows of 128 bytes (1,024 bytes,
+// aligned), 16-byte unit u of row r is at u ^ (r & 7). `apart`: bytes from one group of 64 columns to the next, where
+// columns are contiguous over the other axis of the product.
 DEVICE u64 smem_descriptor(u32 address, int apart) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)(apart >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }

@@ -68,9 +68,11 @@ DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
     return r; \
   }
 
-// Byte i of the result is byte s_i of (a, b), s the third operand; with bit 3 of s_i set, the sign of that byte eight times.
+// Byte i of the result is byte s_i of (a, b), s the third operand; with bit 3 of s_i set, the sign of that byte eight
+// times.
 SLIMKV_OF_3(prmt, u32, "prmt.b32")
-// The bits of a where the mask has ones, those of b elsewhere: one instruction, which compilers do not find for a constant mask.
+// The bits of a where the mask is one, those of b elsewhere: one instruction, which compilers do not find for a
+// constant mask.
 DEVICE u32 bit_select(u32 mask, u32 a, u32 b) {
   u32 r;
   asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
@@ -107,8 +109,8 @@ DEVICE float sqrt_rn_normal(float x) {
 DEVICE float i32_to_f32_rn(i32 x) { return __int2float_rn(x); }
 DEVICE float i64_to_f32_rn(i64 x) { return __ll2float_rn(x); }
 DEVICE i32 f32_to_i32_rz(float x) { return __float2int_rz(x); }
-// The smallest integer not below a * b * 2^149, plus zero (which makes it positive), of the product as it is: arithmetic on
-// denormal numbers, whose bits are integers.
+// The smallest integer not below a * b * 2^149, plus `zero` (which makes it positive), from the unrounded product: it
+// computes on denormal numbers, whose bits are integers.
 DEVICE u32 ceil_product(float a, float b, int zero) {
   float r;
   asm("fma.rp.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(__uint_as_float(zero)));
@@ -234,15 +236,15 @@ DEVICE u32 warp_max(u32 x) {
 DEVICE u32 warp_ballot(bool p) { return __ballot_sync(0xFFFFFFFFu, p); }
 DEVICE int warp_count(bool p) { return __popc(__ballot_sync(0xFFFFFFFFu, p)); }
 
-// Lane 4 r + c holds elements 2 c and 2 c + 1 of row r of an 8 x 8 matrix of 16-bit elements; the same of its transpose.
+// Transposes an 8 x 8 matrix of 16-bit elements, of which lane 4 r + c holds elements 2 c and 2 c + 1 of row r.
 DEVICE u32 movmatrix_trans(u32 x) {
   u32 r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
   return r;
 }
 
-// Four 8 x 8 matrices of 16-bit elements in shared memory to the lanes' fragments: lane 8 m + r has the address of row r of matrix m. The
-// same of their transposes.
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory into fragments: lane 8 m + r has the address of row r
+// of matrix m. The second function loads their transposes.
 DEVICE void ldmatrix_x4(u32 (&m)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
       : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])

@@ -25,8 +25,8 @@ template <int DIM> DEVICE void hadamard(float (&x)[(DIM + 31) / 32], int lane) {
       }
 }
 
-// The same of a matrix that is a smaller one of CORE dimensions, doubled, behind random signs: dimension CORE a + b is number b
-// of the a-th vector that the core multiplies. `signs`: the whole matrix, whose first rows and columns have the core's
+// The same for a matrix that doubles a core of CORE dimensions, after random signs: dimension CORE a + b is element b
+// of the a-th vector that the core multiplies. `signs`: the whole matrix, whose first rows and columns hold the core's
 // entries (times the signs of the first CORE dimensions), or with BACK its transpose.
 template <int DIM, int CORE, bool BACK>
 DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch,
@@ -76,8 +76,9 @@ DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const
   sync_warp();
 }
 
-// The same of a core of so few dimensions that a lane has one of them, of every vector that the core multiplies, or of every other one: then it
-// needs a word of the core's entries, `core` (a set bit for -1), and doubling is additions in the lane.
+// The same for a core so small that a lane holds one of its dimensions, of every vector that the core multiplies or of
+// every other one. A lane then needs one word of the core's entries, `core` (a set bit is -1), and doubling is
+// additions within the lane.
 constexpr bool core_of_lanes(int core) { return core > 1 && core <= 32 && core % 4 == 0; }
 template <int DIM, int CORE, bool BACK>
 DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, float norm,
@@ -132,8 +133,8 @@ DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bi
   sync_warp();
 }
 
-// x times the rotation: its random signs are `bits`, its core's columns `core` (up to 32), its whole matrix `signs`. scratch: DIM floats of this
-// warp's own, on a boundary of 16 bytes.
+// x times the rotation: `bits` holds its random signs, `core` the core's columns (up to 32), `signs` the whole matrix.
+// scratch: DIM floats for this warp, aligned to 16 bytes.
 template <int DIM, int CORE>
 DEVICE void rotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm,
     float* scratch, int lane) {

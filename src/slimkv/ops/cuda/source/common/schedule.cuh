@@ -10,8 +10,8 @@
 #pragma once
 #include "common/intrinsics.cuh"
 
-// In positions: what starting a work tile costs, the part of it that a thread block with a single work tile saves, and what a thread block
-// takes at least. Includers define costs_of(args).
+// In positions: the cost of starting a work tile, the part of it that a thread block with a single work tile saves, and
+// the smallest share of a thread block. Includers define costs_of(args).
 struct WorkCosts { int tile, tile_switch, min_share; };
 
 // Every thread block takes `share` positions: one for a KV block and, before the first one of a work tile, `cost`.
@@ -87,8 +87,8 @@ template <class Args> DEVICE int tiles_before(const Args& args, int b, int lane)
   return tiles;
 }
 
-// Numbers of the partial results of a work tile: `first` and those behind it. Every thread block that has some of its KV
-// blocks leaves one.
+// The indices of a work tile's partial results: `count` of them from `first` on, one per thread block that has some of
+// its KV blocks.
 struct Partials { int first, count; };
 template <class Args> DEVICE Partials partials_of(const Args& args, int b, int tile, int lane) {
   const WorkOffset offset = offset_of(args, b, args.blocks, lane);

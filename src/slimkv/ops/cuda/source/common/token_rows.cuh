@@ -1,6 +1,6 @@
-// What a plane's whole words leave over, the last TAIL slices, as one more word of a lane: bit W j of nibble n has value n of slice j, as
-// in whole words, and other bits are anything. Pages have these slices as rows of a token each, 16 dimensions after 16 others
-// (docs/design/page-format.md).
+// The last TAIL slices of a plane, which fill no whole word, as one more word of a lane: bit W j of nibble n holds
+// value n of slice j, as in whole words, and the other bits are undefined. Pages store these slices as one row per
+// token, 16 dimensions after 16 others (docs/design/page-format.md).
 #pragma once
 #include "common/types.cuh"
 
@@ -43,8 +43,9 @@ template <int W, int TAIL> DEVICE u32 value_rows_word(const u8* rows, int lane) 
     const u32 first = row_part<u32>(rows, 4 * t) >> g, second = row_part<u32>(rows, 16 + 4 * t) >> g;
     return bit_select(0x0F0F0F0Fu, prmt(first, second, 0x6420), prmt(first, second, 0x7531) << 4);
   } else {
-    // A byte of a row has bit g of one half of a slice; four of them are put together by a product, on units that have less to do than
-    // logic has: bit j and bit 4 + j of a token's byte are dimensions g and g + 8 of slice j, all of it shifted by g.
+    // A byte of a row holds bit g of one half of a slice. A multiplication puts four of them together, because the
+    // logic units are busier: bit j and bit 4 + j of a token's byte are dimensions g and g + 8 of slice j, all shifted
+    // by g.
     const u32 own = 0x01010101u << g;
     u32 two_tokens[2];
 #pragma unroll

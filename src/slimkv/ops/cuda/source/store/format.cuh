@@ -23,16 +23,16 @@ struct SideArgs {
   const u8* x;  // [tokens, heads, D], strides in bytes
   i64 stride, head_stride;
   const u16* offset;  // bfloat16 [heads, D], subtracted from the vectors; or null
-  // The rotation, as the lanes hold it: bytes [GROUPS][SLICES][STEPS][32 lanes][16], then 64 times it; for short integers
-  // in 16-bit floats that stand for its signs (store_integers.cuh), [GROUPS][SLICES][STEPS][2][32 lanes][8].
+  // The rotation in fragment order: bytes [GROUPS][SLICES][STEPS][32 lanes][16], then 64 times it; for short integers,
+  // 16-bit floats that represent its signs (store/integers.cuh), [GROUPS][SLICES][STEPS][2][32 lanes][8].
   const u8* fragments;
   const u8* cells;  // [CELLS]: which code (up to 4 bits) or how many boundaries lie below the cell
   const float* bounds;  // [2 ** BITS]: ascending, and infinity (5 bits and more)
   const i32* levels;  // [2 ** BITS]: levels by code, times LEVEL_DENOMINATOR
   float unit;
   u32 doubled_levels[2];  // twice the positive levels, in bytes (up to 4 bits)
-  // 256, 1 and -1, unknown to the compiler: products with them are shifts and sums that leave the logic units, which the
-  // rest keeps busiest, to others.
+  // 256, 1 and -1, opaque to the compiler: multiplying by them does shifts and sums outside the logic units, which are
+  // the bottleneck.
   u32 by_256;
   i32 one, minus_one;
 };

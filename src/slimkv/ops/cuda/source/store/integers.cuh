@@ -1,10 +1,10 @@
 // Vectors to integers, and their norm.
 //
-// Short integers (of 16-bit floats, for codes of up to 4 bits) stay 16-bit floats: those nearest to zero, down to the
-// smallest denormal number, are all multiples of it, so a product with a power of two rounds to integers of that unit. Up to
-// twice the smallest normal number the bits of such a float are the integer itself, beside its sign.
+// Short integers (of 16-bit floats, for codes of up to 4 bits) stay 16-bit floats. The floats nearest to zero, down to
+// the smallest denormal number, are all multiples of it, so a product with a power of two rounds to integers of that
+// unit. Up to twice the smallest normal number, the bits of such a float are the integer itself and its sign.
 //
-// A 22-bit integer is cut into three digits, fixed = low + 2^8 middle + 2^16 top, of which low and middle are unsigned
+// A 22-bit integer is split into three digits, fixed = low + 2^8 middle + 2^16 top, where low and middle are unsigned
 // bytes. A float that is 1.5 * 2^23 plus an integer has the integer in its low bits: the digits are its bytes.
 #pragma once
 #include "store/rows.cuh"
@@ -19,7 +19,8 @@ template <class F> struct Digits<F, true> {  // [chunk][token g or g + 8][pair o
   typedef float Sum;  // in units of 2^-SHORT_SHIFT
   u32 pairs[F::CHUNKS][2][4];
 };
-// The smallest denormal number is 2^-24 or 2^-133, and the matrix has +-2^-24 or +-2^64: sums are far from float32's ends.
+// The smallest denormal number is 2^-24 or 2^-133, and the matrix holds +-2^-24 or +-2^64: sums stay far from float32's
+// limits.
 template <class F> constexpr int SHORT_SHIFT = F::DTYPE == FLOAT16 ? 48 : 69;
 DEVICE float power_of_two(int exponent) { return as_float((u32)(exponent + 127) << 23); }
 template <class F> DEVICE float integer_of(float sum) { return sum * power_of_two(SHORT_SHIFT<F>); }
@@ -77,8 +78,8 @@ template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, flo
   u32 a = prmt(m[0], m[1], 0x5140), b = prmt(m[2], m[3], 0x5140);
   low = prmt(a, b, 0x5410);
   middle = prmt(a, b, 0x7632);
-  // The third byte is 64 + top, and |top| is at most 32. Of 16-bit floats it is below 32, and 4 top a signed byte; of float32
-  // 2 top is one.
+  // The third byte is 64 + top, and |top| is at most 32. For 16-bit floats it is below 32, so 4 top is a signed byte;
+  // for float32, 2 top is.
   u32 third = prmt(prmt(m[0], m[1], 0x0062), prmt(m[2], m[3], 0x0062), 0x5410);
   top = F::NARROW ? third << 2 & 0xFCFCFCFCu : third << 1 ^ 0x80808080u;
 }
@@ -141,8 +142,8 @@ template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lan
   return i64_to_f32_rn(sum_of_rows(sums, lane));
 }
 
-// Exponents (of float32) up to which there is a power of two that makes integers of a vector, and from which on a page can
-// hold no scale.
+// The float32 exponents up to which a power of two turns a vector into integers, and from which on a page cannot hold
+// the scale.
 template <class F> constexpr u32 LARGEST_EXPONENT = F::DTYPE == FLOAT16 ? 142 : 135;
 constexpr u32 TOO_LARGE = 240;
 
@@ -162,8 +163,8 @@ template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW]
   for (int h = 0; h < 2; h++) by[h] = exponents[h] < LEAST_EXPONENT ? 0 : power_for<F>(exponents[h]);
   if (warp_any(larger_of(exponents[0], exponents[1]) > LARGEST_EXPONENT<F>)) {
     sync_warp();  // keeps the compiler from selecting word by word instead of branching
-    // A large vector is first made 2^104 times smaller, which changes only what is far below a unit. One that is no vector
-    // at all becomes zero.
+    // A large vector is first divided by 2^104, which changes only bits far below a unit. An invalid vector becomes
+    // zero.
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       bool large = exponents[h] > LARGEST_EXPONENT<F>;

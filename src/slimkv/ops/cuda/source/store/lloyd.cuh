@@ -39,8 +39,8 @@ template <class F> DEVICE u32 cell_from_below(float x) {
   return ceil_product_or_zero(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO);
 }
 
-// The code of a coordinate in the codebook's units. Boundaries of up to 4 bits are edges of cells, and a value on an edge
-// belongs to the cell below it, as the tie rule wants; of wider codes a cell has at most one boundary.
+// The code of a coordinate in the codebook's units. Up to 4 bits, boundaries are edges of cells, and a value on an edge
+// belongs to the cell below it, as the tie rule requires. In wider codes, a cell has at most one boundary.
 template <class F> DEVICE u32 code_of_cell(u32 cell, float x, const LloydTables<F>& tables) {
   u32 index = tables.cells[cell];
   if constexpr (F::BITS > 4) {
@@ -58,13 +58,13 @@ template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
 // What the scale needs of a lane's tokens: sums of squared levels.
 template <class F> struct LevelSums {
   static constexpr bool PACKED = F::BITS <= 4, WIDE = F::ONE_SLICE && !PACKED, SQUARES = PACKED || WIDE;
-  u32 squares[F::TOKENS] =
-      {};  // of twice the levels, or in units of 1 / LEVEL_DENOMINATOR^2: of the nearest codes a vector has fewer than 2^32
+  // Of twice the centroids, or in units of 1 / LEVEL_DENOMINATOR^2. Rounding to nearest stays below 2^32 per vector.
+  u32 squares[F::TOKENS] = {};
   i64 sums[F::TOKENS] = {};  // the same where 32 bits do not hold them
   u32 before = 0;
 
-  // The codes of a slice as nibbles: levels are looked up four at a time, and squared and added four at a time. Values are
-  // taken two slices at a time; order: how many slices came before.
+  // Adds the codes of a slice, given as nibbles: centroids are looked up four at a time, and squared and added four at
+  // a time. Values come two slices at a time; order: the number of slices before this one.
   DEVICE_MEMBER void add_codes(int order, u32 nibbles, const SideArgs& side) {
     u32 a = side.doubled_levels[0], b = side.doubled_levels[1];
     nibbles &= 0x11111111u * ((1 << (F::BITS - 1)) - 1);
@@ -88,7 +88,8 @@ template <class F> struct LevelSums {
   }
 };
 
-// The scale's field of the lane's token, whose reconstruction has its norm. total: the levels' squares, in units of 1 / LEVEL_DENOMINATOR^2.
+// The scale field of the lane's token, which preserves its norm. total: the sum of squared centroids, in units of 1 /
+// LEVEL_DENOMINATOR^2.
 DEVICE u32 field_of_token(const TokenScalars& s, float total) {
   const float scale = div_rn_normal(s.norm, sqrt_rn_normal(total));
   u32 field = encode_unsigned(mul_rn(mul_rn(scale, 128.0f), s.down));
@@ -160,7 +161,8 @@ template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact
   }
 }
 
-// The sum of squares over the SPLIT warps of a tile, of which this is number ``part``; puts words together that several of them have slices of.
+// The sum of squares over the SPLIT warps of a tile, of which this is number ``part``. It also combines words whose
+// slices belong to several warps.
 template <class F> DEVICE auto sum_of_warps(CodePlanes<F>& codes, const LevelSums<F>& sums, u8* memory, int lane,
     int part) {
   auto sum = sum_of_squares<F>(sums, lane);

@@ -31,9 +31,9 @@ DEVICE void store_bytes(u8* at, u32 word, int bytes) {
 // What a lane's slice or word has of a token: keys in halves of it, values in bytes.
 template <class F> DEVICE u32 token_mask(int j) { return F::VALUES ? 0xFFu << (8 * j) : 0xFFFFu << (16 * j); }
 
-// The planes of a warp's codes. Nibble n of a slice's word has the plane's bits of value n; a plane of W < 4 bits has
-// 4 / W slices in a word, and what does not fill one apart, in ``rest``. Where a warp has fewer slices, JOINED of them put a word together
-// in shared memory, and the first of them has it then.
+// The planes of a warp's codes. Nibble n of a slice's word holds the plane's bits of value n. A plane of W < 4 bits has
+// 4 / W slices in a word; slices that fill no word are in ``rest``. Where a warp has fewer slices, JOINED warps combine
+// a word in shared memory, and the first of them keeps it.
 template <class F, int W> struct NibblePlane {
   static constexpr int SHARE = 4 / W;
   static constexpr int TAIL = (F::D / 16) % SHARE;

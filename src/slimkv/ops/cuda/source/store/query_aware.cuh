@@ -1,17 +1,17 @@
-// Query-aware rounding of keys (see slimkv.codec.query_aware): coordinates from the last to the first, each corrected for the
-// errors made so far. A warp takes 32 tokens. Errors of later slices correct a slice by products of bytes on the tensor
-// cores; within a slice every lane has a token of its own, and its 16 coordinates one after the other. That is one long chain
-// of dependent steps, so a second warp does what it can beside it: it rotates and packs 16 of the 32 tokens, and stores values
-// while the first one rounds.
+// Query-aware rounding of keys (see slimkv.codec.query_aware): coordinates are rounded from the last to the first, each
+// corrected for the errors made so far. A warp takes 32 tokens. Errors of later slices correct a slice through 8-bit
+// products on the tensor cores; within a slice, every lane rounds the 16 coordinates of its own token one after the
+// other. This is one long dependency chain, so a second warp works beside it: it rotates and packs 16 of the 32 tokens,
+// and stores values while the first warp rounds.
 #pragma once
 #include "store/lloyd.cuh"
 
 // Codes are left in memory packed: those of a token's slice are two words of nibbles, or four of bytes.
 template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
 
-// What earlier errors of a slice add to coordinate n, beside the sum ``older`` of what later slices add. w: weights of its row in the slice;
-// ``errors``: of coordinates from n + 2 on, and with ``newest`` from n + 1 on. Only the newest is waited for: its product joins a
-// float that is an integer below 2^24.
+// What earlier errors of a slice add to coordinate n, plus ``older``, the sum of what later slices add. w: weights of
+// its row in the slice; ``errors``: of coordinates from n + 2 on, and with ``newest`` from n + 1 on. Only the newest
+// error is on the critical path: its product is added to a float that is an integer below 2^24.
 DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest, u32 newest_byte, u32 (&errors)[4]) {
   if (n < 14) older = dp4a_s8(errors[3], w.w, older);
   if (n < 10) older = dp4a_s8(errors[2], w.z, older);
@@ -32,8 +32,8 @@ DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest
 
 #include "store/round.cuh"
 
-// With every matrix that the lanes' tokens ask for; see round_query_aware. index: which one the lane's token takes; only:
-// the one that it is for where matrices are spread over blocks.
+// Rounds with every matrix that the lanes' tokens use; see round_query_aware. index: the matrix of the lane's token;
+// only: this block's matrix, where matrices are distributed over blocks.
 template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables,
     const ScaledLevels<F>& levels, const StoreArgs& args, int head, int index, int only, int lane) {
   const u8* weights = args.query_aware + (i64)head * F::D * F::D;
@@ -114,9 +114,9 @@ template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, con
   ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
 }
 
-// Encodes and writes 32 keys of one head with two warps and the ``number``-th part of the block's memory: where matrices are
-// spread over blocks those of them that take matrix ``only``. Each warp has a tile of 16, of which ``raw`` are the rows; warp 0
-// rounds all of them, while warp 1 does ``meanwhile``.
+// Encodes and writes 32 keys of one head with two warps and the ``number``-th part of the block's memory; where
+// matrices are distributed over blocks, only keys that use matrix ``only``. Each warp has a tile of 16 keys, whose rows
+// are ``raw``. Warp 0 rounds all of them, while warp 1 runs ``meanwhile``.
 template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_query_aware(const SideArgs& side,
     const StoreArgs& args, int head, int only, int first, const u32 raw[F::CHUNKS][2][F::RAW], u8* shared, int number,
     int warp, Work meanwhile) {

@@ -1,7 +1,7 @@
 // The exact rotation of integers, on the tensor cores.
 //
-// The matrix has entries +-1, or what stands for it. Sums of short integers are at most 2^24, which float32 holds; products
-// with bytes are summed in 32 bits and put together by shifts.
+// The matrix has entries +-1, or floats that represent them. Sums of short integers are at most 2^24, which float32
+// holds exactly. Products with bytes are summed in 32 bits and combined by shifts.
 #pragma once
 #include "store/integers.cuh"
 
@@ -54,7 +54,8 @@ template <class F> struct Fragments<F, true> {
   }
 };
 
-// The products of the groups' own part of the rotation, of slice s of each. known: the matrix for group 0, if it is there.
+// The products of slice s of each group with the group's own part of the rotation. known: the matrix for group 0, if
+// already loaded.
 template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const SideArgs& side, int s, int lane,
     float out[F::GROUPS][8], const Fragments<F>* known) {
 #pragma unroll

@@ -1,15 +1,16 @@
-// Query-aware rounding of 32 tokens by a warp (query_aware.cuh). What slice s + 1 adds to slice s is summed by the lane itself, which has those
-// errors in registers still: no slice waits for sums of the last.
+// Query-aware rounding of 32 tokens by one warp (query_aware.cuh). The lane itself sums what slice s + 1 adds to slice
+// s, because it still holds those errors in registers: no slice waits for the sums of the previous one.
 #pragma once
 #include "store/lloyd.cuh"
 
-// A cell of codes of more than 4 bits, which has at most one boundary: levels times error_steps, and codes, below and above it.
+// A cell of codes of more than 4 bits, with at most one boundary: centroids times error_steps, and codes, below and
+// above it.
 struct alignas(16) CellRecord {
   float bound, below, above;
   u32 codes;  // the one above in the high half
 };
 
-// A head's matrix, int8 [D][D]: a copy in the block's shared memory, or where there is no room for one, in global memory.
+// A head's matrix, int8 [D][D]: a copy in shared memory, or in global memory where there is no room for one.
 template <class F> struct Weights {
   static constexpr int STRIDE =
       SHARED_WEIGHTS ? F::D + 16 : F::D;  // bytes of a row: in shared memory rows do not meet in a bank
@@ -62,8 +63,9 @@ template <class F> struct QueryAwareMemory {
   DEVICE_MEMBER u32* errors(int row, int slice) const { return (u32*)numbers + row * STRIDE + 16 * slice + 4; }
 };
 
-// Levels times error_steps, behind the other tables: up to 4 bits by cell, so that one look-up leads to the next coordinate, else by code.
-// Of few tokens at 5 and 6 bits there is room for all that a cell says (CellRecord).
+// Centroids times error_steps, behind the other tables: up to 4 bits by cell, so that one lookup leads to the next
+// coordinate, otherwise by code. For few tokens at 5 and 6 bits there is room for the whole record of a cell
+// (CellRecord).
 template <class F> struct ScaledLevels {
   static constexpr bool BY_CELL = F::BITS <= 4, RECORDS = CELL_RECORDS && !BY_CELL;
   static constexpr int TABLE_BYTES =
@@ -107,9 +109,10 @@ template <class F> struct ScaledLevels {
 // The level less x, times error_steps, rounded once: error_steps is a power of two, and so are products with it exact.
 DEVICE float error_of(float x, float error_steps, float level) { return fma_rn(x, -error_steps, level); }
 
-// What errors of slices from s + 2 on add to slice s, 32 tokens by 16 coordinates, as the tensor cores have it: beside slice s + 1, when they
-// are all there, two slices with a coordinate, so that nothing waits for it. None of that is a branch, which would keep the compiler from
-// putting it between the steps of the rounding: of slices that do not count, weights are zeros.
+// What errors of slices from s + 2 on add to slice s, for 32 tokens by 16 coordinates, in fragment order. It runs
+// during slice s + 1, when all those errors exist, two slices per coordinate, so that nothing waits for it. It has no
+// branches, which would keep the compiler from interleaving it with the rounding: slices that do not count have zero
+// weights.
 template <class F> struct LaterErrors {
   static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2, FIRST_AT = 10;
   static_assert(STEPS <= 8, "sums are there when they are stored");
@@ -173,7 +176,8 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
     float* own = memory.numbers + lane * memory.STRIDE + 16 * s;
-    // Nothing is stored before the slice is done, but sums at its end: the compiler would not load what comes next before that.
+    // Nothing but sums is stored before the slice is done: otherwise the compiler would not move the next loads above
+    // the stores.
     float numbers[16];
     i32 later[16];
     u32 packed[CODE_WORDS<F>] = {};

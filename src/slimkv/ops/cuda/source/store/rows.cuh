@@ -81,7 +81,8 @@ template <class F> DEVICE void load_rows(const SideArgs& side, int head, int fir
   if constexpr (!F::VALUES) subtract_offset<F>(side, head, lane, raw);
 }
 
-// The same rows by way of shared memory, ahead of their use: a lane copies what it will need itself, and waits for no other.
+// The same rows through shared memory, fetched ahead of their use: a lane copies only what it needs itself, and waits
+// for no other lane.
 template <class F> struct RowBuffer {
   static constexpr int PIECES = F::RAW / 4, BYTES = F::VECTORS ? F::CHUNKS * 2 * PIECES * 512 : 0;
   u8* memory;

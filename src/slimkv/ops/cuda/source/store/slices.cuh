@@ -1,6 +1,7 @@
-// Few tokens of 22-bit integers: a warp for every slice of a tile. Every thread makes digits of eight numbers, which all warps multiply from
-// shared memory: nothing is done twice, and what runs once comes from memory and takes longer to get there than to run. Warps of 64
-// registers find room beside a block of the decode kernel, which is launched while this one runs.
+// Few tokens of 22-bit integers: one warp per slice of a tile. Every thread makes the digits of eight values, and all
+// warps multiply them from shared memory. Nothing is computed twice, because code that runs once takes longer to fetch
+// than to execute. Warps of 64 registers fit beside a block of the decode kernel, which is launched while this one
+// runs.
 #pragma once
 #include "store/rotate.cuh"
 #include "store/rows.cuh"

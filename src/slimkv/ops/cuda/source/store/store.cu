@@ -1,10 +1,10 @@
-// Lloyd-Max K and V of new tokens to their slots, byte for byte as slimkv.codec has it: all that is summed are integers, everything
-// else single IEEE operations. Compiled for one layout and one pair of input types.
+// Stores Lloyd-Max K and V of new tokens with the bytes that slimkv.codec defines: all sums are integer sums, everything else is
+// single IEEE operations. Compiled for one layout and one pair of input dtypes.
 //
-// Given: BLOCK_SIZE, WARPS, TILES_PER_BLOCK (1 or WARPS), MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, QUERY_AWARE
-// (query-aware rounding of keys: 1 with one matrix a head, 2 with several), SHARED_WEIGHTS (is its matrix copied to shared memory?),
-// CELL_RECORDS (and all that cells say?), and of K_ and V_: D, GROUPS, PER, KIND, BITS,
-// CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
+// Defines: BLOCK_SIZE, WARPS, TILES_PER_BLOCK (1 or WARPS), MIN_BLOCKS (per SM), LONG_SLOTS, QUERY_AWARE (query-aware
+// rounding of keys: 1 with one matrix per head, 2 with several), SHARED_WEIGHTS (copy the matrix to shared memory),
+// CELL_RECORDS (copy the cells' records too), and for K_ and V_: D, GROUPS, PER, KIND, BITS, CODES, FIELDS, DTYPE,
+// VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
 #include "store/lloyd.cuh"
 #include "store/query_aware.cuh"
 
@@ -56,8 +56,8 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
       values);
 }
 
-// Grid: tiles (or, of many, any number of blocks) by twice the heads, keys and values in turn; with query-aware rounding
-// WARPS tiles by the heads, and where few tokens have different matrices, again for each matrix.
+// Grid: tiles (or any number of blocks, if there are many tiles) by twice the heads, keys and values alternating. With
+// query-aware rounding: WARPS tiles by the heads, and again for each matrix where few tokens use different matrices.
 KERNEL(32 * WARPS, MIN_BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
   if constexpr (QUERY_AWARE) {

@@ -1,8 +1,9 @@
-// Tokens in pages to dense vectors, a warp for each: latents, and K and V of such sizes. Rotated back by exact sums of levels, so that
-// a number is rounded by its scale alone, and then to the output's type.
+// Gathers tokens from pages into dense vectors, one warp per vector: latents, and K and V of the same sizes. The
+// inverse rotation sums centroids exactly, so a value is rounded only by its scale and then to the output dtype.
 //
-// Given: BLOCK_SIZE, WARPS, MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, and of K_ and V_: D, CORE (the rotation is a
-// matrix of CORE, doubled), UNROTATE, KIND, BITS, CODES, FIELDS, RAW_DTYPE (of raw sides), DTYPE and VECTORS (of the output).
+// Defines: BLOCK_SIZE, WARPS, MIN_BLOCKS (per SM), LONG_SLOTS, and for K_ and V_: D, CORE (the rotation doubles a
+// matrix of this size), UNROTATE, KIND, BITS, CODES, FIELDS, RAW_DTYPE (of raw sides), DTYPE and VECTORS (of the
+// output).
 #include "vectors/decode.cuh"
 
 struct GatherArgs {

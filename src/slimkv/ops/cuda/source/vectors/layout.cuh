@@ -1,7 +1,7 @@
-// One vector in a warp: which of its numbers lanes have, and where they and their codes are in shared memory.
+// One vector per warp: which of its values each lane holds, and where values and codes lie in shared memory.
 //
-// In eights: dimensions 8 v .. 8 v + 7 belong to lane v % 32, in turn v / 32. Apart: the D / 32 numbers b + 8 k + D / 4 h belong
-// to lane 8 h + b.
+// In eights: dimensions 8 v .. 8 v + 7 belong to lane v % 32, in round v / 32. Apart: the D / 32 values b + 8 k + D / 4
+// h belong to lane 8 h + b.
 #pragma once
 #include "store/format.cuh"
 

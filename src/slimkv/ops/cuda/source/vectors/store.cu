@@ -1,8 +1,8 @@
-// K and V, or latents and rope parts, of new tokens to their slots, a warp for each vector: sizes beyond what a warp holds 16
-// of, and numbers stored as they are. Byte for byte as slimkv.codec has it, like store/store.cu.
+// Stores K and V, or latents and rope parts, of new tokens, one warp per vector: head sizes of which a warp cannot hold
+// 16 vectors, and sides stored unquantized. Writes the bytes that slimkv.codec defines, like store/store.cu.
 //
-// Given: BLOCK_SIZE, WARPS, MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, and of K_ and V_: D, CORE (the rotation is a matrix of CORE, doubled), KIND, BITS,
-// CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
+// Defines: BLOCK_SIZE, WARPS, MIN_BLOCKS (per SM), LONG_SLOTS, and for K_ and V_: D, CORE (the rotation doubles a
+// matrix of this size), KIND, BITS, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
 #include "vectors/encode.cuh"
 #include "vectors/write.cuh"
 
