@@ -1,7 +1,7 @@
 // K and V, or latents and rope parts, of new tokens to their slots, a warp for each vector: sizes beyond what a warp holds 16
 // of, and numbers stored as they are. Byte for byte as slimkv.codec has it, like store/store.cu.
 //
-// Given: BLOCK_SIZE, WARPS, MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, and of K_ and V_: D, CORE (the rotation is a matrix of CORE, doubled), KIND, BITS,
+// Given: BLOCK_SIZE, WARPS, MIN_BLOCKS (a multiprocessor should hold), LONG_SLOTS, ROW_STRIDE (of token rows; 0: tiles), and of K_ and V_: D, CORE (the rotation is a matrix of CORE, doubled), KIND, BITS,
 // CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO (see Format).
 #include "vectors/encode.cuh"
 #include "vectors/write.cuh"
