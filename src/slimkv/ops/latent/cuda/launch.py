@@ -60,11 +60,12 @@ def refusal(request: LatentRequest) -> str | None:
             f"beside a bfloat16 rope part it takes bfloat16 query_rope, not {request.query_rope.dtype}; "
             "use backend='triton'"
         )
-    return _format_refusal(request.layout)
+    return format_refusal(request.layout)
 
 
 @lru_cache(maxsize=256)
-def _format_refusal(layout: PageLayout) -> str | None:
+def format_refusal(layout: PageLayout) -> str | None:
+    """Why the kernels do not read this layout, or None."""
     spec = layout.spec
     if layout.block_size < 16:
         return "it reads blocks of 16 tokens and more; use backend='reference'"
@@ -129,7 +130,7 @@ def workspace_bytes(
     layout: PageLayout, total_queries: int, sequences: int, heads: int, max_query_len: int, device: Device
 ) -> int:
     """Bytes of the ``workspace`` of ``attend_latent`` within these bounds; 0 if the layout is not supported."""
-    if _format_refusal(layout) is not None:
+    if format_refusal(layout) is not None:
         return 0
     most = 0
     for queries in range(1, min(max_query_len, max(1, total_queries)) + 1):
