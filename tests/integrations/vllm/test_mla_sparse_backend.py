@@ -63,10 +63,9 @@ def step_of(lens: list[int], queries: list[int], table: torch.Tensor, slots: tor
         num_reqs=len(lens), num_actual_tokens=sum(queries), max_query_len=max(queries), max_seq_len=max(lens),
         block_table_tensor=table, slot_mapping=slots,
     )  # fmt: skip
-    requests = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(queries)).to(torch.int32)
-    common._token_to_req_indices_cache = requests  # vLLM computes it in a kernel of Triton
     builder = sparse.SlimKVSparseMetadataBuilder.__new__(sparse.SlimKVSparseMetadataBuilder)
-    builder.kv_cache_spec, builder._topk, builder._requests = SimpleNamespace(block_size=BLOCK), TOPK, requests
+    builder.kv_cache_spec, builder._topk = SimpleNamespace(block_size=BLOCK), TOPK
+    builder._requests = torch.full((64,), 99, dtype=torch.int32)
     builder._lengths, builder._starts = torch.full((64,), TOPK, dtype=torch.int32), torch.arange(65, dtype=torch.int32)
     return builder.build(0, common)
 
@@ -90,6 +89,7 @@ def test_queries_attend_what_was_picked(format, monkeypatch):
         impl.do_kv_cache_update(of_request[:, :512], of_request[:, None, 512:], cache, where, "auto", torch.ones(1))
     step = step_of(lens, queries, table, torch.cat([s[-q:] for s, q in zip(slots, queries, strict=True)]))
     assert (step.num_decode_tokens, step.num_prefills, step.prefill) == (6, 0, None)
+    assert step.req_id_per_token.tolist() == [0] * 5 + [1]
     query = torch.randn(6, HEADS, 512), torch.randn(6, HEADS, 64)
     out, lse = impl.forward_mqa(query, cache, step, None)
     assert lse is None

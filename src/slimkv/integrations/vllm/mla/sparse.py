@@ -102,11 +102,13 @@ class SlimKVSparseMetadataBuilder(AttentionMetadataBuilder):
         """The step's metadata from the scheduler's output."""
         step = common_attn_metadata
         tokens = step.num_actual_tokens
+        requests = self._requests[:tokens]  # of a buffer that graphs know
+        torch.searchsorted(step.query_start_loc[1:], self._starts[:tokens], right=True, out_int32=True, out=requests)
         return SlimKVSparseMetadata(
             num_reqs=step.num_reqs, num_actual_tokens=tokens, max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len, query_start_loc=step.query_start_loc, seq_lens=step.seq_lens,
             slot_mapping=step.slot_mapping, block_table=step.block_table_tensor,
-            req_id_per_token=step.token_to_req_indices(self._requests), block_size=self.kv_cache_spec.block_size,
+            req_id_per_token=requests.clamp_(max=step.num_reqs - 1), block_size=self.kv_cache_spec.block_size,
             lengths=self._lengths[:tokens], starts=self._starts[: tokens + 1], topk_tokens=self._topk,
             num_decodes=step.num_reqs, num_decode_tokens=tokens,
         )  # fmt: skip
