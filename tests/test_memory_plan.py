@@ -7,6 +7,7 @@ from slimkv.cache import PagedPool
 from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.memory_plan import (
     FULL,
+    INDEXER,
     LATENT,
     NO_KV,
     SLIDING,
@@ -130,6 +131,20 @@ def test_latents_belong_to_all_heads():
         make_plan(shape_of(LLAMA), ["c4"], 2**34)
 
 
+def test_an_indexer_keeps_what_no_format_packs():
+    config = {**LLAMA, "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    config |= {"index_topk": 2048, "index_head_dim": 128}
+    shape = shape_of(config)
+    assert shape.groups == (LayerGroup(LATENT, 61, 1, 512, 64), LayerGroup(INDEXER, 61, 1, 132, 0))
+    raw, packed = make_plan(shape, ["raw", "c4"], 2**34, block_size=64).formats
+    assert packed.bytes_per_token == 61 * (386 + 132)
+    assert raw.bytes_per_token == 61 * (1152 + 132)
+    assert packed.tokens_per_sequence == 2**34 // (61 * (386 + 132) * 64) * 64
+    assert [group.kind for group in packed.groups] == [LATENT, INDEXER]
+    assert shape_of({**config, "index_topk_freq": 4}).groups[1].layers == 1 + 1 + 14  # layers 0, 1, 5, 9, ..., 57
+    assert shape_of({**config, "index_topk_pattern": "FSSS" * 20}).groups[1].layers == 16
+
+
 def test_gpt2_names_and_multi_query():
     old = {"n_layer": 12, "n_head": 12, "n_embd": 768}
     assert shape_of(old).groups == (full(12, 12, 64),)
@@ -141,9 +156,9 @@ def test_gpt2_names_and_multi_query():
     [
         ({**LLAMA, "kv_lora_rank": 512}, InputError, "no qk_rope_head_dim"),
         (
-            {**LLAMA, "model_type": "deepseek_v32", "kv_lora_rank": 512, "index_topk": 2048},
+            {**LLAMA, "model_type": "deepseek_v4", "compress_ratios": [4], "index_topk": 2048},
             UnsupportedError,
-            "deepseek_v32 has sparse attention",
+            "deepseek_v4 has sparse attention on compressed tokens",
         ),
         ({"num_attention_heads": 8}, InputError, "no num_hidden_layers"),
         ({**LLAMA, "layer_types": ["full_attention"]}, InputError, "32 layers but.*lists 1"),

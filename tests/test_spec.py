@@ -1,4 +1,5 @@
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -247,6 +248,19 @@ def test_every_latent_format_parses_and_round_trips(latent):
         assert LatentSpec.parse(spec.canonical_format) == spec
         assert is_latent_format(spec.format)
     assert LatentSpec.parse(f"c{latent}").rope == raw()
+
+
+def test_token_rows_are_aligned_and_as_small_as_tiles():
+    for format, row in (("c4", 384), ("c4r8", 320), ("c6r8", 448), ("craw", 1152), ("cfp8", 640)):
+        rows, tiles = (PageLayout(LatentSpec.parse(format), 64, token_rows) for token_rows in (True, False))
+        assert rows.key.row_stride == rows.value.row_stride == row
+        assert rows.value.codes_offset == 512 * rows.spec.key.bits // 8
+        assert rows.page_bytes == tiles.page_bytes
+        assert rows != tiles
+        assert pickle.loads(pickle.dumps(rows)) == rows
+    assert 656 * 64 / PageLayout(LatentSpec.parse("c4"), 64, True).page_bytes > 1.69  # fp8_ds_mla
+    with pytest.raises(SpecError, match="token rows hold latents, not K and V of format k4v4"):
+        PageLayout(CodecSpec.parse("k4v4", 128), 64, True)
 
 
 def test_latents_are_not_keys_and_values():

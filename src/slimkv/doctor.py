@@ -156,7 +156,7 @@ _VLLM = _Engine(
     "VLLM_PLUGINS",
     False,
     "from slimkv.integrations.vllm import backend, impl, metadata, plugin\n"
-    "plugin.register()\n" + _LATENTS.format("vllm", "backend, impl, metadata"),
+    "plugin.register()\n" + _LATENTS.format("vllm", "backend, impl, metadata, sparse"),
     "vllm serve MODEL --attention-backend CUSTOM",
 )
 _SGLANG = _Engine(

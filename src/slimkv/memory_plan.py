@@ -16,6 +16,7 @@ from slimkv.spec import CodecSpec, PageLayout, parse_spec
 from slimkv.spec import parse_size as parse_size
 
 FULL, SLIDING, LATENT, NO_KV = "full", "sliding", "latent", "no_kv"
+INDEXER = "indexer"  # keys of sparse attention's indexer, which no format packs; key_dim is their bytes
 BASELINE = "raw"
 DEFAULT_FORMATS = ("raw", "fp8", "k4v4", "k3v3", "k2v2")
 DEFAULT_LATENT_FORMATS = ("raw", "c8r8", "c6r8", "c4", "c4r8")
@@ -44,7 +45,7 @@ _KIND_OF_TYPE = {
 class LayerGroup:
     """Layers of the same size."""
 
-    kind: str  # full, sliding, latent, no_kv
+    kind: str  # full, sliding, latent, no_kv, indexer
     layers: int
     num_kv_heads: int
     key_dim: int  # of latents: their own size
@@ -121,10 +122,10 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     for nested in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(nested), Mapping):
             config = {**config, **config[nested]}
-    if config.get("index_topk") or config.get("compress_ratios"):
+    if config.get("compress_ratios") or (config.get("index_topk") and not config.get("kv_lora_rank")):
         raise UnsupportedError(
-            f"{name} has sparse attention: its layers keep keys of an indexer or compressed tokens beside what they "
-            "attend, which this plan cannot count"
+            f"{name} has sparse attention on compressed tokens, or on K and V: beside what its layers attend they keep "
+            "what this plan cannot count"
         )
     layers = _number(config, "num_hidden_layers", "n_layer", "num_layers")
     heads = _number(config, "num_attention_heads", "n_head")
@@ -143,7 +144,23 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     for (kind, window), count in sorted(Counter(types).items(), key=lambda item: str(item[0])):
         stored = (0, 0, 0) if kind == NO_KV else attends[1]
         groups.append(LayerGroup(attends[0] if kind == FULL else kind, count, *stored, window))
+    if config.get("index_topk"):
+        groups.append(LayerGroup(INDEXER, _indexers(config, layers), 1, _indexer_bytes(config), 0))
     return ModelShape(name, tuple(groups), state_shape(config, layers), attends[0] == LATENT)
+
+
+def _indexers(config: Mapping[str, Any], layers: int) -> int:
+    """How many layers pick tokens; the others attend what the layer before them did."""
+    if pattern := config.get("index_topk_pattern"):
+        return layers - str(pattern)[:layers].count("S")
+    every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
+    return sum(max(i - first + 1, 0) % every == 0 for i in range(layers))
+
+
+def _indexer_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes that an indexer keeps of a token: a key in fp8, with a float32 scale for every 128 numbers."""
+    dim = _number(config, "index_head_dim")
+    return dim + 4 * -(-dim // 128)
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
@@ -198,10 +215,9 @@ def _group_blocks(group: LayerGroup, tokens: int, layout: PageLayout) -> int:
 
 
 def _layouts(shape: ModelShape, format: str, block_size: int) -> list[tuple[LayerGroup, PageLayout]]:
-    """The groups that store anything, each with its layout."""
-    return [
-        (group, PageLayout(_spec(shape, group, format), block_size)) for group in shape.groups if group.kind != NO_KV
-    ]
+    """The groups that store anything in the format, each with its layout."""
+    packed = [group for group in shape.groups if group.kind not in (NO_KV, INDEXER)]
+    return [(group, PageLayout(_spec(shape, group, format), block_size)) for group in packed]
 
 
 def _spec(shape: ModelShape, group: LayerGroup, format: str) -> CodecSpec:
@@ -212,7 +228,9 @@ def _spec(shape: ModelShape, group: LayerGroup, format: str) -> CodecSpec:
 def sequence_bytes(shape: ModelShape, format: str, tokens: int, block_size: int) -> int:
     """Bytes of the pages of a sequence of ``tokens`` tokens in all layers."""
     layouts = _layouts(shape, format, block_size)
-    return sum(la.pool_bytes(_group_blocks(g, tokens, la), g.num_kv_heads) * g.layers for g, la in layouts)
+    pages = sum(la.pool_bytes(_group_blocks(g, tokens, la), g.num_kv_heads) * g.layers for g, la in layouts)
+    indexed = sum(group.layers * group.key_dim for group in shape.groups if group.kind == INDEXER)
+    return pages + indexed * -(-tokens // block_size) * block_size
 
 
 def _tokens_that_fit(shape: ModelShape, format: str, budget: int, block_size: int) -> int | None:
@@ -285,6 +303,8 @@ def _bytes_per_token(shape: ModelShape, format: str, block_size: int) -> float:
 def _group_plan(shape: ModelShape, group: LayerGroup, format: str, block_size: int) -> GroupPlan:
     if group.kind == NO_KV:
         return GroupPlan(group.kind, group.layers, 0, None, 0.0, 0)
+    if group.kind == INDEXER:
+        return GroupPlan(group.kind, group.layers, 1, None, float(group.layers * group.key_dim), None)
     layout = PageLayout(_spec(shape, group, format), block_size)
     most = None
     if group.window is not None:

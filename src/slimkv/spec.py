@@ -18,6 +18,9 @@ A width is stored as *planes* of 1, 2, 4, 8, 16 or 32 bits (3 = 2 + 1, 5 = 4 + 1
 In a plane of w <= 4 bits one word holds 4 / w slices: value n of the j-th of them sits at bit
 ``4 n + w j``, so one shift and one mask align any plane to nibbles. Slices that do not fill a word
 (odd head sizes in 1- and 2-bit planes) follow as plain token rows. No byte is padded.
+
+Latents that are attended token by token (sparse attention) are stored in *token rows* instead: the codes of a token's
+latent and of its rope part side by side, dimension after dimension, one token after the other; then the fields.
 """
 
 from __future__ import annotations
@@ -238,11 +241,17 @@ class SideLayout:
     codes_offset: int
     fields_offset: int
     transposed: bool  # values: the fragment's rows are dimensions
+    row_stride: int = 0  # token rows: bytes from a token's codes to the next one's; 0: tiles
 
     @property
     def tile_tokens(self) -> int:
         """Tokens whose codes are laid out together (1 for plain token rows)."""
-        return min(self.block_size, TILE_TOKENS)
+        return 1 if self.row_stride else min(self.block_size, TILE_TOKENS)
+
+    @property
+    def tile_stride(self) -> int:
+        """Bytes from a tile's codes to the next one's."""
+        return self.row_stride or self.tile_bytes
 
     @property
     def tile_bytes(self) -> int:
@@ -260,7 +269,7 @@ class SideLayout:
         out, offset, low = [], 0, 0
         slices = self.dim // SLICE_DIMS
         for bits in self.format.planes:
-            if self.block_size == 1:
+            if self.tile_tokens == 1:
                 words, tail = 0, slices
             elif bits <= 4:
                 words, tail = divmod(slices, 4 // bits)
@@ -314,10 +323,13 @@ class PageLayout:
 
     spec: CodecSpec
     block_size: int
+    token_rows: bool = False  # a token's codes side by side, for attention on single tokens
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise SpecError(f"block size {self.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
+        if self.token_rows and not isinstance(self.spec, LatentSpec):
+            raise SpecError(f"token rows hold latents, not K and V of format {self.spec.format}")
 
     def __hash__(self) -> int:
         return self._hash
@@ -325,23 +337,37 @@ class PageLayout:
     @cached_property
     def _hash(self) -> int:
         """Cached, because every call of an operation looks up tables by layout."""
-        return hash((self.spec, self.block_size))
+        return hash((self.spec, self.block_size, self.token_rows))
 
     def __getstate__(self) -> dict[str, object]:
         """Pickles only the fields: another process hashes strings differently."""
-        return {"spec": self.spec, "block_size": self.block_size}
+        return {"spec": self.spec, "block_size": self.block_size, "token_rows": self.token_rows}
 
     @cached_property
     def key(self) -> SideLayout:
         """Where the keys are."""
-        return SideLayout(self.spec.key, self.spec.key_dim, self.block_size, 0, self._fields_start, False)
+        return SideLayout(
+            self.spec.key, self.spec.key_dim, self.block_size, 0, self._fields_start, False, self._row_stride
+        )
 
     @cached_property
     def value(self) -> SideLayout:
         """Where the values are."""
-        key_bytes = self.block_size * self.spec.key_dim * self.spec.key.bits // 8
+        together = 1 if self.token_rows else self.block_size
+        key_bytes = together * self.spec.key_dim * self.spec.key.bits // 8
         fields = self._fields_start + FIELD_BYTES * self.block_size * self.spec.key.field_count
-        return SideLayout(self.spec.value, self.spec.value_dim, self.block_size, key_bytes, fields, True)
+        return SideLayout(
+            self.spec.value, self.spec.value_dim, self.block_size, key_bytes, fields, True, self._row_stride
+        )
+
+    @property
+    def plain_rows(self) -> bool:
+        """Whether no codes are in fragment order."""
+        return self.token_rows or self.block_size == 1
+
+    @property
+    def _row_stride(self) -> int:
+        return self._fields_start // self.block_size if self.token_rows else 0
 
     @property
     def _fields_start(self) -> int:
@@ -386,9 +412,9 @@ class PageLayout:
 
 
 @cache
-def page_layout(spec: CodecSpec, block_size: int) -> PageLayout:
+def page_layout(spec: CodecSpec, block_size: int, token_rows: bool = False) -> PageLayout:
     """One object for equal layouts, so that look-ups compare identities instead of fields."""
-    return PageLayout(spec, block_size)
+    return PageLayout(spec, block_size, token_rows)
 
 
 def parse_size(given: str | int) -> int:

@@ -96,7 +96,7 @@ def test_plan_from_a_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(latent))
     report = json.loads(run("plan", "--config", str(tmp_path), "--json").stdout)
     assert {g["kind"] for row in report["formats"] for g in row["groups"]} == {"latent"}
-    (tmp_path / "config.json").write_text(json.dumps({**latent, "index_topk": 2048}))
+    (tmp_path / "config.json").write_text(json.dumps({**latent, "compress_ratios": [4]}))
     assert "sparse attention" in run("plan", "--config", str(tmp_path), code=2).output
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from slimkv import Codec, CodecSpec, Encoded, PageLayout
 from slimkv.codec import pack
 from slimkv.errors import InputError
-from slimkv.spec import BLOCK_SIZES
+from slimkv.spec import BLOCK_SIZES, LatentSpec
 
 CPU = torch.device("cpu")
 PARTS = [
@@ -22,14 +22,17 @@ PARTS = [
 ]
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 192, 256, 576)
 layouts = st.builds(
-    lambda key, value, key_dim, value_dim, block: PageLayout(
-        CodecSpec.parse(f"k{key}v{value}", key_dim, value_dim), block
+    lambda key, value, key_dim, value_dim, block, rows: (
+        PageLayout(LatentSpec.parse(f"c{key}r{value}", key_dim, value_dim), block, True)
+        if rows
+        else PageLayout(CodecSpec.parse(f"k{key}v{value}", key_dim, value_dim), block)
     ),
     st.sampled_from(PARTS),
     st.sampled_from(PARTS),
     st.sampled_from(DIMS),
     st.sampled_from(DIMS),
     st.sampled_from(BLOCK_SIZES),
+    st.sampled_from([False, False, True]),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -33,6 +33,7 @@ class Case:
     padding: int = 0  # rows beyond the last query
     peaked: bool = False  # one token has nearly all weight
     heavy: bool = False  # heavy-tailed latents
+    rows: bool = False  # token rows, and a table of slots, of which every fifth and the first ten are skipped
 
     def __str__(self) -> str:
         changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
@@ -42,7 +43,13 @@ class Case:
     def layout(self) -> PageLayout:
         """The pages."""
         spec = LatentSpec.parse(self.format, self.latent_dim, self.rope_dim)
-        return PageLayout(spec.with_raw_dtype(str(DTYPES[self.dtype]).removeprefix("torch.")), self.page)
+        return PageLayout(spec.with_raw_dtype(str(DTYPES[self.dtype]).removeprefix("torch.")), self.page, self.rows)
+
+    @property
+    def skipped(self) -> Tensor:
+        """bool [longest sequence]: the positions that a table of slots skips."""
+        position = torch.arange(max(self.lens))
+        return (position % 5 == 3) | (position < 10) if self.rows else torch.zeros(len(position), dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -61,17 +68,24 @@ class Built:
     query_latent: Tensor
     query_rope: Tensor
 
+    blocks: Tensor  # the block table; ``table`` where it has no slots
+
     def slots(self, sequence: int) -> Tensor:
         """Where the tokens of a sequence are."""
         position = torch.arange(self.case.lens[sequence], device=self.pages.device)
-        return self.table[sequence, position // self.case.page].long() * self.case.page + position % self.case.page
+        return self.blocks[sequence, position // self.case.page].long() * self.case.page + position % self.case.page
+
+    @property
+    def max_seq_len(self) -> int:
+        """What the table has room for."""
+        return self.table.shape[1] * (1 if self.case.rows else self.case.page)
 
     def request(self, out: Tensor, lse: Tensor | None = None) -> LatentRequest:
         """What a backend gets: queries and output in the stored space."""
         return checked_request(
             self.query_latent, self.query_rope, self.pages, self.table, self.seq_lens, self.starts, codec=self.codec,
             layout=self.layout, softmax_scale=self.case.scale, max_query_len=max(self.case.queries),
-            max_seq_len=self.table.shape[1] * self.case.page, out=out, lse=lse,
+            max_seq_len=self.max_seq_len, out=out, lse=lse,
         )  # fmt: skip
 
     def attend(self, **options) -> Tensor | tuple[Tensor, Tensor]:
@@ -79,7 +93,7 @@ class Built:
         return ops.attend_latent(
             self.query_latent, self.query_rope, self.pages, self.table, self.seq_lens, self.starts, codec=self.codec,
             layout=self.layout, softmax_scale=self.case.scale, max_query_len=max(self.case.queries),
-            max_seq_len=self.table.shape[1] * self.case.page, **options,
+            max_seq_len=self.max_seq_len, **options,
         )  # fmt: skip
 
     @cached_property
@@ -96,6 +110,7 @@ class Built:
             scores = torch.einsum("qhd,kd->qhk", self.query_latent[own].double(), latent.double())
             scores += torch.einsum("qhd,kd->qhk", self.query_rope[own].double(), rope.double())
             seen = torch.arange(length)[None] <= torch.arange(length - count, length)[:, None]
+            seen &= ~self.case.skipped[:length]
             scores = (scores * self.case.scale).cpu().masked_fill(~seen[:, None], -torch.inf)
             lse[own] = scores.logsumexp(-1)
             weights = torch.exp(scores - lse[own].masked_fill(lse[own] == -torch.inf, 0)[..., None])
@@ -129,12 +144,18 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
     built = Built(
         case, codec, layout, *(x.to(device, dtype) for x in (latent, rope)), pages, table.to(device),
         torch.tensor(case.lens, dtype=torch.int32, device=device), starts.to(device),
-        *(x.to(device, dtype) for x in (query_latent, query_rope)),
+        *(x.to(device, dtype) for x in (query_latent, query_rope)), table.to(device),
     )  # fmt: skip
     slots = torch.cat([built.slots(i) for i in range(len(case.lens))])
+    if case.rows:
+        of_tokens = torch.full((len(case.lens), max(case.lens) + 3), 2**30, dtype=torch.int32, device=device)
+        for sequence, length in enumerate(case.lens):
+            skipped = case.skipped[:length].to(device)
+            of_tokens[sequence, :length] = built.slots(sequence).int().masked_fill(skipped, -1)
+        built = replace(built, table=of_tokens)
     ops.store_latent(
         built.latent, built.rope, pages, slots, codec=codec, layout=layout,
-        backend="reference" if device.type == "cpu" else "triton",
+        backend="reference" if device.type == "cpu" else "cuda" if case.rows else "triton",
     )  # fmt: skip
     return built
 

@@ -36,7 +36,7 @@ class Case:
     strided: bool = False
 
     def __str__(self) -> str:
-        changed = [f"{k}={v}" for k, v in self.__dict__.items() if v != getattr(Case, k)]
+        changed = [f"{k}={v}" for k, v in self.__dict__.items() if v != getattr(Case, k, False)]
         return ",".join(changed) or "default"
 
     @property

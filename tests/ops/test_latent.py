@@ -57,6 +57,40 @@ def test_attend(case, backend, device):
     check(built, out, lse, 2e-2 if loose or case.out_dtype == "bf16" else 5e-3)  # bf16 weights; bf16 results
 
 
+ROWS = [
+    Case(rows=True, lens=(40, 0, 18, 4), queries=(1, 1, 1, 1), padding=1),
+    Case(rows=True, lens=(40, 18), queries=(3, 1), page=64),
+    *(Case(rows=True, format=f, dtype="fp16") for f in ("c4", "c3r7", "cu4ru8", "cfp8", "craw")),
+]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_attend_single_tokens(case, backend, device):
+    """Sparse attention: a table of slots into token rows. A sequence of which all is skipped gives zeros."""
+    if device.type != "cpu":
+        pytest.skip("on GPUs: tests/ops/cuda/test_latent_cuda.py")
+    skip_unless_it_runs(backend, device)
+    built = build(case, device)
+    out, lse = out_of(built), torch.full(built.query_latent.shape[:2], torch.nan, device=device)
+    built.attend(out=out, lse=lse, backend=backend)
+    check(built, out, lse)
+
+
+def test_token_rows_hold_the_codes_of_tiles(device):
+    """The same latents in both layouts decode to the same numbers; one is not taken for the other."""
+    both = [build(Case(rows=rows, page=64), device) for rows in (False, True)]
+    decoded = [
+        torch.cat(ops.gather_latent(x.pages, x.slots(0), codec=x.codec, layout=x.layout, backend="reference"), 1)
+        for x in both
+    ]
+    assert torch.equal(*decoded)
+    with pytest.raises(UnsupportedError, match="tiles of 16 tokens, not blocks of 1 token or token rows"):
+        both[1].attend(backend="triton")
+    with pytest.raises(InputError, match="a table of 73 tokens"):
+        replace(both[1], case=both[0].case).attend()
+
+
 @pytest.mark.parametrize("splits", [2, 5])
 def test_splits_and_workspace(splits, device):
     built = build(Case(lens=(100, 3), queries=(2, 1), padding=1), device)

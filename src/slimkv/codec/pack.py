@@ -55,7 +55,7 @@ class _HostPiece(NamedTuple):
 def _side_pieces(side: SideLayout, row_start: int) -> tuple[list[_HostPiece], np.ndarray]:
     """Pieces of a side and the page offsets [block_size, bytes] of its row bytes."""
     tiles = np.arange(side.block_size) // side.tile_tokens
-    base = side.codes_offset + tiles * side.tile_bytes
+    base = side.codes_offset + tiles * side.tile_stride
     pieces, offsets = [], []
     for plane in side.planes:
         bits = np.tile(side.bit_positions(plane), (side.block_size // side.tile_tokens, 1))
@@ -168,7 +168,7 @@ def unpack_vectors(side: SideLayout, rows: Tensor) -> Encoded:
 
 @lru_cache(maxsize=256)
 def _vector_pieces(side: SideLayout, device: torch.device) -> tuple[tuple[Piece, ...], int]:
-    alone = replace(side, block_size=1, codes_offset=0)
+    alone = replace(side, block_size=1, codes_offset=0, row_stride=0)
     pieces, _ = _side_pieces(alone, 0)
     pieces = [p._replace(row_byte=p.position[0]) for p in pieces]  # a page of one token is its row
     return _to_device(pieces, device), alone.codes_bytes + FIELD_BYTES * side.format.field_count

@@ -67,6 +67,10 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
 
     if os.environ.get("KEEP_CHUNKS"):
         keep_chunks()
+    if os.environ.get("SPARSE_ON_CPU"):
+        import sparse_on_cpu
+
+        sparse_on_cpu.install()
     if os.environ.get("EXACT_ROWS"):
         exact_rows()
     llm = LLM(**request["engine"])

@@ -65,7 +65,7 @@ def test_what_it_tells_vllm():
     }  # fmt: skip
     assert SlimKVMLABackend.validate_configuration(**asked, use_sparse=False) == []
     reasons = " ".join(SlimKVMLABackend.validate_configuration(**asked, use_sparse=True, use_dcp=True))
-    assert "DeepSeek V3.2, GLM-5 and later" in reasons
+    assert "configuration has index_topk" in reasons
     assert "DCP not supported" in reasons
     assert "non-MLA not supported" in SlimKVMLABackend.validate_configuration(
         **{**asked, "use_mla": False}, use_sparse=False
@@ -158,8 +158,8 @@ def test_nobody_else_writes_latents():
         pass
 
     with pytest.raises(UnsupportedError, match="not PaddedMLAAttention of this model"):
-        compat.check_layer(PaddedMLAAttention.__new__(PaddedMLAAttention))
-    compat.check_layer(compat.MLAAttention.__new__(compat.MLAAttention))
+        compat.check_layer(PaddedMLAAttention.__new__(PaddedMLAAttention), SimpleNamespace(is_sparse=True))
+    compat.check_layer(compat.MLAAttention.__new__(compat.MLAAttention), SimpleNamespace(is_sparse=False))
 
 
 def test_slots_of_a_contexts_chunk():
@@ -184,7 +184,7 @@ def engine(settings="c4", hybrid=False, connector=None, **parallel):
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
-        (engine(), {"mla": {"indexer": object()}}, "GLM-5 and later"),
+        (engine(), {"mla": {"indexer": object()}}, "configuration has index_topk"),
         (engine(), {"mla": {"topk_indices_buffer": None}}, "sparse"),
         (engine(), {"mla": {"sinks": 1}}, "does not know what this model asks of latent attention: sinks"),
         (engine(), {"asked": ["a sliding window"]}, "latent attention has no a sliding window"),

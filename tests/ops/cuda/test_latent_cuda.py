@@ -79,6 +79,12 @@ MANY_ROWS = [
     Case(peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=98),
     Case(format="c4", peaked=True, scale=1.0, lens=(130,), queries=(1,), heads=40),
 ]
+TOKEN_ROWS = [
+    Case(format="c4", rows=True, rope_dim=64, heads=5, lens=(150, 0, 66, 4), queries=(1, 1, 1, 1), padding=2),
+    Case(format="c4", rows=True, rope_dim=64, latent_dim=256, heads=70, lens=(130,), queries=(1,), page=64),
+    Case(format="c4", rows=True, rope_dim=64, latent_dim=512, heads=20, lens=(200, 70), page=64, out_dtype="bf16"),
+    Case(format="c4", rows=True, rope_dim=64, heads=9, lens=(130,), queries=(3,), dtype="fp16", peaked=True, scale=1.0),
+]
 SEVERAL_TILES = [  # of formats and sizes that the kernel of many rows does not take
     Case(format="c5r6", lens=(70, 0, 40), queries=(2, 1, 4), heads=10, padding=2),
     Case(format="c5r8", heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32),
@@ -103,6 +109,13 @@ def test_attend_two_row_tiles(case):
 @pytest.mark.parametrize("case", sample(MANY_ROWS, 2), ids=str)
 def test_attend_many_rows(case):
     assert config_for(case.layout, case.heads * max(case.queries), H200).kernel is WIDE
+    attend_and_check(case, SMALL)
+
+
+@emulated
+@pytest.mark.parametrize("case", sample(TOKEN_ROWS, 3), ids=str)
+def test_attend_single_tokens(case):
+    assert config_for(case.layout, case.heads, H200).kernel is WIDE
     attend_and_check(case, SMALL)
 
 
@@ -177,6 +190,11 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only():
         (Case(format="cu4"), "latent format u4 is not one of its formats"),
         (Case(format="c4r4"), "rope format 4 is not one of its formats"),
         (Case(format="craw"), "latent format rawbf16"),
+        (Case(format="c6", rows=True, rope_dim=64), "of token rows it reads 4-bit Lloyd-Max latents"),
+        (
+            Case(format="c4", rows=True),
+            "rope part of 64 numbers of 16 bits (format 'c4'), not c4rrawbf16 of 128 and 32",
+        ),
         (Case(latent_dim=96), "a latent of 96 with a rope part of 32 is not one of its sizes"),
         (Case(rope_dim=48), "a latent of 128 with a rope part of 48 is not one of its sizes"),
     ],
@@ -238,12 +256,14 @@ def test_it_compiles(format):
     assert compile_kernels(config.kernel.source, defines, "sm_90a").startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("format", sample(["c4r8", "c4", "cfp8r8"], 3))
-def test_products_do_not_wait_for_one_another(format):
+@pytest.mark.parametrize(
+    ("format", "rows"), sample([("c4", True), ("c4r8", False), ("c4", False), ("cfp8r8", False)], 3)
+)
+def test_products_do_not_wait_for_one_another(format, rows):
     """Where registers are too few, the compiler puts a wait behind every product, and says so nowhere."""
     pytest.importorskip("cuda.bindings.nvrtc")
     pytest.importorskip("triton")
-    layout = PageLayout(LatentSpec.parse(format), 64)
+    layout = PageLayout(LatentSpec.parse(format), 64, rows)
     config, bf16 = config_for(layout, 64, H200), torch.bfloat16
     defines = latent_cuda.kernel_defines(layout, config, bf16, bf16, bf16)
     code = compile_kernels(config.kernel.source, defines, "sm_90a")

@@ -28,11 +28,12 @@ class Latents(Case):
     value_dim: int | None = 64
     heads: int = 1
     tokens: int = 20
+    rows: bool = False  # token rows
 
     @property
     def layout(self) -> PageLayout:
         spec = LatentSpec.parse(self.format, self.dim, self.value_dim)
-        return PageLayout(spec.with_raw_dtype(str(DTYPES[self.dtype]).removeprefix("torch.")), self.page)
+        return PageLayout(spec.with_raw_dtype(str(DTYPES[self.dtype]).removeprefix("torch.")), self.page, self.rows)
 
 
 PLAIN = Latents()
@@ -45,6 +46,9 @@ EMULATED = [
     replace(PLAIN, dim=256),
     replace(PLAIN, format="cfp8rfp8", strided=True, slot_dtype="int32"),
     Case(format="k8v3", dim=512, tokens=9),
+    replace(PLAIN, rows=True, page=64),
+    replace(PLAIN, rows=True, dim=128, value_dim=32, format="c7r6"),
+    replace(PLAIN, rows=True, format="crawrfp8", dtype="fp16", slots="aligned"),
 ]
 FORMATS = [
     *(replace(PLAIN, format=f"c{b}r{b}", slots=s) for b, s in product(range(1, 9), ("scattered", "aligned"))),
@@ -54,6 +58,7 @@ FORMATS = [
     *(replace(PLAIN, format="c4", page=page, slot_dtype="int32", strided=True) for page in (32, 64, 128)),
     *(replace(PLAIN, tokens=tokens, slots=s) for tokens in (1, 33, 700, 1500, 8197) for s in ("aligned", "unaligned")),
     *(replace(PLAIN, tokens=tokens, format="c4r8", page=64) for tokens in (5, 300, 5000)),
+    *(replace(PLAIN, rows=True, page=64, format=f, tokens=700) for f in ("c4", "c4r8", "c5r3", "craw", "cfp8r6")),
     Case(format="krawbf16v4", dim=512, tokens=3000),
     Case(format="k3vrawfp32", dim=384, heads=3),
     Case(format="k4v4", dim=512, tokens=300),

@@ -28,10 +28,10 @@ def __getattr__(name: str) -> Any:
 
     config = get_current_vllm_config()
     if name == "CUSTOM":
-        return _backend(config.model_config is not None and config.model_config.use_mla)
+        return _backend(config.model_config is not None and config.model_config.use_mla, config)
     if getattr(config.attention_config.backend, "name", None) == "CUSTOM":
         _switched_on.append(config.model_config)
-        return _backend(name != "CPU_ATTN")
+        return _backend(name != "CPU_ATTN", config)
     if wanted(config.additional_config) and not _drafts(config):
         raise InputError(f"the additional config has settings for slimkv, which is not switched on; use {EXAMPLE}")
     module, backend = _STOCK[name]
@@ -49,8 +49,12 @@ def _drafts(config: Any) -> bool:
     return any(served is target for served in _switched_on for target in targets)
 
 
-def _backend(latent: bool) -> Any:
-    """slimkv's backend for latents, or for K and V."""
+def _backend(latent: bool, config: Any) -> Any:
+    """slimkv's backend for latents, dense or sparse, or for K and V."""
+    if latent and hasattr(config.model_config.hf_text_config, "index_topk"):
+        from slimkv.integrations.vllm.mla.sparse import SlimKVSparseMLABackend
+
+        return SlimKVSparseMLABackend
     if latent:
         from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
 

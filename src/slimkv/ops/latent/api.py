@@ -99,7 +99,8 @@ def attend_latent(
             float16, bfloat16 or float32.
         query_rope: [total_queries, num_heads, rope_dim], their rope part as the model computes it.
         pages: uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
-        block_table: int32 [sequences, max_blocks].
+        block_table: int32 [sequences, max_blocks]. With a layout of token rows, int32 [sequences, max_tokens]: the slot
+            (block * block_size + position) of every token, for sparse attention; negative ones are skipped.
         seq_lens: int32 [sequences]; 0 gives zero output.
         cu_seqlens_q: int32 [sequences + 1], ascending from 0 to total_queries (rows beyond it are left untouched).
         softmax_scale: multiplies the scores; of the model, which knows the head size before absorption.
@@ -160,10 +161,11 @@ def checked_request(
     device, spec = pages.device, layout.spec
     total, heads = _check_queries(query_latent, query_rope, spec, device)
     check_tables(block_table, seq_lens, cu_seqlens_q, device)
-    if not 0 <= max_query_len <= total or max_seq_len > block_table.shape[1] * layout.block_size:
+    of_entry, entries = (1, "tokens") if layout.token_rows else (layout.block_size, "blocks")
+    if not 0 <= max_query_len <= total or max_seq_len > block_table.shape[1] * of_entry:
         raise InputError(
             f"max_query_len {max_query_len} or max_seq_len {max_seq_len} does not fit {total} queries and a table of "
-            f"{block_table.shape[1]} blocks"
+            f"{block_table.shape[1]} {entries}"
         )
     if not math.isfinite(softmax_scale):
         raise InputError(f"softmax_scale must be finite, not {softmax_scale}")

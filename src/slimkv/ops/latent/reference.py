@@ -35,23 +35,21 @@ def _decode(pages: Tensor, slots: Tensor, codec: Codec, layout: PageLayout) -> t
 def attend_decoded(request: LatentRequest, decode: DecodeTokens) -> None:
     """Attention on each sequence's tokens as decoded by ``decode``: [tokens, 1, dim] each."""
     starts, lengths, query_rope = request.cu_seqlens_q.tolist(), request.seq_lens.tolist(), request.stored_query_rope
-    tokens, device = request.layout.block_size, request.pages.device
     for sequence, length in enumerate(lengths):
         rows = slice(starts[sequence], starts[sequence + 1])
         count = rows.stop - rows.start
         if count == 0:
             continue
-        if length <= 0:
+        position, slots = _visible(request, sequence, length)
+        if not len(slots):
             request.out[rows] = 0
             if request.lse is not None:
                 request.lse[rows] = -torch.inf
             continue
-        position = torch.arange(length, device=device)
-        slots = request.block_table[sequence, position // tokens].long() * tokens + position % tokens
         latent, rope = (x[:, 0].float() for x in decode(request.pages, slots, request.codec, request.layout))
         scores = torch.einsum("qhd,kd->hqk", request.query_latent[rows].float(), latent)
         scores = scores + torch.einsum("qhd,kd->hqk", query_rope[rows].float(), rope)
-        seen = position[None, :] <= torch.arange(length - count, length, device=device)[:, None]
+        seen = position[None, :] <= torch.arange(length - count, length, device=slots.device)[:, None]
         scores = (scores * request.softmax_scale).masked_fill(~seen, -torch.inf)
         lse = scores.logsumexp(-1)  # [heads, queries]
         weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])  # nothing seen: zeros
@@ -60,3 +58,12 @@ def attend_decoded(request: LatentRequest, decode: DecodeTokens) -> None:
         request.out[rows] = torch.einsum("hqk,kd->qhd", weights, value).to(request.out.dtype)
         if request.lse is not None:
             request.lse[rows] = lse.T.float()
+
+
+def _visible(request: LatentRequest, sequence: int, length: int) -> tuple[Tensor, Tensor]:
+    """Positions of a sequence's tokens and their slots, int64 [tokens] each, without those that are skipped."""
+    position, tokens = torch.arange(max(length, 0), device=request.pages.device), request.layout.block_size
+    if not request.layout.token_rows:
+        return position, request.block_table[sequence, position // tokens].long() * tokens + position % tokens
+    slots = request.block_table[sequence, : len(position)].long()
+    return position[slots >= 0], slots[slots >= 0]

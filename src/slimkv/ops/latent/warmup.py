@@ -43,10 +43,12 @@ def run_latent_steps(kind: LatentKind, steps: Iterable[Step]) -> int:
         latent, rope = (torch.ones(rows, dim, dtype=kind.dtype, device=device) for dim in dims)
         slots = torch.arange(rows, device=device) % layout.block_size
         store_latent(latent, rope, pages, slots, codec=codec, layout=layout, backend=kind.backend)
-        gather_latent(pages, slots, codec=codec, layout=layout, dtype=kind.dtype)
+        if not layout.token_rows:  # which nothing expands
+            gather_latent(pages, slots, codec=codec, layout=layout, dtype=kind.dtype)
+        width = step.max_seq_len if layout.token_rows else layout.blocks_for(step.max_seq_len)
         attend_latent(
             latent[:, None].repeat(1, kind.num_heads, 1), rope[:, None].repeat(1, kind.num_heads, 1), pages,
-            torch.zeros(step.sequences, layout.blocks_for(step.max_seq_len), dtype=torch.int32, device=device),
+            torch.zeros(step.sequences, width, dtype=torch.int32, device=device),
             torch.full((step.sequences,), step.queries, dtype=torch.int32, device=device),
             torch.arange(step.sequences + 1, dtype=torch.int32, device=device) * step.queries,
             softmax_scale=kind.softmax_scale, codec=codec, layout=layout, max_query_len=step.queries,

@@ -13,7 +13,9 @@ from slimkv.codec import scale16
 from slimkv.spec import Kind, SideLayout
 
 LLOYD, UNIFORM, FP8, RAW = 0, 1, 2, 3
-PLAIN_ROWS = "the kernels do not read or write blocks of 1 token; use blocks of 16 or more, or backend='reference'"
+PLAIN_ROWS = (
+    "the kernels read and write tiles of 16 tokens, not blocks of 1 token or token rows; use backend='reference'"
+)
 KIND_NUMBER = {Kind.LLOYD: LLOYD, Kind.UNIFORM: UNIFORM, Kind.FP8: FP8, Kind.RAW: RAW}
 
 _LLOYD: tl.constexpr = tl.constexpr(LLOYD)

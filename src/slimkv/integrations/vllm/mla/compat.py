@@ -8,12 +8,16 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.vllm.compat import NEWEST_TESTED, VERSION, logger
 from slimkv.versions import version_numbers
 
 OLDEST = (0, 32)
 FUSED_UPDATE = "fuse_rope_kvcache_cat_mla"
+FUSED_SPARSE = "vllm.models.deepseek_v32.attention"  # DeepSeek V3.2 and GLM-5 on CUDA
 
 if version_numbers(VERSION, 2) < OLDEST:
     raise UnsupportedError(
@@ -33,6 +37,7 @@ try:
         accumulate_mla_context_chunk,
         init_mla_context_partial,
     )
+    from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     for owner, name in (
@@ -43,6 +48,7 @@ try:
         (MLACommonMetadataBuilder, "_build_decode"),
         (MLAAttention, "_v_up_proj"),
         (MLAAttention, "process_weights_after_loading"),
+        (MLAAttention, "update_kv_cache"),
     ):
         if not hasattr(owner, name):
             raise ImportError(f"{owner.__name__}.{name}")
@@ -60,10 +66,12 @@ __all__ = [
     "MLACommonMetadata",
     "MLACommonMetadataBuilder",
     "QueryLenSupport",
+    "SharedTopkIndicesBuffer",
     "accumulate_mla_context_chunk",
     "call_after_loading",
     "check_layer",
     "forbid_fused_cache_updates",
+    "global_slots",
     "init_mla_context_partial",
     "is_supported_spec",
 ]
@@ -74,13 +82,57 @@ def is_supported_spec(spec: Any) -> bool:
     return type(spec) is MLAAttentionSpec and not spec.non_causal_multi_token_decode
 
 
-def check_layer(layer: Any) -> None:
+def check_layer(layer: Any, impl: Any) -> None:
     """Raises for kinds of latent attention that may write or read the cache themselves."""
-    if type(layer) is not MLAAttention:
+    if impl.is_sparse and type(layer).__module__ == FUSED_SPARSE:
+        _store_through(layer, impl)
+    elif type(layer) is not MLAAttention:
         raise UnsupportedError(
             f"slimkv knows vLLM's own latent attention ({MLAAttention.__name__}), not {type(layer).__name__} of this "
             "model; serve it with vLLM's own attention backend"
         )
+
+
+class _Stored:
+    """Stands where a layer has a cache in host memory."""
+
+    runtime = None
+
+
+def _store_through(layer: Any, impl: Any) -> None:
+    """Lets ``impl`` store a layer's latents, which otherwise a kernel of norms and rotary embeddings writes unpacked.
+
+    vLLM leaves them to ``update_kv_cache`` where the cache is in host memory.
+    """
+    used = type(layer).forward.__code__.co_names
+    if "hisparse_cache" not in used or "update_kv_cache" not in used:
+        raise UnsupportedError(
+            f"{type(layer).__name__} of vLLM {VERSION} stores latents in a way that slimkv does not know; install a "
+            f"tested version ({NEWEST_TESTED[0]}.{NEWEST_TESTED[1]})"
+        )
+
+    def update(
+        latent: Tensor, rope: Tensor, cache: Tensor, slots: Tensor, step: Any, dtype: str, scale: Tensor
+    ) -> None:
+        impl.do_kv_cache_update(latent, rope, cache, slots, dtype, scale)
+
+    layer.hisparse_cache, layer.update_kv_cache = _Stored(), update
+
+
+def global_slots(positions: Tensor, requests: Tensor, block_table: Tensor, block_size: int) -> Tensor:
+    """Slots, int32 [tokens, positions], of the positions that queries attend; -1 where a position is -1.
+
+    positions int32 [tokens, positions] within the request; requests int32 [tokens]: rows of block_table.
+    """
+    if positions.is_cuda:
+        from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
+
+        slots: Tensor = triton_convert_req_index_to_global_index(
+            requests, block_table, positions, BLOCK_SIZE=block_size, NUM_TOPK_TOKENS=positions.shape[1]
+        )
+        return slots
+    block = block_table[requests.long()[:, None], positions.clamp(min=0).long() // block_size]
+    return torch.where(positions < 0, -1, block * block_size + positions % block_size)
 
 
 def forbid_fused_cache_updates(vllm_config: Any) -> None:

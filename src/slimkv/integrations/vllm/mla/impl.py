@@ -28,7 +28,7 @@ from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import kernel_block, verified_tokens
 from slimkv.ops.latent.warmup import LatentKind, run_latent_steps
-from slimkv.ops.warmup import decoding_steps
+from slimkv.ops.warmup import Step, decoding_steps
 from slimkv.spec import LatentSpec, PageLayout, page_layout
 
 
@@ -41,6 +41,7 @@ class SlimKVMLAImpl(MLACommonImpl):
 
     supports_dcp = False
     supports_pcp = False
+    token_rows = False  # how pages hold tokens
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class SlimKVMLAImpl(MLACommonImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds the layer this belongs to and binds its backend class to the layer's format."""
         name, layer = find_layer(self._config, self)
-        check_layer(layer)
+        check_layer(layer, self)
         dims = self.kv_lora_rank, self.qk_rope_head_dim
         spec, _ = layer_spec(served_model(self._config), self._config, name, dims, act_dtype, latent=True)
         assert isinstance(spec, LatentSpec)
@@ -102,9 +103,13 @@ class SlimKVMLAImpl(MLACommonImpl):
         weight = next(layer.kv_b_proj.parameters())
         if weight.device.type != "cpu":  # nothing is compiled there
             codec, model = shared_codec(self._spec, weight.device), self._config.model_config
-            layout = page_layout(self._spec, kernel_block(self._config))
+            layout = page_layout(self._spec, kernel_block(self._config), self.token_rows)
             kind = LatentKind(codec, layout, self.num_heads, self.scale, model.dtype, self._settings.backend)
-            run_latent_steps(kind, decoding_steps(model.max_model_len, verified_tokens(self._config)))
+            run_latent_steps(kind, self._warmup_steps())
+
+    def _warmup_steps(self) -> list[Step]:
+        """The kinds of steps that are run once before any request."""
+        return decoding_steps(self._config.model_config.max_model_len, verified_tokens(self._config))
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -112,7 +117,7 @@ class SlimKVMLAImpl(MLACommonImpl):
         """vLLM's uint8 [blocks, tokens, bytes] -> pages [blocks, page_bytes] and their layout."""
         assert self._spec is not None
         blocks, tokens, size = kv_cache.shape
-        return kv_cache.view(blocks, tokens * size), page_layout(self._spec, tokens)
+        return kv_cache.view(blocks, tokens * size), page_layout(self._spec, tokens, self.token_rows)
 
     def do_kv_cache_update(
         self,

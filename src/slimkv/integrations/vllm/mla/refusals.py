@@ -10,8 +10,9 @@ from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES
 from slimkv.integrations.vllm.settings import parse
 
 SPARSE = (
-    "slimkv packs dense latent attention (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash), not the sparse one of models "
-    "with an indexer (DeepSeek V3.2, GLM-5 and later); serve this model with vLLM's own attention backend"
+    "slimkv packs dense latent attention (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) and the sparse one of models "
+    "whose configuration has index_topk (DeepSeek V3.2, GLM-5), not that of this model; serve it with vLLM's own "
+    "attention backend"
 )
 # The arguments that vLLM passes to an implementation of latent attention.
 KNOWN_ARGUMENTS = frozenset(

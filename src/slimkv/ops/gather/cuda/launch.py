@@ -49,8 +49,8 @@ class Plan:
 
 def supports(request: GatherRequest) -> str | None:
     """Lloyd-Max, fp8 and raw sides of latents, and of K and V of head sizes from 257 to 512."""
-    if request.layout.block_size == 1:
-        return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
+    if request.layout.plain_rows:
+        return "it reads tiles of 16 tokens, not plain rows (blocks of 1 token, token rows), which the reference takes"
     return format_refusal(request.layout)
 
 

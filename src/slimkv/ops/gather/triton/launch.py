@@ -100,7 +100,7 @@ def gather_kernel(
 
 def supports(request: GatherRequest) -> str | None:
     """Every format; blocks of at least a tile."""
-    if request.layout.block_size == 1:
+    if request.layout.plain_rows:
         return PLAIN_ROWS
     return None
 

@@ -5,7 +5,7 @@ kernel   query rows  KV block      latents
 =======  ==========  ============  ============================================================================
 narrow   16          32 tokens     all that ``launch.refusal`` accepts
 narrow   32          32 tokens     of multiples of 128 numbers that ``wide`` does not take
-wide     64          64 tokens     of 128, 256 or 512 numbers whose levels take no LUT (1-4 bits, fp8)
+wide     64          64 tokens     of 128, 256 or 512 numbers whose levels take no LUT (1-4 bits, fp8); token rows
 =======  ==========  ============  ============================================================================
 
 A request takes the first of them that has its query rows (queries x heads of a sequence), and the last one that takes
@@ -165,10 +165,10 @@ def _wide_offsets(layout: PageLayout, stages: int) -> Offsets:
 
 def _narrow_32_takes(layout: PageLayout) -> bool:
     """Eight warps share the dimensions. Where ``wide`` exists it is as fast from 17 rows on."""
-    return layout.spec.key_dim % 128 == 0 and not _wide_takes(layout)
+    return layout.spec.key_dim % 128 == 0 and not layout.token_rows and not _wide_takes(layout)
 
 
-NARROW = _narrow(16, 32, lambda layout: True)
+NARROW = _narrow(16, 32, lambda layout: not layout.token_rows)
 NARROW_32 = _narrow(32, 32, _narrow_32_takes)
 WIDE = Kernel("latent/wide.cu", rows=64, kv_block=64, stages=(2,), offsets=_wide_offsets, takes=_wide_takes)
 KERNELS = (NARROW, NARROW_32, WIDE)

@@ -30,6 +30,7 @@ from slimkv.spec import Kind, PageLayout
 
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
+_ROW_DIMS = (128, 256, 512)  # of latents in token rows
 
 
 (Args,) = arguments("latent/args.cuh", "LatentArgs")
@@ -59,14 +60,21 @@ def refusal(request: LatentRequest) -> str | None:
             f"beside a bfloat16 rope part it takes bfloat16 query_rope, not {request.query_rope.dtype}; "
             "use backend='triton'"
         )
-    return _format_refusal(request.layout)
+    return format_refusal(request.layout)
 
 
 @lru_cache(maxsize=256)
-def _format_refusal(layout: PageLayout) -> str | None:
+def format_refusal(layout: PageLayout) -> str | None:
+    """Why the kernels do not read this layout, or None."""
     spec = layout.spec
     if layout.block_size < 16:
         return "it reads blocks of 16 tokens and more; use backend='reference'"
+    if layout.token_rows and not _reads_rows(layout):
+        return (
+            "of token rows it reads 4-bit Lloyd-Max latents of 128, 256 or 512 with a raw rope part of 64 numbers of "
+            f"16 bits (format 'c4'), not {spec.format} of {spec.key_dim} and {spec.value_dim}; use 'c4' or "
+            "backend='reference'"
+        )
     if spec.key.kind not in (Kind.LLOYD, Kind.FP8):
         return f"latent format {spec.key.name} is not one of its formats (1-8, fp8); use backend='triton'"
     rope_fits = (
@@ -87,6 +95,13 @@ def _format_refusal(layout: PageLayout) -> str | None:
     return None
 
 
+def _reads_rows(layout: PageLayout) -> bool:
+    latent, rope = layout.key, layout.value
+    four_bits = latent.format.kind == Kind.LLOYD and latent.format.bits == 4
+    raw = rope.format.kind == Kind.RAW and rope.format.bits == 16
+    return four_bits and raw and latent.dim in _ROW_DIMS and rope.dim == 64
+
+
 def kernel_defines(
     layout: PageLayout, config: LatentConfig, query: torch.dtype, rope: torch.dtype, out: torch.dtype
 ) -> dict[str, int]:
@@ -94,6 +109,7 @@ def kernel_defines(
     spec = layout.spec
     return config.defines | {
         "LD": spec.key_dim, "RD": spec.value_dim, "BLOCK_SIZE": layout.block_size,
+        "ROW_STRIDE": layout.key.row_stride,
         "L_KIND": KIND_NUMBERS[spec.key.kind], "L_BITS": spec.key.bits, "L_FIELDS": layout.key.fields_offset,
         "R_KIND": KIND_NUMBERS.get(spec.value.kind, RAW_NUMBER), "R_BITS": spec.value.bits,
         "R_CODES": layout.value.codes_offset, "R_FIELDS": layout.value.fields_offset,
@@ -114,7 +130,7 @@ def workspace_bytes(
     layout: PageLayout, total_queries: int, sequences: int, heads: int, max_query_len: int, device: Device
 ) -> int:
     """Bytes of the ``workspace`` of ``attend_latent`` within these bounds; 0 if the layout is not supported."""
-    if _format_refusal(layout) is not None:
+    if format_refusal(layout) is not None:
         return 0
     most = 0
     for queries in range(1, min(max_query_len, max(1, total_queries)) + 1):

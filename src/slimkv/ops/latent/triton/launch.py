@@ -35,7 +35,7 @@ class Shape:
 def supports(request: LatentRequest) -> str | None:
     """Every format and number of heads, with latents and rope parts of 32 to 512; blocks of at least a tile."""
     spec = request.layout.spec
-    if request.layout.block_size == 1:
+    if request.layout.plain_rows:
         return PLAIN_ROWS
     if min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM or max(spec.key_dim, spec.value_dim) > _LARGEST_DIM:
         return (

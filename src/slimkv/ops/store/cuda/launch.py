@@ -52,7 +52,9 @@ def format_refusal(layout: PageLayout) -> str | None:
 @cache
 def in_tiles(layout: PageLayout) -> bool:
     """Whether warps process tiles of 16 tokens rather than single vectors."""
-    return all(side.format.kind == Kind.LLOYD and side.dim <= LARGEST_DIM for side in (layout.key, layout.value))
+    return not layout.token_rows and all(
+        side.format.kind == Kind.LLOYD and side.dim <= LARGEST_DIM for side in (layout.key, layout.value)
+    )
 
 
 def fuses_offset(request: StoreRequest) -> bool:

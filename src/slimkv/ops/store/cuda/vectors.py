@@ -64,6 +64,7 @@ def _plan(
     codec, args, shared = Codec(layout.spec), StoreArgs(), 0
     tables: list[Tensor] = []
     defines = common_defines(layout, long_slots, _BLOCKS)
+    defines |= {"ROW_STRIDE": layout.key.row_stride}
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),

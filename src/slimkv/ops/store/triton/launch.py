@@ -261,7 +261,7 @@ def store_kernel(
 
 def supports(request: StoreRequest) -> str | None:
     """Every format with the scale policy ``norm``; blocks of at least a tile."""
-    if request.layout.block_size == 1:
+    if request.layout.plain_rows:
         return PLAIN_ROWS
     return refuses_policy(request.layout) or refuses_raw_dtype(request)
 

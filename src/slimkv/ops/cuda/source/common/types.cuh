@@ -6,4 +6,7 @@ enum Kind { LLOYD = 0, UNIFORM = 1, FP8 = 2 };
 constexpr int RAW = 3;  // beside those kinds: numbers as they are, of the rope parts of latents and of stores
 enum DType { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
 
+template <bool A, class T, class E> struct Choose { typedef T Type; };
+template <class T, class E> struct Choose<false, T, E> { typedef E Type; };
+
 constexpr u32 INVALID_FIELD = 0xFFFF;  // of a token whose K or V was not a number

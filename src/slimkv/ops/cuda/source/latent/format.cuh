@@ -1,6 +1,6 @@
 // How latents and rope parts are stored.
 //
-// Compile-time: LD, RD (numbers of the latent and of the rope part), BLOCK_SIZE (tokens of a page), L_KIND, L_BITS,
+// Compile-time: LD, RD (numbers of the latent and of the rope part), BLOCK_SIZE (tokens of a page), ROW_STRIDE (of token rows; 0: tiles), L_KIND, L_BITS,
 // L_FIELDS (the latent in a page), R_KIND, R_BITS, R_CODES, R_FIELDS, R_BF16, R_ROTATED (the rope part), Q_TYPE,
 // ROPE_TYPE, OUT_TYPE; ROWS, KV_BLOCK, STAGES and the offsets of regions of shared memory (*_AT), which
 // ops/latent/cuda/config.py computes.
@@ -8,7 +8,7 @@
 #include "common/codes.cuh"
 #include "common/numbers.cuh"
 
-constexpr int LATENT_SLICES = LD / 16, ROPE_SLICES = RD / 16;      // of 16 dimensions
+constexpr int LATENT_SLICES = LD / 16, ROPE_SLICES = RD / 16;  // of 16 dimensions
 constexpr int L_TILE = 2 * LD * L_BITS, R_TILE = 2 * RD * R_BITS;  // bytes of 16 tokens
 constexpr bool IN_BYTES = L_KIND == LLOYD && L_BITS <= 4;  // byte permutations give levels with an offset of one half
 constexpr bool BF16_ROPE = R_KIND == RAW && R_BF16;

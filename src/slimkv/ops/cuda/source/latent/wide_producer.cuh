@@ -1,8 +1,9 @@
 // The warpgroup of wide.cu that unpacks KV blocks into stages of shared memory, for those that attend.
 #pragma once
+#include "latent/row_tokens.cuh"
 #include "latent/schedule.cuh"
-#include "latent/wide_tokens.cuh"
 
+typedef Choose<(ROW_STRIDE > 0), RowTokens, TileTokens>::Type Tokens;
 constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64;  // of 64 dimensions
 constexpr int CHUNK = KV_BLOCK * 128, STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;  // bytes
 constexpr int QUARTER = LATENT_SLICES / 4;  // slices that are handed over together
@@ -48,21 +49,19 @@ struct Producer {
       const int first = range.first, last = min_i32(range.last, tile.kv_blocks(args));
       const i32* table = args.block_table + (i64)tile.sequence * args.table_stride;
       auto token_of = [&](int i) { return i * KV_BLOCK + 16 * warp; };
-      auto page_of = [&](int i) { return token_of(i) < tile.length ? ldg_i32(table + token_of(i) / BLOCK_SIZE) : 0; };
+      auto place_of = [&](int i) { return Tokens::place(table, token_of(i), tile.length, lane); };
       Tokens tokens;
-      auto load = [&](i32 page, int i) {
-        tokens.load(args.pages + page * args.page_stride, token_of(i) % BLOCK_SIZE, tile.length - token_of(i), lane);
-      };
-      i32 page = 0, ahead = 0, beyond = 0;  // of the next KV block and of those after it: none is waited for
+      auto load = [&](Tokens::Place place, int i) { tokens.load(args, place, token_of(i), tile.length, lane); };
+      Tokens::Place place{}, ahead{}, beyond{};  // of the next KV block and of those after it: none is waited for
       if (first < last) {
-        load(page_of(first), first);
-        page = page_of(first + 1), ahead = page_of(first + 2), beyond = page_of(first + 3);
+        load(place_of(first), first);
+        place = place_of(first + 1), ahead = place_of(first + 2), beyond = place_of(first + 3);
       }
       for (int i = first; i < last; i++, number++) {
         unpack(tokens, number);
         if (i + 1 < last) {
-          load(page, i + 1);
-          page = ahead, ahead = beyond, beyond = page_of(i + 4);
+          load(place, i + 1);
+          place = ahead, ahead = beyond, beyond = place_of(i + 4);
         }
       }
     }

@@ -151,8 +151,6 @@ template <class F> struct BytePlane {  // a byte per value: two words a slice
 };
 
 struct NoPlane {};
-template <bool A, class T, class E> struct Choose { typedef T Type; };
-template <class T, class E> struct Choose<false, T, E> { typedef E Type; };
 
 // All codes of a warp's slices.
 template <class F> struct CodePlanes {

@@ -9,6 +9,17 @@ template <int W, int SHIFT> DEVICE u32 nibble_pair(u32 first, u32 second) {
   return (first >> SHIFT & MASK) | (second >> SHIFT & MASK) << 4;
 }
 
+// Bits from SHIFT on, W of them, of codes from dimension `first` on, one after the other: `bytes` of a plain row.
+template <int W, int SHIFT> DEVICE void store_plain(const u8* codes, int first, int bytes, u32 keep, u8* to, int lane) {
+  for (int at = lane; at < bytes; at += 32) {
+    u32 bits = 0;
+#pragma unroll
+    for (int n = 0; n < 8 / W; n++)
+      bits |= ((u32)codes[code_index(first + at * (8 / W) + n)] >> SHIFT & ((1 << W) - 1)) << (W * n);
+    to[at] = (u8)(bits & keep);
+  }
+}
+
 // A plane of W <= 4 bits: those from SHIFT on.
 template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, u32 keep, u8* base, int position,
     int lane) {
@@ -36,16 +47,9 @@ template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, 
     if constexpr (F::VALUES) at[place.row & 1] = (u8)(bits & keep);
     else *(u16*)at = (u16)(bits & keep);
   }
-  if constexpr (TAIL > 0) {  // slices that fill no word: the token's bits, dimension after dimension
-    constexpr int BYTES = TAIL * 2 * W;
-    if (lane < BYTES) {
-      u32 bits = 0;
-#pragma unroll
-      for (int n = 0; n < 8 / W; n++)
-        bits |= ((u32)codes[code_index(16 * WORDS * SHARE + lane * (8 / W) + n)] >> SHIFT & ((1 << W) - 1)) << (W * n);
-      base[128 * WORDS + (position & 15) * BYTES + lane] = (u8)(bits & keep);
-    }
-  }
+  constexpr int BYTES = TAIL * 2 * W;  // slices that fill no word
+  if constexpr (TAIL > 0)
+    store_plain<W, SHIFT>(codes, 16 * WORDS * SHARE, BYTES, keep, base + 128 * WORDS + (position & 15) * BYTES, lane);
 }
 
 template <class F> DEVICE void store_code_bytes(const u8* codes, u32 keep, u8* base, int position, int lane) {
@@ -78,6 +82,15 @@ template <class F, int PAGE_TOKENS> DEVICE void store_vector(const u8* codes, En
   int position = (int)((u32)slot % PAGE_TOKENS);
   u8* tile = page + F::CODES + position / 16 * F::TILE_BYTES;
   if (lane == 0) *(u16*)(page + F::FIELDS + 2 * position) = (u16)field.field;
+  if constexpr (ROW_STRIDE > 0) {
+    u8* row = page + F::CODES + position * ROW_STRIDE;
+    if constexpr (F::BITS == 8) store_plain<8, 0>(codes, 0, F::D, field.keep, row, lane);
+    if constexpr (F::FOUR) store_plain<4, 0>(codes, 0, F::D / 2, field.keep, row, lane);
+    if constexpr (F::TWO) store_plain<2, 4 * F::FOUR>(codes, 0, F::D / 4, field.keep, row + TWO_AT<F> / 16, lane);
+    if constexpr (F::ONE)
+      store_plain<1, 4 * F::FOUR + 2 * F::TWO>(codes, 0, F::D / 8, field.keep, row + ONE_AT<F> / 16, lane);
+    return;
+  }
   if constexpr (F::BITS == 8) store_code_bytes<F>(codes, field.keep, tile, position, lane);
   if constexpr (F::FOUR) store_nibbles<F, 4, 0>(codes, field.keep, tile, position, lane);
   if constexpr (F::TWO) store_nibbles<F, 2, 4 * F::FOUR>(codes, field.keep, tile + TWO_AT<F>, position, lane);
@@ -91,7 +104,16 @@ template <class F, int PAGE_TOKENS> DEVICE void store_raw(const u8* row, u8* pag
   constexpr int SLICES = F::D / 16, PARTS = F::VALUES ? 8 : 4, NUMBERS = F::VALUES ? 2 : 4, PER_SLICE = F::BITS / 4,
                 WORDS = SLICES * PER_SLICE;
   int position = (int)((u32)slot % PAGE_TOKENS);
-  u8* tile = page_of<PAGE_TOKENS>(pages, page_stride, slot) + F::CODES + position / 16 * F::TILE_BYTES;
+  u8* side = page_of<PAGE_TOKENS>(pages, page_stride, slot) + F::CODES;
+  if constexpr (ROW_STRIDE > 0) {
+    u8* to = side + position * ROW_STRIDE;
+    for (int d = lane; d < F::D; d += 32) {
+      if constexpr (F::BITS == 32) ((u32*)to)[d] = ((const u32*)row)[d];
+      else ((u16*)to)[d] = ((const u16*)row)[d];
+    }
+    return;
+  }
+  u8* tile = side + position / 16 * F::TILE_BYTES;
   const Place place(position & 15);
 #pragma unroll
   for (int i = 0; i < (SLICES * PARTS + 31) / 32; i++) {

@@ -1,0 +1,182 @@
+"""Sparse latent attention in vLLM (DeepSeek V3.2, GLM-5): a query attends the tokens that the model's indexer picked.
+
+Every query, of a prompt or not, attends with absorbed weights and reads packed token rows. The indexer and its cache
+stay vLLM's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from slimkv import ops
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.model import shared_codec
+from slimkv.integrations.vllm.compat import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
+from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
+from slimkv.integrations.vllm.mla.compat import SharedTopkIndicesBuffer, call_after_loading, global_slots
+from slimkv.integrations.vllm.mla.impl import SlimKVMLAImpl
+from slimkv.integrations.vllm.startup import check_cache
+from slimkv.ops.latent.cuda.launch import format_refusal
+from slimkv.ops.warmup import Step
+from slimkv.spec import page_layout
+
+QUERIES_AT_ONCE = 256  # the partial results of more would take too much memory
+
+
+class SlimKVSparseMLABackend(SlimKVMLABackend):
+    """Sparse latent attention on packed token rows."""
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        """The class that runs a layer's attention."""
+        call_after_loading()
+        return SlimKVSparseMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        """The class that builds the metadata of a step."""
+        return SlimKVSparseMetadataBuilder
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Whether layers have an indexer."""
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Where there is a kernel that reads token rows."""
+        return (capability.major, capability.minor) == (9, 0)
+
+    @classmethod
+    def supports_combination(cls, *layer: Any, **more: Any) -> str | None:
+        """Why this kind of layer is not supported, in addition to vLLM's own reasons."""
+        return None
+
+
+@dataclass
+class SlimKVSparseMetadata:
+    """One step. All tokens count as decoded ones: vLLM then expands no latents into K and V."""
+
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor  # int32 [requests, blocks]
+    req_id_per_token: Tensor  # int32 [tokens]
+    block_size: int
+    lengths: Tensor  # int32 [tokens]: how many slots a query has, skipped ones included
+    starts: Tensor  # int32 [tokens + 1]: 0, 1, ...
+    topk_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int = 0
+    prefill: None = None
+    decode: None = None
+
+
+class SlimKVSparseMetadataBuilder(AttentionMetadataBuilder):
+    """Builds a step's metadata."""
+
+    # A graph holds addresses and the number of tokens only.
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        check_cache(vllm_config, kv_cache_spec.block_size)
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._topk: int = vllm_config.model_config.hf_text_config.index_topk
+        self._requests = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self._lengths = torch.full((tokens,), self._topk, dtype=torch.int32, device=device)
+        self._starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SlimKVSparseMetadata:
+        """The step's metadata from the scheduler's output."""
+        step = common_attn_metadata
+        tokens = step.num_actual_tokens
+        requests = self._requests[:tokens]  # of a buffer that graphs know
+        torch.searchsorted(step.query_start_loc[1:], self._starts[:tokens], right=True, out_int32=True, out=requests)
+        return SlimKVSparseMetadata(
+            num_reqs=step.num_reqs, num_actual_tokens=tokens, max_query_len=step.max_query_len,
+            max_seq_len=step.max_seq_len, query_start_loc=step.query_start_loc, seq_lens=step.seq_lens,
+            slot_mapping=step.slot_mapping, block_table=step.block_table_tensor,
+            req_id_per_token=requests.clamp_(max=step.num_reqs - 1), block_size=self.kv_cache_spec.block_size,
+            lengths=self._lengths[:tokens], starts=self._starts[: tokens + 1], topk_tokens=self._topk,
+            num_decodes=step.num_reqs, num_decode_tokens=tokens,
+        )  # fmt: skip
+
+
+class SlimKVSparseMLAImpl(SharedTopkIndicesBuffer, SlimKVMLAImpl):
+    """Sparse latent attention of one layer."""
+
+    is_sparse = True
+    supports_dense_mha_prefill = False
+    token_rows = True
+
+    def __init__(
+        self,
+        *arguments: Any,
+        indexer: Any = None,
+        topk_indices_buffer: Tensor | None = None,
+        index_group_builder: Any = None,  # shares mapped indices among layers; here every layer maps its own
+        **mla: Any,
+    ) -> None:
+        super().__init__(*arguments, **mla)
+        self.init_topk_indices_buffer(indexer, topk_indices_buffer)
+        if getattr(self._config.attention_config, "hisparse_config", None) is not None:
+            raise UnsupportedError("packed latents do not go to host memory (HiSparse): leave out hisparse_config")
+        if self._settings.reads_fresh_raw(shared_pages=True):
+            raise UnsupportedError(
+                "sparse latent attention reads every token from its codes, new ones too: leave fresh at 'auto', not "
+                "'raw'"
+            )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """See ``SlimKVMLAImpl``; raises for a format that the GPU's kernel does not read."""
+        super().process_weights_after_loading(act_dtype)
+        assert self._spec is not None
+        device = next(self.kv_b_proj.parameters()).device
+        if device.type != "cpu" and (reason := format_refusal(page_layout(self._spec, 64, True))):
+            raise UnsupportedError(f"sparse latent attention on a GPU: {reason}")
+
+    def _warmup_steps(self) -> list[Step]:
+        """A step of one token, and the largest one."""
+        buffer = self.topk_indices_buffer
+        assert buffer is not None
+        return [Step(queries, 1, buffer.shape[1]) for queries in (1, QUERIES_AT_ONCE)]
+
+    def prepare_for_batch(self, attn_metadata: Any) -> None:
+        """Nothing: vLLM moves host caches here."""
+
+    def record_logical_topk_ready(self) -> None:
+        """Nothing: indices are mapped on the stream that computed them."""
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``SlimKVMLAImpl``: queries attend the positions in ``topk_indices_buffer``, -1 where there are fewer."""
+        assert self._spec is not None
+        assert self.topk_indices_buffer is not None
+        latent, rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        pages, layout = self._pages(kv_c_and_k_pe_cache)
+        codec, step, tokens = shared_codec(self._spec, pages.device), attn_metadata, len(latent)
+        slots = global_slots(
+            self.topk_indices_buffer[:tokens], step.req_id_per_token[:tokens], step.block_table, layout.block_size
+        )
+        out = latent.new_empty(tokens, latent.shape[1], self.kv_lora_rank)
+        for first in range(0, tokens, QUERIES_AT_ONCE):
+            part = slice(first, min(first + QUERIES_AT_ONCE, tokens))
+            ops.attend_latent(
+                latent[part], rope[part], pages, slots[part], step.lengths[part], step.starts[: part.stop - first + 1],
+                softmax_scale=self.scale, codec=codec, layout=layout, max_query_len=1, max_seq_len=slots.shape[1],
+                query_is_rotated=True, output_is_rotated=True, out=out[part], backend=self._settings.backend,
+            )  # fmt: skip
+        return out, None
