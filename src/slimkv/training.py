@@ -91,9 +91,10 @@ def fake_quantize(
         pool = PagedPool(spec, -(-batch * tokens // _BLOCK) or 1, heads, _BLOCK, key.device, settings.backend)
         if settings.center_keys and wants_offset(spec):
             if key_offset is None and calibration is not None:
-                key_offset = calibration.key_offset(layer, key.device)
+                key_offset = calibration.key_offset(layer, pool.codec)
             if key_offset is None:
-                key_offset = offset_of_keys(rows[0].float().mean(0), key.detach()[:, :, 0].float().mean(0))
+                first = key.detach()[:, :, 0].float().mean(0)
+                key_offset = offset_of_keys(rows[0].float().mean(0), first, pool.codec)
             pool.key_offset = key_offset.detach().to(key.device, OFFSET_DTYPE).contiguous()
         index = None
         if calibration is not None and spec.key.kind == Kind.LLOYD:

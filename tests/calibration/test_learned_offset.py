@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from slimkv import Codec
 from slimkv.calibration import learned_offset
 from slimkv.calibration.learned_offset import LayerOffset, kept_path, offset_digest, read_offset, write_offset
 from slimkv.codec.key_offset import offset_of_keys
 
 HEADS, DIM, TOKENS = 2, 16, 24
+CODEC = Codec.from_format("k4v4", DIM)
 
 
 def keys(seed: int = 0) -> torch.Tensor:
@@ -19,14 +21,14 @@ def pages() -> torch.Tensor:
 
 
 def offset(**known: torch.Tensor) -> LayerOffset:
-    return LayerOffset(HEADS, DIM, torch.device("cpu"), **known)
+    return LayerOffset(HEADS, CODEC, **known)
 
 
 def test_the_first_stored_tokens_set_it_and_nothing_later_does():
     made, stored = offset(), torch.arange(TOKENS) < 20
     made.learn(keys(), stored, pages())
     assert made.known
-    torch.testing.assert_close(made.tensor, offset_of_keys(keys()[:20].mean(0), keys()[0]))
+    torch.testing.assert_close(made.tensor, offset_of_keys(keys()[:20].mean(0), keys()[0], CODEC))
     before, address = made.tensor.clone(), made.tensor.data_ptr()
     made.learn(keys(1), stored, pages())
     assert torch.equal(made.tensor, before)
@@ -62,10 +64,10 @@ def test_a_known_offset_is_never_changed():
 
 def test_what_one_process_learnt_the_next_one_starts_with(tmp_path):
     path = tmp_path / "a" / "layer-0.safetensors"
-    first = LayerOffset.kept(path, HEADS, DIM, torch.device("cpu"))
+    first = LayerOffset.kept(path, HEADS, CODEC)
     assert not first.known
     first.learn(keys(), torch.ones(TOKENS, dtype=torch.bool), pages())
-    second = LayerOffset.kept(path, HEADS, DIM, torch.device("cpu"))
+    second = LayerOffset.kept(path, HEADS, CODEC)
     assert second.known
     assert torch.equal(first.tensor, second.tensor)
     assert offset_digest(first.tensor) == offset_digest(second.tensor)
@@ -73,7 +75,7 @@ def test_what_one_process_learnt_the_next_one_starts_with(tmp_path):
 
 def test_of_two_that_start_at_once_the_first_to_write_wins(tmp_path):
     path = tmp_path / "layer-0.safetensors"
-    one, other = (LayerOffset.kept(path, HEADS, DIM, torch.device("cpu")) for _ in range(2))
+    one, other = (LayerOffset.kept(path, HEADS, CODEC) for _ in range(2))
     everything = torch.ones(TOKENS, dtype=torch.bool)
     one.learn(keys(1), everything, pages())
     other.learn(keys(2), everything, pages())
@@ -111,6 +113,10 @@ def test_models_and_ranks_have_places_of_their_own(tmp_path, monkeypatch):
         (folder / "model.safetensors").write_bytes(name.encode() * 100)
         folders.append(str(folder))
     learned_offset._files_key.cache_clear()
-    paths = {kept_path(folder, layer, rank, 2) for folder in folders for layer in (0, 1) for rank in (0, 1)}
-    assert len(paths) == 8
-    assert kept_path(str(tmp_path / "nowhere"), 0) is None
+    specs = [CODEC.spec, Codec.from_format("k5v4", DIM).spec]
+    paths = {
+        kept_path(folder, layer, spec, rank, 2)
+        for folder in folders for layer in (0, 1) for rank in (0, 1) for spec in specs
+    }  # fmt: skip
+    assert len(paths) == 16
+    assert kept_path(str(tmp_path / "nowhere"), 0, CODEC.spec) is None

@@ -23,7 +23,7 @@ from slimkv.errors import CorruptDataError, InputError
 from slimkv.spec import DEFAULT_SEED, Kind, parse_format
 
 _MOMENT, _SCALE = "query_moment", "query_scale"
-_PER_HEAD = ("key_weight", "value_weight", "first_key_share")
+_WEIGHTS = ("key_weight", "value_weight")
 _PLANES, _FREQUENCIES = "rotary_planes", "rotary_frequencies"
 _KEYS = ("key_mean", "first_key")
 
@@ -96,7 +96,7 @@ class Calibration:
             if statistics.rotary.turns:
                 tensors[f"{_PLANES}.{number}"] = statistics.rotary.planes.to(torch.int16).contiguous()
                 tensors[f"{_FREQUENCIES}.{number}"] = statistics.rotary.frequencies.double().contiguous()
-            for name, weight in zip(_PER_HEAD, statistics.per_head, strict=True):
+            for name, weight in zip(_WEIGHTS, (statistics.key_weight, statistics.value_weight), strict=True):
                 if weight is not None:
                     tensors[f"{name}.{number}"] = weight.float().cpu()
             sizes = statistics.num_kv_heads, statistics.key_dim, statistics.value_dim, statistics.sliding_window
@@ -182,16 +182,16 @@ class Calibration:
                 self._matrices[key] = _matrices(statistics, chosen, edges, codec).to(codec.device).contiguous()
         return self._matrices[key]
 
-    def key_offset(self, layer: int, device: torch.device, heads: slice | None = None) -> Tensor | None:
-        """The vectors that are subtracted from the keys of a layer before encoding.
+    def key_offset(self, layer: int, codec: Codec, heads: slice | None = None) -> Tensor | None:
+        """The vectors that are subtracted from the keys of a layer before encoding with ``codec``.
 
-        bfloat16 [heads, key_dim] on ``device``; None if the statistics have no mean key. ``heads`` as above.
+        bfloat16 [heads, key_dim] on its device; None if the statistics have no mean key. ``heads`` as above.
         """
-        offset = self.statistics(layer).key_offset(self.max_positions)
-        if offset is None:
-            return None
-        with torch.inference_mode(False):
-            return offset[heads if heads is not None else slice(None)].contiguous().to(device)
+        with torch.inference_mode(False):  # it outlives the forward pass that creates it
+            offset = self.statistics(layer).key_offset(self.max_positions, codec)
+            if offset is None:
+                return None
+            return offset[heads if heads is not None else slice(None)].contiguous().to(codec.device)
 
     def with_formats(self, formats: Mapping[int, str], seed: int = DEFAULT_SEED) -> Calibration:
         """The same statistics with a format name for every layer."""
@@ -224,9 +224,8 @@ def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Te
         if not fits or not bool(frequencies.isfinite().all()):
             raise CorruptDataError(f"{where} has rotary planes that do not fit keys of {key_dim} dimensions")
         rotary = Rotary(planes, frequencies)
-    weights = (tensors.get(f"{name}.{number}") for name in _PER_HEAD)
-    key_weight, value_weight, first_share = per_head = [x.double() if x is not None else None for x in weights]
-    for weight in per_head:
+    weights = [tensors[f"{name}.{number}"].double() if f"{name}.{number}" in tensors else None for name in _WEIGHTS]
+    for weight in weights:
         if weight is not None and (weight.shape != (heads,) or not bool(weight.isfinite().all())):
             raise CorruptDataError(
                 f"{where} has weights {list(weight.shape)}, not one number for each of {heads} heads"
@@ -235,7 +234,4 @@ def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Te
     for name, mean in zip(_KEYS, means, strict=True):
         if mean is not None and (mean.shape != (heads, key_dim) or not bool(mean.isfinite().all())):
             raise CorruptDataError(f"{where} has a {name} {list(mean.shape)}, not finite [{heads}, {key_dim}]")
-    key_mean, first_key = means
-    return LayerStatistics(
-        moment, value_dim, key_weight, value_weight, rotary, window, key_mean, first_key, first_share
-    )
+    return LayerStatistics(moment, value_dim, *weights, rotary, window, *means)

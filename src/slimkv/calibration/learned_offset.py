@@ -5,9 +5,9 @@ a layer's pages are empty: it is learnt right before the first real tokens are s
 (profiling, warm-up) do not set it, and neither does a step inside a captured CUDA graph, which cannot wait for the
 result. The tensor is updated in place: graphs that were captured before read the new values.
 
-A learnt offset is saved under the digest of the model's files, one file per layer and tensor-parallel rank, so that
-restarts and replicas agree. An offset from fewer than 16 tokens is not saved. The first process to write a file wins;
-others keep their own offset until they restart.
+A learnt offset is saved under the digest of the model's files, one file per layer, format and tensor-parallel rank, so
+that restarts and replicas agree. An offset from fewer than 16 tokens is not saved. The first process to write a file
+wins; others keep their own offset until they restart.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from torch import Tensor
 
 from slimkv.calibration import file
 from slimkv.calibration.cache import files_key
+from slimkv.codec import Codec
 from slimkv.codec.key_offset import OFFSET_DTYPE, offset_of_keys
 from slimkv.errors import InputError, SlimKVError
 from slimkv.paths import cache_dir
+from slimkv.spec import CodecSpec
 
 FORMAT = "slimkv-key-offset"
 MIN_TOKENS = 16  # in a first prompt whose mean is saved for later processes
@@ -44,9 +46,10 @@ def is_capturing(device: torch.device) -> bool:
 class LayerOffset:
     """The offset of one layer's keys in one process: known from the start, or learnt from the first prompt."""
 
-    def __init__(self, num_kv_heads: int, dim: int, device: torch.device, known: Tensor | None = None) -> None:
+    def __init__(self, num_kv_heads: int, codec: Codec, known: Tensor | None = None) -> None:
+        self._codec, shape = codec, (num_kv_heads, codec.spec.key_dim)
         with torch.inference_mode(False):  # it outlives the forward pass that creates it
-            self.tensor = torch.zeros(num_kv_heads, dim, dtype=OFFSET_DTYPE, device=device)
+            self.tensor = torch.zeros(shape, dtype=OFFSET_DTYPE, device=codec.device)
             if known is not None:
                 self.tensor.copy_(known)
         self.known = known is not None
@@ -54,10 +57,10 @@ class LayerOffset:
         self._kept: Path | None = None
 
     @classmethod
-    def kept(cls, path: Path | None, num_kv_heads: int, dim: int, device: torch.device) -> LayerOffset:
+    def kept(cls, path: Path | None, num_kv_heads: int, codec: Codec) -> LayerOffset:
         """The offset in the file ``path``, or a learnt one that is then saved there (None: not saved)."""
-        known = read_offset(path, num_kv_heads, dim) if path is not None else None
-        made = cls(num_kv_heads, dim, device, known)
+        known = read_offset(path, num_kv_heads, codec.spec.key_dim) if path is not None else None
+        made = cls(num_kv_heads, codec, known)
         made._kept = path
         if known is not None:
             made.source = f"kept in {path}"
@@ -92,19 +95,26 @@ class LayerOffset:
             self.source = "a profiling step"
         else:
             seen = key[stored].float()  # a prompt is stored from its first token on
-            self.tensor.copy_(offset_of_keys(seen.mean(0), seen[0]))
+            self.tensor.copy_(offset_of_keys(seen.mean(0), seen[0], self._codec))
             self.source = f"the first prompt, {count} tokens"
             if self._kept is not None and count >= MIN_TOKENS:
                 write_offset(self._kept, self.tensor)
         self.known = True
 
 
-def kept_path(model: str, layer: int, rank: int = 0, ranks: int = 1) -> Path | None:
-    """The path of the offset of a layer of ``model`` (a folder or a hub name); None if its files are unknown."""
+def kept_path(model: str, layer: int, spec: CodecSpec, rank: int = 0, ranks: int = 1) -> Path | None:
+    """The path of the offset of a layer of ``model`` (a folder or a hub name), whose keys are stored as ``spec`` says;
+    None if the model's files are unknown.
+    """
     key = _files_key(model)
     if key is None:
         return None
-    return cache_dir("offsets") / key / f"rank-{rank}-of-{ranks}" / f"layer-{layer}.safetensors"
+    return (
+        cache_dir("offsets")
+        / key
+        / f"rank-{rank}-of-{ranks}"
+        / f"layer-{layer}-{spec.key.name}-{spec.seed}.safetensors"
+    )
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration.rotary import Rotary
-from slimkv.codec.key_offset import FIRST_KEY_SHARE, offset_of_keys
+from slimkv.codec import Codec
+from slimkv.codec.key_offset import offset_of_keys
 from slimkv.errors import InputError
 
 
@@ -32,24 +33,16 @@ class LayerStatistics:
     sliding_window: int | None = None
     key_mean: Tensor | None = None  # float64 [num_kv_heads, key_dim]; None: keys were not seen
     first_key: Tensor | None = None  # float64 [num_kv_heads, key_dim]: the mean key at position 0
-    # float64 [num_kv_heads]: of what errors of keys cost, how much is due to the key at position 0; None: not measured
-    first_key_share: Tensor | None = None
 
     def moment_at(self, start: int, stop: int) -> Tensor:
         """The mean of q q' over queries at positions [start, stop): float64 [num_kv_heads, key_dim, key_dim]."""
         return self.rotary.mean_moment(self.query_moment.double(), start, stop)
 
-    def key_offset(self, positions: int) -> Tensor | None:
+    def key_offset(self, positions: int, codec: Codec) -> Tensor | None:
         """What is subtracted from keys in contexts of up to ``positions``: bfloat16 [num_kv_heads, key_dim]."""
         if self.key_mean is None or self.first_key is None:
             return None
-        share = FIRST_KEY_SHARE if self.first_key_share is None else self.first_key_share
-        return offset_of_keys(self.rotary.mean_of_contexts(self.key_mean, positions), self.first_key, share)
-
-    @property
-    def per_head(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What there is one number of for every KV head: ``key_weight``, ``value_weight``, ``first_key_share``."""
-        return self.key_weight, self.value_weight, self.first_key_share
+        return offset_of_keys(self.rotary.mean_of_contexts(self.key_mean, positions), self.first_key, codec)
 
     @property
     def num_kv_heads(self) -> int:

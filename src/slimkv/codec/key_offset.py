@@ -16,13 +16,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slimkv.codec.codec import Codec
 from slimkv.errors import InputError
 from slimkv.formats import Kind
 from slimkv.spec import CodecSpec
 
-# How much of the offset is the key at position 0, where that was not measured. Most queries attend to that key, and it
-# is far from the others: with the plain mean its error would be the largest (docs/design/centring.md).
-FIRST_KEY_SHARE = 0.25
 OFFSET_DTYPE = torch.bfloat16
 _STOCK = "turboquant_"  # vLLM's recipes, which store keys as vLLM does
 
@@ -37,14 +35,21 @@ def wants_offset(spec: CodecSpec) -> bool:
     return takes_offset(spec) and not spec.format.startswith(_STOCK)
 
 
-def offset_of_keys(mean: Tensor, first: Tensor, share: Tensor | float = FIRST_KEY_SHARE) -> Tensor:
-    """The offset from the mean key and the key at position 0: bfloat16, contiguous, of their shape.
+def offset_of_keys(mean: Tensor, first: Tensor, codec: Codec) -> Tensor:
+    """The offset for keys with this mean and this key at position 0: bfloat16 [heads, key_dim] on the CPU.
 
-    share: of the first key; a number, or float [heads] for vectors [heads, dim].
+    Most queries attend to the first key, so its error matters most. The offset is the mean, moved by that error: the
+    first key minus the offset is then a vector that codes represent exactly, and every rounding keeps it. The other
+    keys hardly notice, since the offset moves by a fraction of its distance from the first key.
+
+    Args:
+        mean, first: float [heads, key_dim], any device.
+        codec: of the keys. The offset is made on the CPU: it is part of what stored bytes mean.
     """
-    first_share = share[:, None].float() if isinstance(share, Tensor) else share
-    offset = (1 - first_share) * mean.float() + first_share * first.float()
-    return offset.to(OFFSET_DTYPE).contiguous()
+    codec, mean, first = codec.to("cpu"), mean.cpu().float(), first.cpu().float()
+    stored = codec.decode_key(codec.encode_key(first - mean, mark_invalid=True)).float()
+    offset = first - stored
+    return torch.where(offset.isfinite(), offset, mean).to(OFFSET_DTYPE).contiguous()
 
 
 def subtract_offset(key: Tensor, offset: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def test_ranks_have_what_belongs_to_their_heads(ranks, held):
     """Where there are more ranks than heads, several hold the same one."""
     calibration, codec = make(), Codec.from_format("k4v4", 16)
     everything = calibration.query_aware_matrices(0, codec)
-    whole = calibration.key_offset(0, CPU)
+    whole = calibration.key_offset(0, codec)
     for rank in range(ranks):
         first = rank * 4 // ranks
         model = served(calibration, ranks=(rank, ranks))

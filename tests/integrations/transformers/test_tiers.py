@@ -180,7 +180,7 @@ def test_key_offsets_and_matrices_go_with_every_tier():
     assert len(packed) > 1
     for tier in packed:
         assert tier.pool.query_aware is not None
-        assert torch.equal(tier.pool.key_offset, known.key_offset(0, tier.device))
+        assert torch.equal(tier.pool.key_offset, known.key_offset(0, tier.pool.codec))
 
 
 @pytest.mark.parametrize(

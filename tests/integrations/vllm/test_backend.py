@@ -231,7 +231,7 @@ def test_a_layer_stores_with_its_matrices(centred):
     layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
     generator = torch.Generator().manual_seed(0)
     offset = torch.randn(2, 64, generator=generator).bfloat16() if centred else None
-    layer._key_offset = (LayerOffset(2, 64, torch.device("cpu"), offset) if centred else None,)
+    layer._key_offset = (LayerOffset(2, Codec(layer._spec), offset) if centred else None,)
     key, value = torch.randn(2, 16, 2, 64, generator=generator)
     queries = torch.randn(2, 256, 64, generator=generator) * torch.logspace(0, -2, 64)
     codec, layout, slots = Codec(layer._spec), PageLayout(layer._spec, 16), torch.arange(16)
@@ -249,7 +249,7 @@ def test_a_layer_learns_its_offset_from_the_first_tokens_it_stores():
     with set_current_vllm_config(VllmConfig(additional_config={"slimkv": {"format": "k4v4"}})):
         layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
     layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
-    learnt = LayerOffset(2, 64, torch.device("cpu"))
+    learnt = LayerOffset(2, Codec(layer._spec))
     layer._key_offset, layer._matrices = (learnt,), (None,)
     layout = PageLayout(layer._spec, 16)
     pages = torch.zeros(2, 2, layout.page_bytes, dtype=torch.uint8).view(2, 2, 16, -1)
@@ -258,7 +258,7 @@ def test_a_layer_learns_its_offset_from_the_first_tokens_it_stores():
     assert not learnt.known
     layer.do_kv_cache_update(None, key, value, pages, torch.arange(16))
     assert learnt.known
-    expected = offset_of_keys(key.mean(0), key[0])
+    expected = offset_of_keys(key.mean(0), key[0], Codec(layer._spec))
     torch.testing.assert_close(learnt.tensor, expected)
     layer.do_kv_cache_update(None, other, value, pages, torch.arange(16, 32))
     torch.testing.assert_close(learnt.tensor, expected)

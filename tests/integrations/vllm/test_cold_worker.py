@@ -143,7 +143,7 @@ def make_worker(layers, chunks=16, per_chunk=1, tokens=TOKENS, settings=SETTINGS
     for band in bands:
         caches = [HotCache(x, BLOCKS, tokens, torch.float32) for x in band.layers]
         wanted = center and wants_offset(band.layout.spec)
-        offsets = [LayerOffset(HEADS, DIM, torch.device("cpu")) for _ in band.layers] if wanted else None
+        offsets = [LayerOffset(HEADS, Codec(x.spec)) for x in band.layers] if wanted else None
         codecs.append(BandCodec(band, caches, Codec(band.layout.spec), offsets, None, (), settings, torch.float32))
     size = block_bytes(bands) * per_chunk
     host = region(chunks, size)

@@ -103,23 +103,24 @@ class ServedModel:
         """Whether keys stored as ``spec`` are centred."""
         return self.settings.center_keys and wants_offset(spec)
 
-    def calibrated_offset(self, layer: int | None, held: int, device: torch.device) -> Tensor | None:
-        """The calibration's key offset for the KV heads of a layer that this rank has."""
+    def calibrated_offset(self, layer: int | None, codec: Codec, held: int) -> Tensor | None:
+        """The calibration's key offset for the KV heads of a layer that this rank has, on the codec's device."""
         known = self.calibration
         if known is None or layer is None or layer not in known.layers:
             return None
-        return known.key_offset(layer, device, self._heads(layer, held))
+        return known.key_offset(layer, codec, self._heads(layer, held))
 
     def layer_offset(self, layer: int | None, spec: CodecSpec, held: int, device: torch.device) -> LayerOffset:
         """The offset of a layer's keys: from the calibration, from an earlier process, or learnt from the first prompt.
 
         ``layer``: its number; None for a drafter's, which learns anew in every process.
         """
-        known = self.calibrated_offset(layer, held, device)
+        codec = shared_codec(spec, device)
+        known = self.calibrated_offset(layer, codec, held)
         if known is not None:
-            return LayerOffset(held, spec.key_dim, device, known)
-        path = None if layer is None or self.random_weights else kept_path(self.name, layer, *self.ranks())
-        return LayerOffset.kept(path, held, spec.key_dim, device)
+            return LayerOffset(held, codec, known)
+        path = None if layer is None or self.random_weights else kept_path(self.name, layer, spec, *self.ranks())
+        return LayerOffset.kept(path, held, codec)
 
 
 def chosen_format(calibration: Calibration, layer: int) -> str:

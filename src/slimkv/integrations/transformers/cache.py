@@ -17,7 +17,7 @@ from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError, SlimKVError, UnsupportedError
 from slimkv.integrations.transformers.calibration.cached import find_calibration
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
-from slimkv.integrations.transformers.choices import STOCK_FORMATS, check_formats, formats_of, guard_of, offsets_of
+from slimkv.integrations.transformers.choices import STOCK_FORMATS, check_formats, formats_of, guard_of, seen_keys_of
 from slimkv.integrations.transformers.compat import (
     Cache,
     CacheLayerMixin,
@@ -114,11 +114,12 @@ class SlimKVCache(Cache):
         index = MatrixIndex(known) if known is not None else None
         if self.settings.tiered:
             self._tables.ladder = make_ladder(self.settings, kinds, formats, block_size, offloading)
+        seen: Mapping[int, Tensor] = {}
         if offsets is None:
             narrowest = [tier_formats(self.settings, name)[0] for name in formats]
-            offsets = offsets_of(model, self.settings, known, narrowest)
+            offsets, seen = {}, seen_keys_of(model, self.settings, known, narrowest)
         guard = guard_of(config, self.settings, known, formats)
-        settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index, offsets, guard)
+        settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index, offsets, seen, guard)
         layers = [
             _layer(kind, arguments, name, settings, number)
             for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))

@@ -12,7 +12,7 @@ from slimkv.calibration.guard import Guard
 from slimkv.config import AUTO, CALIBRATED, RAW, RAW_LATENT, KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.formats import is_latent_format
-from slimkv.integrations.transformers.calibration.offsets import model_offsets
+from slimkv.integrations.transformers.calibration.offsets import seen_keys
 from slimkv.spec import PageLayout, parse_spec
 
 STOCK_FORMATS = (RAW, RAW_LATENT)  # layers that stay as they are
@@ -32,10 +32,10 @@ def guard_of(config: Any, settings: KVCacheConfig, calibration: Calibration | No
     return _guards[key]
 
 
-def offsets_of(
+def seen_keys_of(
     model: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]
 ) -> Mapping[int, Tensor]:
-    """Key offsets of a loaded model, if keys are centred and no calibration provides them."""
+    """Mean and first keys of a loaded model, if keys are centred and no calibration provides their offsets."""
     packed = [number for number, name in enumerate(formats) if name not in STOCK_FORMATS and not is_latent_format(name)]
     if model is None or not settings.center_keys or not packed:
         return {}
@@ -43,7 +43,7 @@ def offsets_of(
         number in calibration.layers and calibration.layers[number].key_mean is not None for number in packed
     ):
         return {}
-    return model_offsets(model)
+    return seen_keys(model)
 
 
 def formats_of(settings: KVCacheConfig, calibration: Calibration | None, num_layers: int, latent: bool) -> list[str]:

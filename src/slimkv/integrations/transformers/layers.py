@@ -39,7 +39,9 @@ class LayerSettings:
     tables: TableSet
     calibration: Calibration | None = None
     matrix_index: MatrixIndex | None = None  # of its matrices
-    offsets: Mapping[int, Tensor] = field(default_factory=dict)  # of keys, by layer; others are learnt from tokens
+    offsets: Mapping[int, Tensor] = field(default_factory=dict)  # of keys, by layer
+    # mean key and first key of a short pass [2, num_kv_heads, key_dim], by layer; other layers learn from their tokens
+    seen_keys: Mapping[int, Tensor] = field(default_factory=dict)
     guard: Guard | None = None  # shared by the caches of a model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
@@ -132,7 +134,9 @@ class PackedLayer(CacheLayerMixin):
         settings = self.settings
         known = settings.offsets.get(self.number)
         if known is None and settings.calibration is not None:
-            known = settings.calibration.key_offset(self.number, self.device)
+            known = settings.calibration.key_offset(self.number, self.pool.codec)
+        if known is None and self.number in settings.seen_keys:
+            known = offset_of_keys(*settings.seen_keys[self.number], self.pool.codec)
         if known is not None and known.shape != (self.num_kv_heads, self.pool.codec.spec.key_dim):
             raise InputError(
                 f"layer {self.number} has a key offset {list(known.shape)}, and keys of {self.num_kv_heads} heads of "
@@ -199,7 +203,8 @@ class PackedLayer(CacheLayerMixin):
         )
         if self._learns_offset and key.shape[2]:  # before the first token is stored; fixed from now on
             with lasting():
-                self.pool.key_offset = offset_of_keys(key.float().mean((0, 2)), key[:, :, 0].float().mean(0))
+                mean, first = key.float().mean((0, 2)), key[:, :, 0].float().mean(0)
+                self.pool.key_offset = offset_of_keys(mean, first, self.pool.codec).to(self.device)
             self._learns_offset = False
         index, matrices, chosen = self.settings.matrix_index, self.pool.query_aware, None
         if index is not None and matrices is not None and matrices.ndim == 4:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slimkv.calibration.guard import Guard
 from slimkv.calibration.learned_offset import LayerOffset
-from slimkv.integrations.serving.model import ServedModel
+from slimkv.integrations.serving.model import ServedModel, shared_codec
 from slimkv.integrations.vllm.compat import logger
 from slimkv.integrations.vllm.connectors import pages_leave_the_engine
 from slimkv.spec import CodecSpec
@@ -26,7 +26,7 @@ def layer_offset(
     """
     if not model.centres(spec):
         return None
-    if pages_leave_the_engine(vllm_config) and model.calibrated_offset(layer, held, device) is None:
+    if pages_leave_the_engine(vllm_config) and model.calibrated_offset(layer, shared_codec(spec, device), held) is None:
         _tell(vllm_config)
         return None
     return model.layer_offset(layer, spec, held, device)
@@ -37,7 +37,7 @@ def whole_offset(model: ServedModel, layer: int, spec: CodecSpec) -> Tensor | No
     known = model.calibration
     if known is None or layer not in known.layers or not model.centres(spec):
         return None
-    return known.key_offset(layer, torch.device("cpu"))
+    return known.key_offset(layer, shared_codec(spec, torch.device("cpu")))
 
 
 def _tell(vllm_config: Any) -> None:

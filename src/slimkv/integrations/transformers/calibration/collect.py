@@ -38,7 +38,6 @@ from slimkv.integrations.transformers.plugin import slimkv_attention, use_attn_i
 
 NAME = "slimkv_statistics"
 _SAMPLED = 32  # queries per pass and head whose full attention is computed
-_SHARED = 64  # tokens from which on the first key's share of errors is looked at
 _PROBED = 128  # tokens on which the sensitivity of layers is measured
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 _UNSTABLE_ROPE = ("dynamic", "longrope")  # whose frequencies change with the length
@@ -145,25 +144,17 @@ class _Layer:
     key_cost: Tensor | float = 0.0  # float64 [num_kv_heads], sums over sampled queries
     value_cost: Tensor | float = 0.0
     output_energy: float = 0.0  # of the attention block's output, over the same queries
-    # float64 [num_kv_heads]: what an error of the key at position 0 costs, and one of any key
-    first_cost: Tensor | float = 0.0
-    total_cost: Tensor | float = 0.0
 
     def statistics(self, gain: float | None) -> LayerStatistics:
         """``gain``: from ``layer_gains``; None if costs are unknown."""
         known = LayerStatistics(
             self.sums.query_moment(), self.value_dim, rotary=self.sums.rotary, sliding_window=self.sliding_window,
-            key_mean=self.sums.key_mean(), first_key=self.sums.first_key(), first_key_share=self._first_key_share(),
+            key_mean=self.sums.key_mean(), first_key=self.sums.first_key(),
         )  # fmt: skip
         if gain is None or not isinstance(self.key_cost, Tensor) or not isinstance(self.value_cost, Tensor):
             return known
         factor = gain / max(self.output_energy, 1e-30)
         return replace(known, key_weight=(self.key_cost * factor).cpu(), value_weight=(self.value_cost * factor).cpu())
-
-    def _first_key_share(self) -> Tensor | None:
-        if not isinstance(self.first_cost, Tensor) or not isinstance(self.total_cost, Tensor):
-            return None
-        return (self.first_cost / self.total_cost.clamp(min=1e-30)).cpu()
 
 
 @dataclass
@@ -208,8 +199,6 @@ class _Recorder:
             # Heads come first, so the query heads of a KV head are adjacent. Keys may include earlier passes.
             tokens, keys = (x.permute(2, 1, 0, 3).flatten(1, 2) for x in (query, key[:, :, -query.shape[2] :]))
             layer.sums.add(tokens, keys, positions)
-            if key.shape[2] >= _SHARED and self._first + query.shape[2] == key.shape[2]:
-                _add_first_share(layer, query, key, value, attention_mask, kwargs)
         gram = self._gram(module, query.shape[1], value.shape[-1]) if self.costs else None
         if gram is not None:
             self._costs(layer, gram, query, key, value, attention_mask, kwargs)
@@ -255,37 +244,19 @@ class _Recorder:
         return self._grams[id(module)]
 
 
-def _add_first_share(
-    layer: _Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Any
-) -> None:
-    """What errors of the first key and of all keys do to the output of a few late queries (see ``_Recorder._costs``).
-
-    They are weighed by how far a key's value is from the output, before the output projection, which may be unknown.
-    """
-    count, heads, num_kv_heads = query.shape[2], query.shape[1], key.shape[1]
-    at = _late_queries(count, query.device)
-    weights = _weights(query[:, :, at], key, mask, at, kwargs, key.shape[2] - count)  # [batch, heads, queries, tokens]
-    values = value.float().repeat_interleave(heads // num_kv_heads, 1)
-    out = weights @ values
-    costs = (weights.square() * _distances(values, out)).double().sum((0, 2))  # [heads, tokens]
-    by_group = costs.unflatten(0, (num_kv_heads, -1)).sum(1)
-    layer.first_cost = layer.first_cost + by_group[:, 0]
-    layer.total_cost = layer.total_cost + by_group.sum(1)
-
-
 def _late_queries(count: int, device: torch.device) -> Tensor:
     """Which of ``count`` queries are looked at in full: int64, up to ``_SAMPLED`` of the last three quarters."""
     return torch.linspace(count // 4, count - 1, min(_SAMPLED, count), device=device).long().unique()
 
 
-def _distances(values: Tensor, out: Tensor, gram: Tensor | None = None) -> Tensor:
-    """|v - o|^2 of values [..., tokens, dim] and outputs [..., queries, dim]: [..., queries, tokens].
+def _distances(values: Tensor, out: Tensor, gram: Tensor) -> Tensor:
+    """|v - o|^2 after the output projection, of values [..., tokens, dim] and outputs [..., queries, dim].
 
-    ``gram`` [..., dim, dim]: after the output projection.
+    ``gram`` [..., dim, dim]: of the projection. Returns [..., queries, tokens].
     """
-    seen, shown = (values, out) if gram is None else (values @ gram, out @ gram)
-    squares = (seen * values).sum(-1)[..., None, :] + (shown * out).sum(-1)[..., None]
-    return (squares - 2 * out @ seen.mT).clamp(min=0)
+    projected = values @ gram
+    squares = (projected * values).sum(-1)[..., None, :] + ((out @ gram) * out).sum(-1)[..., None]
+    return (squares - 2 * out @ projected.mT).clamp(min=0)
 
 
 def layer_number(module: Any) -> int:
@@ -295,15 +266,15 @@ def layer_number(module: Any) -> int:
     return int(module.layer_idx)
 
 
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None, at: Tensor, kwargs: Any, past: int = 0) -> Tensor:
-    """Attention weights of the queries ``at``, ``past`` tokens before them: float32 [batch, heads, queries, tokens]."""
+def _weights(query: Tensor, key: Tensor, mask: Tensor | None, at: Tensor, kwargs: Any) -> Tensor:
+    """Attention weights of the queries ``at``: float32 [batch, heads, queries, tokens]."""
     group = query.shape[1] // key.shape[1]
     scores = query.float() @ key.float().repeat_interleave(group, 1).mT
     scores = scores * (kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1]))
     if softcap := kwargs.get("softcap"):
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
-        hidden = torch.arange(key.shape[2], device=query.device)[None, :] > at[:, None] + past
+        hidden = torch.arange(key.shape[2], device=query.device)[None, :] > at[:, None]
         scores = scores.masked_fill(hidden, -math.inf)
     else:
         rows = mask[: len(query), :, at, : key.shape[2]]

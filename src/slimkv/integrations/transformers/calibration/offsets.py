@@ -1,4 +1,4 @@
-"""Key offsets of a loaded model: from a pass over random ids, run once and saved under the model's digest."""
+"""Mean and first keys of a loaded model: from a pass over random ids, run once and saved under the model's digest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from slimkv.calibration import file
 from slimkv.calibration.learned_offset import FORMAT
-from slimkv.codec.key_offset import offset_of_keys
 from slimkv.errors import SlimKVError
 from slimkv.integrations.transformers.calibration.cached import fingerprint
 from slimkv.integrations.transformers.calibration.samples import random_windows
@@ -21,16 +20,17 @@ from slimkv.integrations.transformers.compat import DynamicCache, EncoderDecoder
 from slimkv.paths import cache_dir
 
 TOKENS = 256
-_NAME = "offset"
+_NAME = "keys"
 _LOG = logging.getLogger("slimkv")
 _known: WeakKeyDictionary[torch.nn.Module, Mapping[int, Tensor]] = WeakKeyDictionary()
 
 
-def model_offsets(model: torch.nn.Module, folder: Path | None = None) -> Mapping[int, Tensor]:
-    """The key offset of every cache layer: bfloat16 [num_kv_heads, key_dim] on the CPU, by layer number.
+def seen_keys(model: torch.nn.Module, folder: Path | None = None) -> Mapping[int, Tensor]:
+    """Mean key and first key of every cache layer: float32 [2, num_kv_heads, key_dim] on the CPU, by layer number.
 
-    From memory, from ``folder`` (by default slimkv's cache directory), or from a pass of ``TOKENS`` random ids. Empty
-    for a model that cannot read plain ids: its offsets are learnt from the first prompt.
+    Offsets are made of them for each codec. From memory, from ``folder`` (by default slimkv's cache directory), or from
+    a pass of ``TOKENS`` random ids. Empty for a model that cannot read plain ids: its offsets are learnt from the first
+    prompt.
     """
     if model not in _known:
         _known[model] = _kept_or_made(model, folder if folder is not None else cache_dir("offsets"))
@@ -49,14 +49,14 @@ def _kept_or_made(model: Any, folder: Path) -> Mapping[int, Tensor]:
                 return {int(name.removeprefix(f"{_NAME}.")): tensor for name, tensor in tensors.items()}
             except (SlimKVError, ValueError):
                 path.unlink()  # damaged or of an older version: made again
-        found = pass_offsets(model)
+        found = keys_of_pass(model)
         if found:
-            file.write(path, {}, {f"{_NAME}.{number}": offset for number, offset in found.items()}, FORMAT)
+            file.write(path, {}, {f"{_NAME}.{number}": keys for number, keys in found.items()}, FORMAT)
     return found
 
 
-def pass_offsets(model: Any) -> dict[int, Tensor]:
-    """The offsets from a pass of ``TOKENS`` random ids; empty if the model does not take plain ids."""
+def keys_of_pass(model: Any) -> dict[int, Tensor]:
+    """See ``seen_keys``, from a pass of ``TOKENS`` random ids; empty if the model does not take plain ids."""
     if any(x.is_meta for x in model.parameters()):
         return {}
     text = model.config.get_text_config(decoder=True)
@@ -82,7 +82,7 @@ def pass_offsets(model: Any) -> dict[int, Tensor]:
     layers = getattr(cache, "self_attention_cache", cache).layers
     keys = {number: getattr(layer, "keys", None) for number, layer in enumerate(layers)}
     return {
-        number: offset_of_keys(x.float().mean((0, 2)), x[:, :, 0].float().mean(0)).cpu()
+        number: torch.stack([x.float().mean((0, 2)), x[:, :, 0].float().mean(0)]).cpu()
         for number, x in keys.items()
         if isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] and bool(x.isfinite().all())
     }
