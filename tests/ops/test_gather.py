@@ -77,7 +77,7 @@ def test_offset_is_added_back(format, dim, rotated, device):
     want, value = ops.gather_kv(PackedKV(pages, codec, case.layout), slots, rotated=rotated, backend="reference")
     want += torch.where(slots >= 0, 1.0, 0.0)[:, None, None] * (codec.rotate_query(offset) if rotated else offset)
     torch.testing.assert_close(got[0], want, rtol=0, atol=3e-6 * float(offset.float().norm()))
-    torch.testing.assert_close(got[1], value, rtol=0, atol=3e-6)
+    torch.testing.assert_close(got[1], value, rtol=1e-5, atol=1e-5)
     assert (got[0][slots < 0] == 0).all()
 
 

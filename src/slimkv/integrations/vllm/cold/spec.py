@@ -132,7 +132,7 @@ class SlimKVOffloadingSpec(TieringOffloadingSpec):
         return out
 
     def get_manager(self) -> Any:
-        """The scheduler's side. With files it maps the host memory too; all workers have by now, so that its name can go:
+        """The scheduler's side. With files it maps the host memory too; all workers have by now, and its name can go:
         what is left of a killed engine then goes with its processes."""
         if not self.secondary_tier_configs:
             return CPUOffloadingSpec.get_manager(self)  # whose lookups have no tiers to ask
