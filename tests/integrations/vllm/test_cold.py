@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 
 def cold(folder: str, format: object, tier: Path | None = None, **extra):
-    """Engine arguments: stock attention, a host tier of 64 MiB, and files in ``tier``. By default chunks of one block."""
+    """Engine arguments: stock attention, a host tier of 64 MiB in chunks of one block, and files in ``tier``."""
     extra = {
         "spec_name": "SlimKVOffloadingSpec", "spec_module_path": "slimkv.integrations.vllm.cold", "slimkv": format,
         "cpu_bytes_to_use": 64 << 20, "blocks_per_chunk": 1, **extra,
@@ -94,7 +94,7 @@ def test_blocks_come_back_from_host_memory_and_from_files(folder, tmp_path):
 
 
 def test_packed_blocks_answer_alike(folder, tmp_path):
-    """k8v8 beside two layers of other widths: first tokens of most prompts stay. Chunks are of 128 tokens by default."""
+    """k8v8 beside two layers of other widths: first tokens of most prompts stay. Default chunks: 128 tokens."""
     settings = {"format": "k8v8", "layers": {"1": "k6v6", "-1": "raw"}}
     packed = cold(folder, settings, blocks_per_chunk=None)
     result = run_engine(packed, [run("first", PROMPTS), run("again", PROMPTS, reset=True)])

@@ -1,4 +1,4 @@
-"""Prefill in one engine, decode in another: packed pages travel through NIXL, and a peer of another format is refused."""
+"""Prefill in one engine, decode in another: packed pages travel through NIXL; a peer of another format is refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def peers(tmp_path_factory):
 
 
 def test_packed_pages_travel(peers):
-    """The second engine gives the first one's tokens and computes none of the prompt; as many bytes move as blocks have."""
+    """The second engine gives the tokens of the first and computes no prompt; as many bytes move as blocks have."""
     alone = peers["prefill"].ask(12)["tokens"]
     handed = peers["prefill"].ask(1, FOR_A_PEER)
     got = peers["decode"].ask(12, handed["transfer"])

@@ -178,8 +178,8 @@ class HotCache:
             begin += mine.numel()
             first = int(mine[0, 0, 0])
             strides = int(mine[1, 0, 0]) - first, int(mine[0, -1, 0] - first) // max(1, heads - 1), 1
-            said = first + sum(torch.arange(n, device=self.device).view(-1, *(1,) * (2 - i)) * stride
-                               for i, (n, stride) in enumerate(zip(shape, strides, strict=True)))  # fmt: skip
+            token, head, number = (torch.arange(n, device=self.device) * s for n, s in zip(shape, strides, strict=True))
+            said = first + token[:, None, None] + head[:, None] + number
             if not torch.equal(said, mine):
                 return None
             sides.append(self._cache.as_strided(
