@@ -28,7 +28,7 @@ class GatherRequest:
     codec: Codec
     layout: PageLayout
     rotated: bool
-    rotated_offset: Tensor | None = None  # float32 [heads, key_dim], for a kernel that adds it (``fuses_offset``)
+    key_offset: Tensor | None = None  # [heads, key_dim], for a kernel that adds it (``fuses_offset``)
 
 
 REGISTRY = Registry.of_kernels(
@@ -80,7 +80,7 @@ def gather_kv(
     check_offset(key_offset, layout.spec, pages.shape[1], pages.device)
     fuses = getattr(module, "fuses_offset", None)
     if fuses is not None and fuses(request):
-        module.run(replace(request, rotated_offset=codec.rotate_query(key_offset)))
+        module.run(replace(request, key_offset=key_offset))
         return key, value
     centred = torch.empty(shapes[0], dtype=torch.float32, device=pages.device)
     module.run(replace(request, key=centred))

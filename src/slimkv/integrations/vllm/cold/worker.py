@@ -26,7 +26,7 @@ from slimkv.integrations.vllm.cold.compat import (
     pin_mmap_region,
 )
 
-PIECE_BYTES = 128 << 20  # of K and V in the model's dtype that are encoded or decoded at a time
+PIECE_BYTES = 256 << 20  # of K and V in the model's dtype that are encoded or decoded at a time
 
 
 @dataclass

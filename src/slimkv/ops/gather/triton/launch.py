@@ -6,19 +6,20 @@ from functools import lru_cache
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from slimkv.ops.gather.api import GatherRequest
 from slimkv.ops.triton import unpack
 from slimkv.ops.triton.rotate import hadamard_16, hadamard_rows, unrotate_store
 from slimkv.ops.triton.token_reader import element_codes
 from slimkv.ops.triton.unpack import PLAIN_ROWS, decode_signed, decode_unsigned, fp8_to_half, side_constants
-from slimkv.spec import SideLayout
+from slimkv.spec import Kind, SideLayout
 
 _LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
 _UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
 _FP8: tl.constexpr = tl.constexpr(unpack.FP8)
 _RAW: tl.constexpr = tl.constexpr(unpack.RAW)
-_DENSE: tl.constexpr = tl.constexpr(256)  # up to this a product with the whole matrix rotates back
+_DENSE: tl.constexpr = tl.constexpr(64)  # up to this a product with the whole matrix rotates back
 
 
 @triton.jit
@@ -105,8 +106,18 @@ def supports(request: GatherRequest) -> str | None:
 
 
 def fuses_offset(request: GatherRequest) -> bool:
-    """Whether the kernel adds the offset of keys itself: where it rotates after that."""
-    return request.layout.spec.key_dim <= _DENSE.value
+    """The kernel adds the offset of keys itself."""
+    return True
+
+
+def _offset(request: GatherRequest) -> Tensor | None:
+    """Float32 [heads, key_dim] in the space in which the kernel adds it: before it rotates back, or after (slices)."""
+    if request.key_offset is None:
+        return None
+    key = request.layout.key
+    power_of_two = key.dim & (key.dim - 1) == 0
+    by_slices = key.format.kind == Kind.LLOYD and power_of_two and key.dim > _DENSE.value and not request.rotated
+    return request.key_offset.float() if by_slices else request.codec.rotate_query(request.key_offset)
 
 
 @lru_cache(maxsize=256)
@@ -122,14 +133,15 @@ def run(request: GatherRequest) -> None:
     if tokens == 0:
         return
     k, v = request.codec.key_tables, request.codec.value_tables
-    rows = 32 if max(layout.spec.key_dim, layout.spec.value_dim) <= 256 else 16
+    longest, offset = max(layout.spec.key_dim, layout.spec.value_dim), _offset(request)
+    rows = 64 if longest <= 128 else 32 if longest <= 256 else 16
     grid = (triton.cdiv(tokens, rows), pages.shape[1], 2)
     gather_kernel[grid](
-        pages, request.slots, request.key, request.value, request.rotated_offset, k.signs, v.signs, k.levels,
+        pages, request.slots, request.key, request.value, offset, k.signs, v.signs, k.levels,
         v.levels, k.orthonormal, v.orthonormal, tokens,
         pages.stride(0), pages.stride(1), request.key.stride(0), request.key.stride(1), request.value.stride(0),
         request.value.stride(1),
-        OFFSET=request.rotated_offset is not None, M=rows, BLOCK_SIZE=layout.block_size,
+        OFFSET=offset is not None, M=rows, BLOCK_SIZE=layout.block_size,
         **_side_constants(layout.key, "K", request.rotated), **_side_constants(layout.value, "V", request.rotated),
         num_warps=4,
     )  # fmt: skip
