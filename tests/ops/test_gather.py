@@ -7,13 +7,14 @@ import torch
 from store_cases import DTYPES, Case, build
 
 from slimkv import Codec, ops
+from slimkv.codec.key_offset import OFFSET_DTYPE
 from slimkv.codec.pack import take_tokens
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops import PackedKV
 
 FORMATS = [*(f"k{b}v{b}" for b in range(1, 8)), "k8v8", "ku3vu7", "kur4vur2", "fp8", "krawbf16vrawfp16", "krawfp32v4"]
-SHAPES = [(64, None), (80, None), (112, 48)]
-FULL_SHAPES = [(16, None), (96, None), (128, None), (192, 128), (256, None), (576, 512)]
+SHAPES = [(64, None), (80, None), (128, None), (112, 48)]
+FULL_SHAPES = [(16, None), (96, None), (192, 128), (256, None), (576, 512)]
 
 
 def full(values: list) -> list:
@@ -63,6 +64,21 @@ def test_large_vectors(format, rotated, device):
     pages, slots, codec = stored(case, device)
     got = ops.gather_kv(PackedKV(pages, codec, case.layout), slots, rotated=rotated, backend="triton")
     assert_decoded(got, pages, slots, codec, case.layout, rotated, 5e-6)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize(("format", "dim"), [("k4v4", 64), ("k3v5", 80), ("k4v4", 128), ("fp8", 64), ("k4v8", 512)])
+def test_offset_is_added_back(format, dim, rotated, device):
+    """Before the kernel rotates back, or after; a skipped token stays zero."""
+    case = Case(format=format, dim=dim, heads=2, tokens=24, page=32, dtype="fp32")
+    pages, slots, codec = stored(case, device)
+    offset = torch.randn(2, dim, generator=torch.Generator().manual_seed(0)).to(OFFSET_DTYPE).to(device)
+    got = ops.gather_kv(PackedKV(pages, codec, case.layout, offset), slots, rotated=rotated, backend="triton")
+    want, value = ops.gather_kv(PackedKV(pages, codec, case.layout), slots, rotated=rotated, backend="reference")
+    want += torch.where(slots >= 0, 1.0, 0.0)[:, None, None] * (codec.rotate_query(offset) if rotated else offset)
+    torch.testing.assert_close(got[0], want, rtol=0, atol=3e-6 * float(offset.float().norm()))
+    torch.testing.assert_close(got[1], value, rtol=1e-5, atol=1e-5)
+    assert (got[0][slots < 0] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -21,6 +21,7 @@ from slimkv.integrations.vllm.cold import worker as cold_worker
 from slimkv.integrations.vllm.cold.band import BandCodec, bands_of, block_bytes
 from slimkv.integrations.vllm.cold.compat import GPULoadStoreSpec, MLAAttention
 from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache
+from slimkv.integrations.vllm.cold.rows import LayerRows
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.spec import CodecSpec, LatentSpec
 
@@ -104,7 +105,20 @@ def test_any_order_of_k_and_v_is_found(impl):
     assert torch.equal(got[0], key)
     assert torch.equal(got[1], value)
     assert not cold.module.kv_cache[0].any()  # looking for the order touches no block of the cache
-    assert (cache._rows is not None) == (type(impl) is Rows)
+    assert (cache.sides is None) == (type(impl) is Columns)
+    if cache.sides is not None:
+        two = layer(impl, 1)
+        rows = LayerRows.of([cache.plain_sides, HotCache(two, BLOCKS, TOKENS, torch.float32).plain_sides])
+        rows.copy(blocks, torch.cat([key, key + 1], 1), torch.cat([value, value + 1], 1), read=False)
+        for k, v, x in ((key, value, cold), (key + 1, value + 1, two)):
+            HotCache(x, BLOCKS, TOKENS, torch.float32).read(blocks, *got)
+            assert torch.equal(got[0], k)
+            assert torch.equal(got[1], v)
+        both = torch.empty(3 * TOKENS, 2 * HEADS, DIM), torch.empty(3 * TOKENS, 2 * HEADS, DIM)
+        rows.copy(blocks, *both, read=True)
+        assert torch.equal(both[0], torch.cat([key, key + 1], 1))
+        assert torch.equal(both[1], torch.cat([value, value + 1], 1))
+    assert LayerRows.of([cache.plain_sides, None]) is None
 
 
 def test_an_fp8_cache_is_read_with_its_scales():
@@ -231,6 +245,18 @@ def test_latents_are_keys_and_their_rope_parts_values():
     back = module.kv_cache[[7, 0, 4]]
     assert torch.equal(back[..., 512:], source[..., 512:])  # rope parts stay raw
     assert 0 < (back - source)[..., :512].norm() < BOUND["k4v4"] * source[..., :512].norm()
+
+
+def test_warming_up_changes_nothing_but_block_0(monkeypatch):
+    """Neither the offset is learnt from it, nor a layer judged."""
+    monkeypatch.setattr(cold_worker, "PIECE_BYTES", 1 << 18)  # two blocks
+    layers = [layer(Rows(), i) for i in range(2)]
+    worker, _ = make_worker(layers)
+    worker._stores.warm()
+    codec = worker._stores.groups[0][0]
+    assert codec._unchecked
+    assert not any(x.known for x in codec._offsets)
+    assert not any(x.module.kv_cache[1:].any() for x in layers)
 
 
 def test_keys_that_would_be_lost_are_refused():

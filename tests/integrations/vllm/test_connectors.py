@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("vllm")
 
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm import startup
+from slimkv.integrations.vllm import compat, startup
 from slimkv.integrations.vllm.backend import SlimKVBackend
 from slimkv.integrations.vllm.compat import CONNECTORS, CROSS_LAYER_LAYOUT, FOLDER_KEYS, Rule
 from slimkv.integrations.vllm.connectors import (
@@ -128,7 +128,7 @@ def test_tiers_that_outlive_the_engine_carry_the_fingerprint(tmp_path):
         check_fingerprints(engine("OffloadingConnector", **remote), 64)
 
 
-@pytest.mark.parametrize("name", ["NixlConnector", "MooncakeConnector", "LMCacheMPConnector"])
+@pytest.mark.parametrize("name", ["MooncakeConnector", "LMCacheMPConnector"])
 def test_peers_must_state_the_fingerprint(name):
     bare = engine(name, slimkv_weights="a")
     own = engine_fingerprint(bare, 64).hash
@@ -137,6 +137,32 @@ def test_peers_must_state_the_fingerprint(name):
     check_fingerprints(engine(name, slimkv_weights="a", slimkv_fingerprint=own), 64)
     with pytest.raises(InputError, match=f"slimkv_fingerprint is other, but this engine's fingerprint is {own}"):
         check_fingerprints(engine(name, slimkv_weights="a", slimkv_fingerprint="other"), 64)
+
+
+def test_nixl_compares_fingerprints(monkeypatch):
+    """vLLM's own hash knows neither formats nor offsets; peers refuse one another where what is added differs."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    monkeypatch.setattr(compat, "_stated", {})
+    monkeypatch.setattr(base_worker, "compute_nixl_compatibility_hash", lambda config, backend: backend)
+
+    def stated(layer, ranks: int = 1) -> str:
+        config = engine("NixlConnector", {"model.layers.0.self_attn.attn": layer}, ranks, slimkv_weights="a")
+        config.kv_transfer_config.engine_id = str(len(compat._stated))
+        check_connectors(config)
+        check_fingerprints(config, 64)
+        return base_worker.compute_nixl_compatibility_hash(config, "CUSTOM")
+
+    first = stated(attention())
+    assert first.startswith("CUSTOM, slimkv k4v4, 1 ranks, fingerprint ")
+    assert stated(attention()) == first
+    others = attention("k5v3"), attention(offset=torch.ones(2, 64, dtype=torch.bfloat16)), attention(window=128)
+    assert len({first, stated(attention(heads=1), ranks=2), *map(stated, others)}) == 5
+    stock = engine("NixlConnector")
+    stock.kv_transfer_config.engine_id = "another"
+    assert base_worker.compute_nixl_compatibility_hash(stock, "FLASH_ATTN") == "FLASH_ATTN"
+    with pytest.raises(InputError, match="enforce_handshake_compat must stay on"):
+        check_connectors(engine("NixlConnector", enforce_handshake_compat=False))
 
 
 def test_weights_that_nobody_knows_are_refused():

@@ -133,7 +133,7 @@ def test_two_processes_share_a_store_and_nobody_else_does(folder, tmp_path):
             "weights": {**slimkv("k4v4"), "model": make(tmp_path / "other", 1)},
             "layout version": {**slimkv("k4v4"), **connector("ExampleConnector", later)},
             "no marker": {**slimkv("k4v4"), **connector("ExampleConnector", unmarked)},
-            "no statement": {**slimkv("k4v4"), **connector("NixlConnector", store)},
+            "no statement": {**slimkv("k4v4"), **connector("MooncakeStoreConnector", store)},
             "in-process LMCache": {**slimkv("k4v4"), **connector("LMCacheConnectorV1", store)},
         },
     )

@@ -40,7 +40,7 @@ _OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lmcache": ((False, None), _MOVES_KV),
     "enable_flexkv": ((False, None), _MOVES_KV),
     "enable_unified_cache_external_linker": ((False, None), _MOVES_KV),
-    "disaggregation_mode": (("null", None), _MOVES_KV),
+    "disaggregation_mode": (("null", None), "transfers between SGLang's engines are not tested with slimkv"),
     "kv_canary": (("none", None), "it checks K and V as tensors of tokens"),
     "enable_two_batch_overlap": ((False, None), "it is not tested with slimkv"),
     "enable_pdmux": ((False, None), "it is not tested with slimkv"),

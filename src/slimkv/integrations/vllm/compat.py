@@ -82,6 +82,7 @@ class Rule(Enum):
 
     IN_PROCESS = "what it writes only the same engine reads"
     FOLDER = "it shares a folder, which is marked with the fingerprint"
+    HANDSHAKE = "it talks to other processes, and its handshake carries the fingerprint"
     PEERS = "it talks to other processes, whose fingerprint the user states"
     CHILDREN = "it holds other connectors"
     REFUSED = "it cannot work"
@@ -93,9 +94,9 @@ CONNECTORS: dict[str, tuple[Rule, str]] = {
     "SimpleCPUOffloadConnector": (Rule.IN_PROCESS, ""),
     "SlimKVPromptConnector": (Rule.FOLDER, ""),
     "ExampleConnector": (Rule.FOLDER, ""),
-    "NixlConnector": (Rule.PEERS, ""),
-    "NixlPullConnector": (Rule.PEERS, ""),
-    "NixlPushConnector": (Rule.PEERS, ""),
+    "NixlConnector": (Rule.HANDSHAKE, ""),
+    "NixlPullConnector": (Rule.HANDSHAKE, ""),
+    "NixlPushConnector": (Rule.HANDSHAKE, ""),
     "MooncakeConnector": (Rule.PEERS, ""),
     "MooncakeStoreConnector": (Rule.PEERS, ""),
     "LMCacheMPConnector": (Rule.PEERS, ""),
@@ -109,6 +110,24 @@ CONNECTORS: dict[str, tuple[Rule, str]] = {
     "ExampleHiddenStatesConnector": (Rule.REFUSED, "it stores hidden states in a cache of its own layout"),
     "HiSparseConnector": (Rule.REFUSED, "it serves sparse attention on a latent cache, which slimkv does not pack"),
 }
+_stated: dict[str, str] = {}  # what an engine adds to NIXL's handshake, by its id
+
+
+def state_in_handshake(engine_id: str, fingerprint: str) -> None:
+    """Adds ``fingerprint`` to the hash that peers of NIXL compare before one reads from the other."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    plain = base_worker.compute_nixl_compatibility_hash
+
+    def with_fingerprint(vllm_config: Any, *args: Any, **kwargs: Any) -> str:
+        own = _stated.get(vllm_config.kv_transfer_config.engine_id)
+        return plain(vllm_config, *args, **kwargs) + (f", {own}" if own is not None else "")
+
+    if not _stated:
+        base_worker.compute_nixl_compatibility_hash = with_fingerprint
+    _stated[engine_id] = fingerprint
+
+
 FOLDER_KEYS = {"SlimKVPromptConnector": "shared_storage_path", "ExampleConnector": "shared_storage_path"}
 NATIVE_OFFLOAD = "OffloadingConnector"
 IN_MEMORY_SPECS = ("CPUOffloadingSpec",)  # of the native offload; others have tiers that outlive the engine

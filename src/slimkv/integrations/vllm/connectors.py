@@ -1,8 +1,8 @@
 """Which KV connectors may carry packed pages, checked when an engine starts.
 
 A connector moves bytes and does not know what they mean: one format's pages read as another's give wrong answers
-without an error. So whatever leaves the engine carries a fingerprint. A shared folder is marked with it; between
-processes that only talk, the user states it on both sides.
+without an error. So whatever leaves the engine carries a fingerprint. A shared folder is marked with it, and NIXL's
+handshake compares it; for other connectors between processes the user states it on both sides.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from slimkv.integrations.vllm.compat import (
     layer_number,
     layout_is_chosen,
     logger,
+    state_in_handshake,
 )
 from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
@@ -69,6 +70,11 @@ def check_connectors(vllm_config: Any) -> None:
             raise UnsupportedError(
                 "canonical_layout takes blocks apart into rows of tokens, which packed pages do not have: leave it out"
             )
+        if rule is Rule.HANDSHAKE and extra.get("enforce_handshake_compat") is False:
+            raise InputError(
+                f"{name}: enforce_handshake_compat must stay on, because a peer with another format or other offsets "
+                "would read packed pages as its own; leave it out"
+            )
         if rule is Rule.FOLDER and FOLDER_KEYS[name] not in extra:
             raise InputError(
                 f"{name} needs a folder of its own for packed pages: put {FOLDER_KEYS[name]!r} into its "
@@ -83,6 +89,9 @@ def check_fingerprints(vllm_config: Any, block_size: int) -> None:
         return
     fingerprint = engine_fingerprint(vllm_config, block_size)
     for name, extra in needing:
+        if CONNECTORS[name][0] is Rule.HANDSHAKE:
+            _state_in_handshake(vllm_config, fingerprint)
+            continue
         folders, rest = _places(name, extra)
         for folder in folders:
             check_marker(folder, fingerprint, self_describing=name == PROMPTS)
@@ -101,7 +110,7 @@ def _leaves_the_engine(name: str, extra: Mapping[str, Any]) -> bool:
         return bool(extra.get("secondary_tiers"))
     if rule is Rule.IN_PROCESS:
         return name == NATIVE_OFFLOAD and extra.get("spec_name", IN_MEMORY_SPECS[0]) not in IN_MEMORY_SPECS
-    return rule in (Rule.FOLDER, Rule.PEERS)
+    return rule in (Rule.FOLDER, Rule.HANDSHAKE, Rule.PEERS)
 
 
 def _places(name: str, extra: Mapping[str, Any]) -> tuple[list[str], bool]:
@@ -113,6 +122,15 @@ def _places(name: str, extra: Mapping[str, Any]) -> tuple[list[str], bool]:
         folders = [tier["root_dir"] for tier in tiers if tier.get("type") == "fs" and "root_dir" in tier]
         return folders, len(folders) < len(tiers)
     return [], True
+
+
+def _state_in_handshake(vllm_config: Any, fingerprint: Fingerprint) -> None:
+    """Peers hold the same heads on each rank: vLLM would take blocks apart by heads otherwise, which was never run."""
+    formats = ",".join(sorted({layer.format for layer in fingerprint.layers}))
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    stated = f"slimkv {formats}, {ranks} ranks, fingerprint {fingerprint.hash}"
+    logger.info("slimkv: peers must have %s.", stated)
+    state_in_handshake(vllm_config.kv_transfer_config.engine_id, stated)
 
 
 def _check_stated(name: str, extra: Mapping[str, Any], fingerprint: Fingerprint) -> None:

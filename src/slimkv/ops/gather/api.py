@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class GatherRequest:
     codec: Codec
     layout: PageLayout
     rotated: bool
+    key_offset: Tensor | None = None  # [heads, key_dim], for a kernel that adds it (``fuses_offset``)
 
 
 REGISTRY = Registry.of_kernels(
@@ -71,13 +72,18 @@ def gather_kv(
             raise InputError(
                 f"out {name} must be float {list(shape)} with a contiguous last axis, not {x.dtype} {list(x.shape)}"
             )
-    centred = key
-    if key_offset is not None:
-        check_offset(key_offset, layout.spec, pages.shape[1], pages.device)
-        centred = torch.empty(shapes[0], dtype=torch.float32, device=pages.device)
-    request = GatherRequest(pages, slots, centred, value, codec, layout, rotated)
-    REGISTRY.select(pages.device, request, backend).load().run(request)
-    if key_offset is not None:
-        back = codec.rotate_query(key_offset) if rotated else key_offset
-        key.copy_(centred.add_(back).masked_fill_((slots < 0)[:, None, None], 0.0))  # in place: an offload is large
+    request = GatherRequest(pages, slots, key, value, codec, layout, rotated)
+    module = REGISTRY.select(pages.device, request, backend).load()
+    if key_offset is None:
+        module.run(request)
+        return key, value
+    check_offset(key_offset, layout.spec, pages.shape[1], pages.device)
+    fuses = getattr(module, "fuses_offset", None)
+    if fuses is not None and fuses(request):
+        module.run(replace(request, key_offset=key_offset))
+        return key, value
+    centred = torch.empty(shapes[0], dtype=torch.float32, device=pages.device)
+    module.run(replace(request, key=centred))
+    back = codec.rotate_query(key_offset) if rotated else key_offset
+    key.copy_(centred.add_(back).masked_fill_((slots < 0)[:, None, None], 0.0))  # in place: an offload is large
     return key, value

@@ -15,6 +15,7 @@ from slimkv.codec import Codec
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache
+from slimkv.integrations.vllm.cold.rows import LayerRows
 from slimkv.spec import PageLayout
 
 NO_SPREAD_LEFT = 1.0  # an error of keys as large as their own spread
@@ -78,6 +79,9 @@ class BandCodec:
         self.device = caches[0].device
         self._offset = None if offsets is None else torch.cat([x.tensor for x in offsets])
         self._unchecked = settings.max_score_error > 0
+        sides = [x.plain_sides for x in caches] if self.device.type == "cuda" else []
+        self._rows = LayerRows.of(sides)
+        self._warming = False
 
     def token_bytes(self) -> int:
         """Of one token's K and V in the model's dtype."""
@@ -109,16 +113,20 @@ class BandCodec:
         """``blocks``, int64 [n] on the device, that follow one another from ``first_block`` of a prompt on."""
         count = len(blocks) * self.tokens
         key, value = self._dense(count)
-        for cache, (k, v) in zip(self._caches, self._by_layer(key, value), strict=True):
-            cache.read(blocks, k, v)
+        if self._rows is not None:
+            self._rows.copy(blocks, key, value, read=True)
+        else:
+            for cache, (k, v) in zip(self._caches, self._by_layer(key, value), strict=True):
+                cache.read(blocks, k, v)
         slots = torch.arange(count, device=blocks.device)
-        self._learn(key)
+        if not self._warming:
+            self._learn(key)
         index = None
         if self._matrices is not None and self._matrices.ndim == 4:
             index = matrix_index(slots + first_block * self.tokens, self._edges).to(torch.int32)
         rounding = None if self._matrices is None else ops.Rounding(self._matrices, index)
         ops.store_kv(key, value, self._packed(staging), slots, rounding, backend=self._settings.backend)
-        if self._unchecked:
+        if self._unchecked and not self._warming:
             self._check(key, staging, slots)
 
     def decode(self, staging: Tensor, blocks: Tensor) -> None:
@@ -126,9 +134,21 @@ class BandCodec:
         key, value = self._dense(len(blocks) * self.tokens)
         taken = torch.arange(len(key), device=blocks.device)
         ops.gather_kv(self._packed(staging), taken, out=(key, value), backend=self._settings.backend)
+        if self._rows is not None:
+            self._rows.copy(blocks, key, value, read=False)
+            return
         slots = (blocks[:, None] * self.tokens + taken[: self.tokens]).flatten()
         for cache, (k, v) in zip(self._caches, self._by_layer(key, value), strict=True):
             cache.write(slots, k, v)
+
+    def warm(self, staging: Tensor) -> None:
+        """Compiles what few and many blocks take, with vLLM's block 0, which is nobody's."""
+        self._warming = True
+        for n in (1, len(staging) // self.band.pages):
+            blocks = torch.zeros(n, dtype=torch.int64, device=self.device)
+            self.encode(blocks, 0, staging[: n * self.band.pages])
+            self.decode(staging[: n * self.band.pages], blocks)
+        self._warming = False
 
     def _learn(self, key: Tensor) -> None:
         """From the first blocks that leave, which begin a prompt; the offset never changes after."""

@@ -84,7 +84,7 @@ class HotCache:
         if self._stored not in (*_FLOATS, *_FP8.values()) or self._stored.itemsize != self._cache.itemsize:
             self._refuse(f"its cache holds {self._cache.dtype} as {layer.module.kv_cache_dtype}")
         self._order = self._find_order()
-        self._rows = self._as_rows()
+        self.sides = self._as_sides()
 
     def _refuse(self, why: str) -> None:
         module = self._layer.module
@@ -95,16 +95,21 @@ class HotCache:
             "attention backend or cache dtype, or vLLM's own CPUOffloadingSpec"
         )
 
+    @property
+    def plain_sides(self) -> tuple[Tensor, Tensor] | None:
+        """``sides`` where they hold the model's dtype, so that copying is reading and writing."""
+        return self.sides if self._stored == self._dtype else None
+
     def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:
         """K and V of ``blocks``, int64 [n], into [n * tokens, heads, dim] of the model's dtype."""
         n, scales, dims = len(blocks), self._scales(), (self._layer.spec.key_dim, self._layer.spec.value_dim)
-        if self._rows is not None:  # K and V of a token and head lie side by side
-            parts = self._rows[blocks].view(self._stored).transpose(1, 2).split(dims, -1)
+        if self.sides is not None:
+            parts: Sequence[Tensor] = [side[blocks].view(self._stored) for side in self.sides]
         else:
             shapes = [(n, self._tokens, self._layer.num_kv_heads, dim) for dim in dims]
             sizes = [torch.Size(shape[1:]).numel() for shape in shapes]
             taken = self._blocks[blocks].flatten(1)[:, self._order].view(self._stored).split(sizes, 1)
-            parts = tuple(part.reshape(shape) for part, shape in zip(taken, shapes, strict=True))
+            parts = [part.reshape(shape) for part, shape in zip(taken, shapes, strict=True)]
         for i, x in enumerate((key, value)):  # parts are [n, tokens, heads, dim]
             part = parts[i] if scales is None else parts[i].to(self._dtype) * scales[i]
             x.unflatten(0, (n, self._tokens)).copy_(part)
@@ -160,12 +165,24 @@ class HotCache:
             orders.append(mine[place[mine].argsort()])
         return torch.cat(orders)
 
-    def _as_rows(self) -> Tensor | None:
-        """The cache as [blocks, heads, tokens, K and V], where that is how it lies; else None."""
-        spec, heads = self._layer.spec, self._layer.num_kv_heads
-        width = spec.key_dim + spec.value_dim
-        place = torch.arange(heads * self._tokens * width, device=self.device).view(heads, self._tokens, width)
-        split = place.transpose(0, 1).split((spec.key_dim, spec.value_dim), -1)
-        if self._blocks.shape[1] > 1 or not torch.equal(torch.cat([x.flatten() for x in split]), self._order):
-            return None
-        return self._cache.view(len(self._cache), heads, self._tokens, width)
+    def _as_sides(self) -> tuple[Tensor, Tensor] | None:
+        """K and V as views [blocks, tokens, heads, dim] of the cache, where strides can say it; else None."""
+        block, spec, heads = self._blocks[0], self._layer.spec, self._layer.num_kv_heads
+        place = torch.zeros((), dtype=torch.int64, device=self.device)  # of each number, from the start of its block
+        for size, stride in zip(block.shape, block.stride(), strict=True):
+            place = place[..., None] + torch.arange(size, device=self.device) * stride
+        sides, begin = [], 0
+        for dim in (spec.key_dim, spec.value_dim):
+            shape = self._tokens, heads, dim
+            mine = place.flatten()[self._order[begin : begin + torch.Size(shape).numel()]].view(shape)
+            begin += mine.numel()
+            first = int(mine[0, 0, 0])
+            strides = int(mine[1, 0, 0]) - first, int(mine[0, -1, 0] - first) // max(1, heads - 1), 1
+            token, head, number = (torch.arange(n, device=self.device) * s for n, s in zip(shape, strides, strict=True))
+            said = first + token[:, None, None] + head[:, None] + number
+            if not torch.equal(said, mine):
+                return None
+            sides.append(self._cache.as_strided(
+                (len(self._blocks), *shape), (self._blocks.stride(0), *strides), self._cache.storage_offset() + first
+            ))  # fmt: skip
+        return sides[0], sides[1]

@@ -24,9 +24,11 @@ from slimkv.integrations.serving.model import ServedModel, shared_codec
 from slimkv.integrations.vllm.calibration import served_model
 from slimkv.integrations.vllm.cold.band import Band, BandCodec, bands_of, block_bytes
 from slimkv.integrations.vllm.cold.compat import (
+    CPUOffloadingSpec,
     OffloadingWorker,
     SharedOffloadRegion,
     TieringOffloadingSpec,
+    all_workers_barrier,
     get_current_vllm_config_or_none,
 )
 from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache, find_layers
@@ -39,6 +41,7 @@ from slimkv.spec import LatentSpec
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
 from slimkv.wire.model import model_fields
 
+CHUNK_TOKENS = 128
 NOTES = Path("/dev/shm")
 _FILES = {"type": "SlimKVFileTier", "module_path": "slimkv.integrations.vllm.cold.files"}
 EXAMPLE = '{"spec_name": "SlimKVOffloadingSpec", "spec_module_path": "slimkv.integrations.vllm.cold", "slimkv": "k4v4"}'
@@ -74,7 +77,7 @@ class SlimKVOffloadingSpec(TieringOffloadingSpec):
         else:
             note = self._take_note()
         super().__init__(replace(
-            config, worker_kv_bytes_per_block=note["block_bytes"], replicated_layout=False,
+            config, cache=_cache(config), worker_kv_bytes_per_block=note["block_bytes"], replicated_layout=False,
             parallel=replace(config.parallel, is_parallelism_agnostic=False),
             extra_config={**config.extra_config, "secondary_tiers": self._tiers(config, note["fingerprint"])},
         ))  # fmt: skip
@@ -129,8 +132,10 @@ class SlimKVOffloadingSpec(TieringOffloadingSpec):
         return out
 
     def get_manager(self) -> Any:
-        """The scheduler's side. All workers have mapped the host memory by now, so that its name can go: what is left
-        of a killed engine then goes with its processes."""
+        """The scheduler's side. With files it maps the host memory too; all workers have by now, and its name can go:
+        what is left of a killed engine then goes with its processes."""
+        if not self.secondary_tier_configs:
+            return CPUOffloadingSpec.get_manager(self)  # whose lookups have no tiers to ask
         fresh = self._manager is None
         manager = super().get_manager()
         if fresh:
@@ -146,8 +151,9 @@ class SlimKVOffloadingSpec(TieringOffloadingSpec):
             region = SharedOffloadRegion(
                 engine_id=self.config.engine_id, num_chunks=self.num_chunks, rank=self.config.parallel.rank,
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk, cpu_page_size=self.cpu_page_size_per_worker,
+                barrier=None if self.secondary_tier_configs else all_workers_barrier,
             )  # fmt: skip
-            region._creator = False  # the scheduler takes its name away
+            region._creator = False  # with files the scheduler takes its name away
             self._cold_worker = ColdWorker(groups, region, self.cpu_page_size_per_worker, self.blocks_per_chunk)
             logger.info(
                 "slimkv: the cold tier holds %d tokens in %.1f GiB of host memory.",
@@ -194,6 +200,14 @@ def _fingerprint(vllm_config: Any, served: ServedModel, layers: Sequence[ColdLay
         found, block_size=page_tokens, seed=served.settings.seed, dtype=dtype, weights=engine_weights(vllm_config),
         model={**model_fields(model.hf_text_config), "hot_cache": vllm_config.cache_config.cache_dtype},
     )  # fmt: skip
+
+
+def _cache(config: Any) -> Any:
+    """Blocks are looked up by the chunk; vLLM's default is one block, which takes the scheduler longer than copying."""
+    if {"blocks_per_chunk", "block_size"} & set(config.extra_config):
+        return config.cache
+    longest = max(group.tokens_per_block for group in config.groups)
+    return replace(config.cache, blocks_per_chunk=max(1, CHUNK_TOKENS // longest))
 
 
 def _refuse(config: Any) -> None:

@@ -26,7 +26,7 @@ from slimkv.integrations.vllm.cold.compat import (
     pin_mmap_region,
 )
 
-PIECE_BYTES = 128 << 20  # of K and V in the model's dtype that are encoded or decoded at a time
+PIECE_BYTES = 256 << 20  # of K and V in the model's dtype that are encoded or decoded at a time
 
 
 @dataclass
@@ -51,6 +51,12 @@ class _Direction:
         self._free: list[Any] = [None, None]  # events after which a buffer may be filled again
         self._turn = 0
         self._jobs: deque[_Job] = deque()
+
+    def warm(self) -> None:
+        """Compiles the kernels before a request needs them."""
+        for codecs, staging in zip(self.groups, self._staging[0], strict=True):
+            for codec, pages in zip(codecs, staging, strict=True):
+                codec.warm(pages)
 
     def on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream) if self._cuda else nullcontext()
@@ -115,6 +121,8 @@ class ColdWorker(OffloadingWorker):
         for codecs in groups:
             blocks.append(max(1, PIECE_BYTES // (codecs[0].tokens * sum(c.token_bytes() for c in codecs))))
         self._stores, self._loads = (_Direction(groups, blocks, device) for _ in range(2))
+        if device.type == "cuda":
+            self._stores.warm()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
         """Cache -> host memory; returns when it is under way."""

@@ -1,0 +1,95 @@
+"""Prefill in one engine, decode in another: packed pages travel through NIXL; a peer of another format is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("nixl", reason="make test-vllm-extended installs it")
+
+from engines import BASE, HERE, environment, slimkv
+from test_stores import make, prompt
+
+from slimkv.lab.soak.server import free_port
+from slimkv.spec import CodecSpec, PageLayout
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
+
+LAYERS, HEADS, DIM = 3, 2, 64
+PROMPT = prompt(1, 301)
+BLOCKS = -(-len(PROMPT) // BASE["block_size"])
+FOR_A_PEER = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+FOR_A_PEER |= {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class Peer:
+    """An engine in a process of its own."""
+
+    def __init__(self, folder: str, log, arguments: dict[str, Any]) -> None:
+        transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+        engine = {**BASE, "model": folder, "skip_tokenizer_init": True, "kv_transfer_config": transfer, **arguments}
+        own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        self.log, self.said = log, ""  # stderr, and what else it prints
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "transfer_peer.py"), json.dumps(engine)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=log.open("w"), text=True,
+            env=environment(**own, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+        )  # fmt: skip
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(">"):
+                return line[1:].strip()
+            self.said += line
+        raise AssertionError(f"the engine ended:\n{self.log.read_text()[-5000:]}")
+
+    def ask(self, max_tokens: int, transfer: dict[str, Any] | None = None) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompt": PROMPT, "max_tokens": max_tokens, "transfer": transfer}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.answer())
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory):
+    folder = make(tmp_path_factory.mktemp("llama"), 0)
+    logs = tmp_path_factory.mktemp("logs")
+    kinds = {"prefill": "k4v4", "decode": "k4v4", "other": "k5v3"}  # k5v3 takes the bytes of k4v4
+    started = {name: Peer(folder, logs / name, slimkv(format)) for name, format in kinds.items()}
+    try:
+        for peer in started.values():
+            assert peer.answer() == "ready"
+        yield started
+    finally:
+        for peer in started.values():
+            peer.process.kill()
+            peer.process.wait()
+
+
+def test_packed_pages_travel(peers):
+    """The second engine gives the tokens of the first and computes no prompt; as many bytes move as blocks have."""
+    alone = peers["prefill"].ask(12)["tokens"]
+    handed = peers["prefill"].ask(1, FOR_A_PEER)
+    got = peers["decode"].ask(12, handed["transfer"])
+    assert got["tokens"] == alone
+    assert got["vllm:external_prefix_cache_hits"] == len(PROMPT)
+    page = PageLayout(CodecSpec.parse("k4v4", DIM), BASE["block_size"]).page_bytes
+    assert got["vllm:nixl_bytes_transferred"] == BLOCKS * LAYERS * HEADS * page
+    assert got["vllm:nixl_bytes_transferred"] < 2 * 2 * BLOCKS * BASE["block_size"] * LAYERS * HEADS * DIM / 3.7  # bf16
+
+
+def test_a_peer_of_another_format_is_refused(peers):
+    """Before it reads a byte, and both formats are named."""
+    handed = peers["prefill"].ask(1, FOR_A_PEER)
+    got = peers["other"].ask(2, handed["transfer"])
+    assert got["vllm:nixl_bytes_transferred"] == 0
+    assert (got["reason"], got["tokens"]) == ("error", [])  # vLLM's default for pages that did not come
+    said = peers["other"].said
+    assert re.search("hash mismatch. Local: .*slimkv k5v3, .*Remote: .*slimkv k4v4, ", said), said
