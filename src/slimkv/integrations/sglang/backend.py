@@ -78,20 +78,6 @@ class SlimKVAttnBackend(PackedBackend):
 
     # -- per layer ---------------------------------------------------------------------------------------------------
 
-    def forward_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        sinks: Tensor | None = None, **others: Any,
-    ) -> Tensor:  # fmt: skip
-        """One query of every request."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, others)
-
-    def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        sinks: Tensor | None = None, **others: Any,
-    ) -> Tensor:  # fmt: skip
-        """Prefill, with or without a prefix in the cache, mixed batches, and verification."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, others)
-
     @torch.compiler.disable
     def _forward(
         self,
@@ -101,8 +87,8 @@ class SlimKVAttnBackend(PackedBackend):
         layer: Any,
         batch: Any,
         save_kv_cache: bool,
-        sinks: Tensor | None,
-        others: dict[str, Any],
+        sinks: Tensor | None = None,
+        **others: Any,
     ) -> Tensor:
         """q [tokens, heads * dim] -> [tokens, heads * value_dim]; k, v [tokens, num_kv_heads, dim] are stored first."""
         refuse_unknown(others)

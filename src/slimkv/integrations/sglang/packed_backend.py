@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.sglang.compat import AttentionBackend
@@ -16,6 +17,7 @@ class PackedBackend(AttentionBackend):
     """Prepares eager steps and those of CUDA graphs."""
 
     _tables: BlockTables  # a subclass makes them
+    _forward: Callable[..., Tensor]  # a subclass attends: all of forward_decode's arguments
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -62,6 +64,18 @@ class PackedBackend(AttentionBackend):
             f"slimkv's graphs are of decode and of verification, not of {batch.forward_mode.name}: "
             "use --disable-prefill-cuda-graph"
         )
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
+    ) -> Tensor:
+        """One query of every request."""
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **more)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
+    ) -> Tensor:
+        """Prefill, with or without a prefix in the cache, mixed batches, and verification."""
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **more)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of padding requests."""

@@ -75,20 +75,6 @@ class SlimKVLatentBackend(PackedBackend):
 
     # -- per layer ---------------------------------------------------------------------------------------------------
 
-    def forward_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        **others: Any,
-    ) -> Tensor:  # fmt: skip
-        """One absorbed query of every request."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **others)
-
-    def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        **others: Any,
-    ) -> Tensor:  # fmt: skip
-        """Verification with absorbed queries, and prefill with K and V of ``prepare_prefill_qkv``."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **others)
-
     @torch.compiler.disable
     def _forward(
         self,
@@ -102,7 +88,10 @@ class SlimKVLatentBackend(PackedBackend):
         k_rope: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """-> [tokens, heads * value_dim], with zeros for rows that belong to no request."""
+        """-> [tokens, heads * value_dim], with zeros for rows that belong to no request.
+
+        Decoding and verification come with absorbed queries, prefill with K and V of ``prepare_prefill_qkv``.
+        """
         refuse_unknown(others)
         step = self.forward_metadata
         assert step is not None

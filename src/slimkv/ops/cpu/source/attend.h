@@ -6,6 +6,7 @@
 // call. Several threads attend the parts of a sequence with a single tile, as in decoding.
 #pragma once
 
+#include <algorithm>
 #include <new>
 
 #include "products.h"
@@ -95,20 +96,31 @@ struct Attention {
   i64 position(i64 sequence, i64 row) const { return length(sequence) - queries(sequence) + row / group; }
   // The first position whose key is a fresh vector.
   i64 fresh_from(i64 sequence) const {
-    const i64 old = length(sequence) - queries(sequence);
-    return call.fresh_key.data == nullptr ? length(sequence) : old > 0 ? old : 0;
+    return call.fresh_key.data == nullptr ? length(sequence) : std::max<i64>(length(sequence) - queries(sequence), 0);
   }
   i64 sees_from(i64 sequence, i64 row) const {
-    const i64 first = call.window ? position(sequence, row) - call.window + 1 : 0;
-    return first > 0 ? first : 0;
+    return call.window ? std::max<i64>(position(sequence, row) - call.window + 1, 0) : 0;
   }
   i64 sees_to(i64 sequence, i64 row) const {
-    const i64 end = call.causal ? position(sequence, row) + 1 : length(sequence);
-    return end > 0 ? end : 0;
+    return std::max<i64>(call.causal ? position(sequence, row) + 1 : length(sequence), 0);
   }
   const u8* page(i64 sequence, i64 head, i64 token) const {
     const i64 block = call.block_table[sequence * call.table_stride + token / call.layout->block_size];
     return call.pages.data + block * call.pages.block_stride + head * call.pages.head_stride;
+  }
+};
+
+// Which tokens of a chunk a row sees.
+struct Seen {
+  int begin, end;
+  bool any() const { return begin < end; }
+  bool all(int count) const { return begin == 0 && end == count; }
+  template <bool ALL>
+  VF select(int t, VF x, VF other) const {
+    if (ALL) return x;
+    VI at;
+    for (int i = 0; i < W; i++) at[i] = t + i;
+    return (at >= splat_i(begin)) & (at < splat_i(end)) ? x : other;
   }
 };
 
@@ -118,7 +130,7 @@ struct TileMemory {
   i8* digits;  // [rows][3][key_stride]
   i32* offset;  // [rows][3]
   float *row_scale, *row_sum, *row_shift, *rescale;  // [rows]
-  u8* active;  // [rows]
+  Seen* seen;  // [rows]: of the chunk
   float* scores;  // [rows][CHUNK]; then weights
   i8* weight_digits;  // [rows][3][CHUNK]
   i32* weight_offset;  // [rows][3]
@@ -146,7 +158,7 @@ struct TileMemory {
     take(row_sum, rows, base, used);
     take(row_shift, rows, base, used);
     take(rescale, rows, base, used);
-    take(active, rows, base, used);
+    take(seen, rows, base, used);
     take(scores, rows * CHUNK, base, used);
     take(weight_digits, rows * 3 * CHUNK, base, used);
     take(weight_offset, rows * 3, base, used);
@@ -293,28 +305,17 @@ static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m,
   }
 #if defined(SLIMKV_DOT)
   for (int r = 0; r < rows; r++)
-    if (m.active[r])
+    if (m.seen[r].any())
       scores_dot(m.digits + r * 3 * stride, m.offset + 3 * r, m.key_bytes, stride, four, m.scores + r * CHUNK);
 #else
   scores_float<i8>(m.query, rows, stride, (const i8*)m.key_bytes, stride, four, side.dim, m.scores);
 #endif
 }
 
-// Which tokens of a chunk a row sees.
-struct Seen {
-  int begin, end;
-  template <bool ALL>
-  VF select(int t, VF x, VF other) const {
-    if (ALL) return x;
-    VI at;
-    for (int i = 0; i < W; i++) at[i] = t + i;
-    return (at >= splat_i(begin)) & (at < splat_i(end)) ? x : other;
-  }
-};
-
 // One row's scores -> weights (times the values' scales), and its softmax moved on.
 template <bool ALL, bool ZEROS>
-static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, Seen seen, int count, float row_scale) {
+static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, int count, float row_scale) {
+  const Seen seen = m.seen[r];
   float* scores = m.scores + r * CHUNK;
   const float softcap = a.call.softcap;
   const int all = (count + W - 1) / W * W;
@@ -384,34 +385,16 @@ static WeightDigits weight_digits(TileMemory& m, i64 r, int tokens) {
 }
 #endif
 
-// The tokens of a chunk [first, first + count) that a row sees; empty where it sees none.
-static Seen seen_by(const Attention& a, const RowTile& tile, i64 r, i64 first, int count) {
-  const i64 row = tile.first + r, from = a.sees_from(tile.sequence, row) - first,
-            to = a.sees_to(tile.sequence, row) - first;
-  const int begin = from > count ? count
-      : from > 0                 ? (int)from
-                                 : 0,
-            end = to < begin ? begin
-      : to < count           ? (int)to
-                             : count;
-  return {begin, end};
-}
-
 // Weights by V's floats. A row that sees a part of the chunk takes that part: a weight of zero would not hide a NaN.
-static void weighted_rows(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 first, int count) {
+static void weighted_rows(const Attention& a, const RowTile& tile, TileMemory& m, State& state, int count) {
   const int rows = (int)(tile.end - tile.first), dim = a.value.side->dim;
-  bool whole = true;
-  for (int r = 0; r < rows && whole; r++) {
-    const Seen seen = seen_by(a, tile, r, first, count);
-    whole = seen.begin == 0 && seen.end == count;
-  }
-  if (whole) {
+  if (std::all_of(m.seen, m.seen + rows, [&](const Seen& seen) { return seen.all(count); })) {
     weighted_float(m.scores, rows, m.value_floats, dim, count, dim, m.rescale, state.out, dim);
     return;
   }
   for (int r = 0; r < rows; r++) {
-    const Seen seen = seen_by(a, tile, r, first, count);
-    if (seen.end > seen.begin)
+    const Seen seen = m.seen[r];
+    if (seen.any())
       weighted_float(m.scores + r * CHUNK + seen.begin, 1, m.value_floats + seen.begin * dim, dim,
           seen.end - seen.begin, dim, m.rescale + r, state.out + (i64)r * dim, dim);
   }
@@ -425,7 +408,7 @@ static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m,
   if (fresh || !a.value.bytes) {
     if (fresh) load_fresh(a, a.value, true, tile, first, count, m.value_floats, dim);
     else load_floats(a, a.value, tile, first, skip, count, m.value_floats, dim);
-    weighted_rows(a, tile, m, state, first, count);
+    weighted_rows(a, tile, m, state, count);
     return;
   }
   const int whole = (count + TILE - 1) / TILE * TILE;
@@ -436,7 +419,7 @@ static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m,
   WeightDigits weighted[TILE_ROWS];
 #endif
   for (int r = 0; r < rows; r++) {
-    if (!m.active[r]) continue;
+    if (!m.seen[r].any()) continue;
     float* weights = m.scores + r * CHUNK;
     for (int t = count; t < whole; t++) weights[t] = 0;
 #if defined(SLIMKV_DOT)
@@ -472,15 +455,15 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
   if (first < fresh_from && key_begin >= fresh_from) first = key_begin;
   while (first < key_end) {
     const bool fresh = first >= fresh_from;
-    i64 end = (first / CHUNK + 1) * CHUNK;
-    end = end < key_end ? end : key_end;
-    if (!fresh && end > fresh_from) end = fresh_from;
-    const int count = (int)(end - first), skip = key_begin > first ? (int)(key_begin - first) : 0;
+    i64 end = std::min((first / CHUNK + 1) * CHUNK, key_end);
+    if (!fresh) end = std::min(end, fresh_from);
+    const int count = (int)(end - first), skip = (int)std::max<i64>(key_begin - first, 0);
     bool any = false;
     for (i64 r = 0; r < rows; r++) {
-      const i64 row = tile.first + r, from = a.sees_from(tile.sequence, row), to = a.sees_to(tile.sequence, row);
-      m.active[r] = (from > key_begin ? from : key_begin) < end && to > first && to > key_begin;
-      any |= m.active[r];
+      const i64 row = tile.first + r, from = std::max(a.sees_from(tile.sequence, row), key_begin) - first;
+      const i64 to = a.sees_to(tile.sequence, row) - first;
+      m.seen[r] = {(int)std::clamp<i64>(from, 0, count), (int)std::clamp<i64>(to, 0, count)};
+      any |= m.seen[r].any();
     }
     if (any) {
       chunk_scores(a, tile, m, first, skip, count, fresh);
@@ -490,21 +473,12 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
       const bool exact_rows = fresh || !a.key.bytes;
       const bool zeros = a.key.side->field_count > 1 || a.value.side->field_count > 1;
       for (i64 r = 0; r < rows; r++) {
-        if (m.active[r]) {
-          const i64 row = tile.first + r;
-          i64 from = a.sees_from(tile.sequence, row), to = a.sees_to(tile.sequence, row);
-          from = from > key_begin ? from : key_begin;
-          from = from > first ? from - first : 0;
-          to = to < end ? to - first : count;
+        if (m.seen[r].any()) {
           const float row_scale = exact_rows ? a.call.softmax_scale : m.row_scale[r];
-          const bool all = from == 0 && to == count && count % W == 0;
-          const Seen seen{(int)from, (int)to};
-          if (zeros)
-            all ? softmax_row<true, true>(a, m, state, r, seen, count, row_scale)
-                : softmax_row<false, true>(a, m, state, r, seen, count, row_scale);
-          else
-            all ? softmax_row<true, false>(a, m, state, r, seen, count, row_scale)
-                : softmax_row<false, false>(a, m, state, r, seen, count, row_scale);
+          const bool all = m.seen[r].all(count) && count % W == 0;
+          const auto softmax = all ? (zeros ? softmax_row<true, true> : softmax_row<true, false>)
+                                   : (zeros ? softmax_row<false, true> : softmax_row<false, false>);
+          softmax(a, m, state, r, count, row_scale);
         } else {
           for (int t = 0; t < CHUNK; t++) m.scores[r * CHUNK + t] = 0;
           m.rescale[r] = 1;
@@ -602,10 +576,8 @@ static i64 make_tiles(const Attention& a, std::vector<RowTile>& tiles, i64& part
     for (i64 first = 0; first < rows; first += TILE_ROWS)
       for (i64 head = 0; head < call.pages.heads; head++) {
         RowTile& tile = tiles[next++];
-        tile.sequence = i;
-        tile.head = head;
-        tile.first = first;
-        tile.end = first + TILE_ROWS < rows ? first + TILE_ROWS : rows;
+        tile.sequence = i, tile.head = head;
+        tile.first = first, tile.end = std::min(first + TILE_ROWS, rows);
         tile.key_begin = a.sees_from(i, tile.first);
         tile.key_end = a.sees_to(i, tile.end - 1);
         const i64 keys = tile.key_end - tile.key_begin;
@@ -672,10 +644,8 @@ static Status attend(AttendCall& call) {
     const i64 last = tile.splits > 1 ? split + 1 : tile.parts;
     for (i64 part = split; part < last; part++) {
       const i64 base = (tile.key_begin / SPLIT_TOKENS + part) * SPLIT_TOKENS;
-      const i64 begin = base > tile.key_begin ? base : tile.key_begin;
-      const i64 end = base + SPLIT_TOKENS < tile.key_end ? base + SPLIT_TOKENS : tile.key_end;
       State own = part == split ? state : state_at(m.part, rows);
-      attend_keys(a, tile, m, own, begin, end);
+      attend_keys(a, tile, m, own, std::max(base, tile.key_begin), std::min(base + SPLIT_TOKENS, tile.key_end));
       if (part != split) merge_part(state, own, rows, dim);
     }
     if (tile.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;

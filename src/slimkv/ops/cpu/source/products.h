@@ -4,6 +4,8 @@
 // bytes, so that their products with byte codes are exact; elsewhere bytes become floats in registers.
 #pragma once
 
+#include <type_traits>
+
 #include "unpack.h"
 
 constexpr float DIGITS_LARGEST = 8257536.0f;  // 126 * 2^16: the leading byte of such an integer stays below 128
@@ -44,15 +46,21 @@ static void scores_block(const float* q, i64 q_stride, const T* k, i64 stride, i
   }
 }
 
+// block(rows, first row), where `rows` is a constant: four rows at a time, then two, then one.
+template <typename Block>
+static inline void by_rows(int rows, Block block) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) block(std::integral_constant<int, 4>(), r);
+  for (; r + 2 <= rows; r += 2) block(std::integral_constant<int, 2>(), r);
+  if (r < rows) block(std::integral_constant<int, 1>(), r);
+}
+
 template <typename T>
 static void scores_float(const float* q, int rows, i64 q_stride, const T* k, i64 stride, int tokens, int dim,
     float* scores) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4)
-    scores_block<4, T>(q + r * q_stride, q_stride, k, stride, tokens, dim, scores + r * CHUNK);
-  for (; r + 2 <= rows; r += 2)
-    scores_block<2, T>(q + r * q_stride, q_stride, k, stride, tokens, dim, scores + r * CHUNK);
-  if (r < rows) scores_block<1, T>(q + r * q_stride, q_stride, k, stride, tokens, dim, scores + r * CHUNK);
+  by_rows(rows, [&](auto count, int r) {
+    scores_block<count, T>(q + r * q_stride, q_stride, k, stride, tokens, dim, scores + r * CHUNK);
+  });
 }
 
 // ---- weighted sums of values ----------------------------------------------------------------------------------------
@@ -88,11 +96,9 @@ static void weighted_block(const float* weights, const float* v, i64 stride, int
 
 static void weighted_float(const float* weights, int rows, const float* v, i64 stride, int tokens, int dim,
     const float* rescale, float* out, i64 out_stride) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4)
-    weighted_block<4>(weights + r * CHUNK, v, stride, tokens, dim, rescale + r, out + r * out_stride, out_stride);
-  for (; r < rows; r++)
-    weighted_block<1>(weights + r * CHUNK, v, stride, tokens, dim, rescale + r, out + r * out_stride, out_stride);
+  by_rows(rows, [&](auto count, int r) {
+    weighted_block<count>(weights + r * CHUNK, v, stride, tokens, dim, rescale + r, out + r * out_stride, out_stride);
+  });
 }
 
 #if !defined(SLIMKV_DOT)
@@ -119,13 +125,10 @@ static void weighted_bytes_block(const float* weights, const i8* v, int tokens, 
 
 static void weighted_bytes(const float* weights, int rows, const i8* v, int tokens, int dim, float unit,
     const float* rescale, float* out, i64 out_stride) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4)
-    weighted_bytes_block<4>(weights + r * CHUNK, v, tokens, dim, unit, rescale + r, out + r * out_stride, out_stride);
-  for (; r + 2 <= rows; r += 2)
-    weighted_bytes_block<2>(weights + r * CHUNK, v, tokens, dim, unit, rescale + r, out + r * out_stride, out_stride);
-  if (r < rows)
-    weighted_bytes_block<1>(weights + r * CHUNK, v, tokens, dim, unit, rescale + r, out + r * out_stride, out_stride);
+  by_rows(rows, [&](auto count, int r) {
+    weighted_bytes_block<count>(weights + r * CHUNK, v, tokens, dim, unit, rescale + r, out + r * out_stride,
+        out_stride);
+  });
 }
 
 #else

@@ -189,34 +189,33 @@ static inline void value_group(const u8* data, int g, const u8* table, u8* out, 
 #endif
 }
 
-// A tile of K -> bytes [16][stride].
-static void unpack_key_bytes(const Side& side, const u8* codes, const u8* table, u8* out, i64 stride) {
+// group(data, v, first, g): each eighth of the v words that slices [first, first + v) of a tile have for every lane.
+template <typename Group>
+static inline void for_groups(const Side& side, const u8* codes, Group group) {
   alignas(64) u32 nibbles[MAX_DIM / SLICE * LANES];
   const u8* words = nibble_words(side, codes, nibbles);
   const int slices = side.dim / SLICE;
   for (int first = 0, v; first < slices; first += v) {
     v = group_words(slices, first);
-    const u8* data = words + 4 * LANES * first;
-    for (int g = 0; g < 8; g++) {
-      u8 *low = out + g * stride + SLICE * first, *high = out + (g + 8) * stride + SLICE * first;
-      if (v == 4) key_group(data, g, table, low, high);
-      else key_group_plain(data, v, g, table, low, high);
-    }
+    for (int g = 0; g < 8; g++) group(words + 4 * LANES * first, v, first, g);
   }
+}
+
+// A tile of K -> bytes [16][stride].
+static void unpack_key_bytes(const Side& side, const u8* codes, const u8* table, u8* out, i64 stride) {
+  for_groups(side, codes, [&](const u8* data, int v, int first, int g) {
+    u8 *low = out + g * stride + SLICE * first, *high = out + (g + 8) * stride + SLICE * first;
+    if (v == 4) key_group(data, g, table, low, high);
+    else key_group_plain(data, v, g, table, low, high);
+  });
 }
 
 // A tile of V -> bytes, from `token` of the chunk on.
 static void unpack_value_bytes(const Side& side, const u8* codes, const u8* table, u8* out, int token) {
-  alignas(64) u32 nibbles[MAX_DIM / SLICE * LANES];
-  const u8* words = nibble_words(side, codes, nibbles);
-  const int slices = side.dim / SLICE;
-  for (int first = 0, v; first < slices; first += v) {
-    v = group_words(slices, first);
-    const u8* data = words + 4 * LANES * first;
-    for (int g = 0; g < 8; g++)
-      if (v == 4) value_group(data, g, table, out, SLICE * first, token);
-      else value_group_plain(data, v, g, table, out, SLICE * first, token);
-  }
+  for_groups(side, codes, [&](const u8* data, int v, int first, int g) {
+    if (v == 4) value_group(data, g, table, out, SLICE * first, token);
+    else value_group_plain(data, v, g, table, out, SLICE * first, token);
+  });
 }
 
 // What each code of up to 8 bits stands for, less `centre`, before scale and zero: float32 [256].
