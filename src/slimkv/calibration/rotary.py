@@ -20,7 +20,7 @@ from slimkv.errors import InputError
 
 TOLERANCE = 0.02  # largest squared error, relative to the queries, at which a rotation counts as found
 # A vector for short contexts and long ones (docs/design/centring.md).
-CONTEXTS = (1024, 4096)
+CONTEXTS = (1024, 8192)
 _SURPRISE = 0.03  # allowed deviation of angles over a long shift from the prediction of shorter ones: a mean of 1 - cos
 _STILL = 1e-4  # squared change, relative to the queries, below which positions have no effect
 

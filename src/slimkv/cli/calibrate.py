@@ -38,7 +38,7 @@ def calibrate(
     text: Annotated[
         str | None, typer.Option(help="Read this text (a file, a hub data set, shipped) instead of --ids.")
     ] = None,
-    windows: Annotated[int, count("Number of windows the model reads.")] = 3,
+    windows: Annotated[int, count("Number of windows the model reads.")] = 8,
     tokens: Annotated[int, count("Tokens per window.", 2)] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the sampled or random token ids.")] = 0,
     budget: Annotated[
