@@ -39,30 +39,30 @@ def microseconds(call: Callable[[], object], count: int = 20) -> float:
     return min(times)
 
 
-def packed_cache() -> tuple[torch.Tensor, Codec]:
-    """Pages of random latents."""
+def packed_cache() -> ops.PackedKV:
+    """Random latents."""
     spec = LatentSpec.parse("c4").with_raw_dtype("bfloat16")
-    layout, codec = page_layout(spec, 64, True), Codec(spec, DEVICE)
+    layout = page_layout(spec, 64, True)
     pages = torch.empty(TOKENS // 64, layout.page_bytes, dtype=torch.uint8, device=DEVICE)
+    kv = ops.PackedKV(pages, Codec(spec, DEVICE), layout)
     for first in range(0, TOKENS, 1 << 16):
         latent, rope = (torch.randn(1 << 16, dim, device=DEVICE, dtype=torch.bfloat16) for dim in (512, 64))
         slots = torch.arange(first, first + (1 << 16), device=DEVICE)
-        ops.store_latent(latent, rope, pages, slots, codec=codec, layout=layout)
-    return pages, codec
+        ops.store_latent(latent, rope, kv, slots)
+    return kv
 
 
-def slimkv(pages: torch.Tensor, codec: Codec, queries: int, heads: int, picked: int) -> float:
+def slimkv(kv: ops.PackedKV, queries: int, heads: int, picked: int) -> float:
     """Time of a step, in microseconds."""
     latent, rope = (torch.randn(queries, heads, dim, device=DEVICE, dtype=torch.bfloat16) for dim in (512, 64))
     slots = torch.randint(0, TOKENS, (queries, picked), dtype=torch.int32, device=DEVICE)
     lens = torch.full((queries,), picked, dtype=torch.int32, device=DEVICE)
     starts = torch.arange(queries + 1, dtype=torch.int32, device=DEVICE)
+    batch = ops.AttentionBatch(slots, lens, starts, 1, picked)
     out = torch.empty_like(latent)
     return microseconds(
         lambda: ops.attend_latent(
-            latent, rope, pages, slots, lens, starts, softmax_scale=SCALE, codec=codec, max_query_len=1,
-            layout=page_layout(codec.spec, 64, True), max_seq_len=picked, query_is_rotated=True, output_is_rotated=True,
-            out=out,
+            latent, rope, kv, batch, softmax_scale=SCALE, query_is_rotated=True, output_is_rotated=True, out=out
         )
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def main() -> None:
     cache = packed_cache()
     print("| queries, heads | `c4` | FlashMLA `fp8_ds_mla` | time ratio |\n| --- | --- | --- | --- |")
     for queries, heads in CELLS:
-        ours, theirs = slimkv(*cache, queries, heads, picked), flashmla(queries, heads, picked)
+        ours, theirs = slimkv(cache, queries, heads, picked), flashmla(queries, heads, picked)
         print(f"| {queries}, {heads} | {ours:.1f} µs | {theirs:.1f} µs | {ours / theirs:.2f} |", flush=True)
 
 

@@ -74,18 +74,16 @@ def attend_arguments() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def latent_pages() -> torch.Tensor:
-    return torch.zeros(3, 1, LATENTS.page_bytes, dtype=torch.uint8)
+def latents_arguments() -> dict[str, Any]:
+    pages = torch.zeros(3, 1, LATENTS.page_bytes, dtype=torch.uint8)
+    return {"pages": pages, "codec": Codec(LATENTS.spec), "layout": LATENTS, "key_offset": None}
 
 
 def attend_latent_arguments() -> dict[str, Any]:
-    made = batch()
     return {
-        "query_latent": torch.zeros(4, 4, 64), "query_rope": torch.zeros(4, 4, 32), "pages": latent_pages(),
-        "block_table": made.block_table, "seq_lens": made.seq_lens, "cu_seqlens_q": made.cu_seqlens_q,
-        "softmax_scale": 0.1, "codec": Codec(LATENTS.spec), "layout": LATENTS, "max_query_len": 4, "max_seq_len": 20,
-        "query_is_rotated": False, "output_is_rotated": False, "out": None, "lse": None,
-        "workspace": None, "num_splits": None, "backend": None,
+        "query_latent": torch.zeros(4, 4, 64), "query_rope": torch.zeros(4, 4, 32),
+        "kv": PackedKV(**latents_arguments()), "batch": batch(), "softmax_scale": 0.1, "query_is_rotated": False,
+        "output_is_rotated": False, "out": None, "lse": None, "workspace": None, "num_splits": None, "backend": None,
     }  # fmt: skip
 
 
@@ -288,25 +286,29 @@ DOORS: dict[str, tuple[Any, Any]] = {
         lambda: {
             "latent": torch.zeros(4, 64),
             "rope": torch.zeros(4, 32),
-            "pages": latent_pages(),
+            "kv": PackedKV(**latents_arguments()),
             "slot_mapping": torch.arange(4),
-            "codec": Codec(LATENTS.spec),
-            "layout": LATENTS,
             "backend": None,
         },
     ),
     "gather_latent": (
         ops.gather_latent,
         lambda: {
-            "pages": latent_pages(),
+            "kv": PackedKV(**latents_arguments()),
             "slots": torch.arange(3),
-            "codec": Codec(LATENTS.spec),
-            "layout": LATENTS,
             "dtype": torch.float32,
             "rotated": False,
             "out": None,
             "backend": None,
         },
+    ),
+    "PackedKV of latents": (
+        lambda **given: ops.gather_latent(PackedKV(**given), torch.arange(3)),
+        latents_arguments,
+    ),
+    "AttentionBatch of latents": (
+        lambda **given: ops.attend_latent(**{**attend_latent_arguments(), "batch": AttentionBatch(**given)}),
+        batch_arguments,
     ),
     "latent_workspace_bytes": (
         ops.latent_workspace_bytes,

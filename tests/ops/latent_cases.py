@@ -76,6 +76,17 @@ class Built:
         return self.blocks[sequence, position // self.case.page].long() * self.case.page + position % self.case.page
 
     @property
+    def kv(self) -> ops.PackedKV:
+        """The stored latents."""
+        return ops.PackedKV(self.pages, self.codec, self.layout)
+
+    @property
+    def batch(self) -> ops.AttentionBatch:
+        """The step."""
+        bounds = max(self.case.queries), self.max_seq_len
+        return ops.AttentionBatch(self.table, self.seq_lens, self.starts, *bounds)
+
+    @property
     def max_seq_len(self) -> int:
         """What the table has room for."""
         return self.table.shape[1] * (1 if self.case.rows else self.case.page)
@@ -83,18 +94,14 @@ class Built:
     def request(self, out: Tensor, lse: Tensor | None = None) -> LatentRequest:
         """What a backend gets: queries and output in the stored space."""
         return checked_request(
-            self.query_latent, self.query_rope, self.pages, self.table, self.seq_lens, self.starts, codec=self.codec,
-            layout=self.layout, softmax_scale=self.case.scale, max_query_len=max(self.case.queries),
-            max_seq_len=self.max_seq_len, out=out, lse=lse,
-        )  # fmt: skip
+            self.query_latent, self.query_rope, self.kv, self.batch, self.case.scale, out=out, lse=lse
+        )
 
     def attend(self, **options) -> Tensor | tuple[Tensor, Tensor]:
         """The public call."""
         return ops.attend_latent(
-            self.query_latent, self.query_rope, self.pages, self.table, self.seq_lens, self.starts, codec=self.codec,
-            layout=self.layout, softmax_scale=self.case.scale, max_query_len=max(self.case.queries),
-            max_seq_len=self.max_seq_len, **options,
-        )  # fmt: skip
+            self.query_latent, self.query_rope, self.kv, self.batch, softmax_scale=self.case.scale, **options
+        )
 
     @cached_property
     def exact(self) -> tuple[Tensor, Tensor]:
@@ -104,9 +111,7 @@ class Built:
         lse = torch.full((rows, self.case.heads), torch.nan, dtype=torch.float64)
         for sequence, (length, count) in enumerate(zip(self.case.lens, self.case.queries, strict=True)):
             own = slice(int(self.starts[sequence]), int(self.starts[sequence]) + count)
-            latent, rope = ops.gather_latent(
-                self.pages, self.slots(sequence), codec=self.codec, layout=self.layout, backend="reference"
-            )
+            latent, rope = ops.gather_latent(self.kv, self.slots(sequence), backend="reference")
             scores = torch.einsum("qhd,kd->qhk", self.query_latent[own].double(), latent.double())
             scores += torch.einsum("qhd,kd->qhk", self.query_rope[own].double(), rope.double())
             seen = torch.arange(length)[None] <= torch.arange(length - count, length)[:, None]
@@ -153,10 +158,8 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
             skipped = case.skipped[:length].to(device)
             of_tokens[sequence, :length] = built.slots(sequence).int().masked_fill(skipped, -1)
         built = replace(built, table=of_tokens)
-    ops.store_latent(
-        built.latent, built.rope, pages, slots, codec=codec, layout=layout,
-        backend="reference" if device.type == "cpu" else "cuda" if case.rows else "triton",
-    )  # fmt: skip
+    backend = "reference" if device.type == "cpu" else "cuda" if case.rows else "triton"
+    ops.store_latent(built.latent, built.rope, built.kv, slots, backend=backend)
     return built
 
 

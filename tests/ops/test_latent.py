@@ -80,10 +80,7 @@ def test_attend_single_tokens(case, backend, device):
 def test_token_rows_hold_the_codes_of_tiles(device):
     """The same latents in both layouts decode to the same numbers; one is not taken for the other."""
     both = [build(Case(rows=rows, page=64), device) for rows in (False, True)]
-    decoded = [
-        torch.cat(ops.gather_latent(x.pages, x.slots(0), codec=x.codec, layout=x.layout, backend="reference"), 1)
-        for x in both
-    ]
+    decoded = [torch.cat(ops.gather_latent(x.kv, x.slots(0), backend="reference"), 1) for x in both]
     assert torch.equal(*decoded)
     with pytest.raises(UnsupportedError, match="tiles of 16 tokens, not blocks of 1 token or token rows"):
         both[1].attend(backend="triton")
@@ -161,7 +158,8 @@ def test_stored_bytes_are_the_references(backend, format, device):
     pages = [torch.randint(0, 256, built.pages.shape, dtype=torch.uint8, device=device)] * 2
     pages = [pages[0].clone(), pages[0].clone()]
     for into, name in zip(pages, ("reference", backend), strict=True):
-        ops.store_latent(latent, rope.unsqueeze(1), into, slots, codec=built.codec, layout=built.layout, backend=name)
+        kv = ops.PackedKV(into, built.codec, built.layout)
+        ops.store_latent(latent, rope.unsqueeze(1), kv, slots, backend=name)
     assert torch.equal(*pages)
 
 
@@ -171,10 +169,8 @@ def test_gather_into_slices_of_one_tensor(backend, device):
     built = build(replace(ONE, format="c6r8"), device)
     slots = torch.cat([built.slots(0), torch.tensor([-1], device=device)])
     both = torch.full((len(slots), 160), torch.nan, dtype=torch.bfloat16, device=device)
-    latent, rope = ops.gather_latent(
-        built.pages.unsqueeze(1), slots, codec=built.codec, layout=built.layout, out=(both[:, :128], both[:, 128:]),
-        backend=backend,
-    )  # fmt: skip
+    kv = ops.PackedKV(built.pages.unsqueeze(1), built.codec, built.layout)
+    latent, rope = ops.gather_latent(kv, slots, out=(both[:, :128], both[:, 128:]), backend=backend)
     assert latent.data_ptr() == both.data_ptr()
     assert (both[-1] == 0).all()
     error = (latent[:-1].float() - built.latent.float()).norm() / built.latent.float().norm()
@@ -184,7 +180,7 @@ def test_gather_into_slices_of_one_tensor(backend, device):
 
 def test_lossless_is_lossless(device):
     built = build(replace(ONE, format="craw", dtype="fp32"), device)
-    latent, rope = ops.gather_latent(built.pages, built.slots(0), codec=built.codec, layout=built.layout)
+    latent, rope = ops.gather_latent(built.kv, built.slots(0))
     assert torch.equal(latent, built.latent)
     assert torch.equal(rope, built.rope)
 
@@ -195,19 +191,19 @@ def test_lossless_is_lossless(device):
 def test_wrong_arguments_are_named(device):
     built = build(Case(), device)
     spec = CodecSpec.parse("k4v4", 128, 32)
-    key_value = {"codec": Codec(spec, device), "layout": PageLayout(spec, 16)}
+    key_value = ops.PackedKV(built.pages, Codec(spec, device), PageLayout(spec, 16))
     with pytest.raises(InputError, match="k4v4 is a format of K and V"):
-        ops.gather_latent(built.pages, built.slots(0), **key_value)
+        ops.gather_latent(key_value, built.slots(0))
     other = PageLayout(LatentSpec.parse("c4", 128, 32), 16)
     with pytest.raises(InputError, match="the layout is of c4 and the codec of c4r8"):
-        ops.gather_latent(built.pages, built.slots(0), codec=built.codec, layout=other)
+        ops.gather_latent(replace(built.kv, layout=other), built.slots(0))
     two = built.pages.unsqueeze(1).expand(-1, 2, -1).contiguous()
     with pytest.raises(InputError, match="pages of 2 heads hold K and V"):
-        ops.gather_latent(two, built.slots(0), codec=built.codec, layout=built.layout)
+        ops.gather_latent(replace(built.kv, pages=two), built.slots(0))
+    with pytest.raises(InputError, match="leave out key_offset"):
+        ops.gather_latent(replace(built.kv, key_offset=torch.zeros(1, 128)), built.slots(0))
     with pytest.raises(InputError, match=r"latent must be \[tokens, 128\]"):
-        ops.store_latent(
-            built.latent.unsqueeze(1), built.rope, built.pages, built.slots(0), codec=built.codec, layout=built.layout
-        )
+        ops.store_latent(built.latent.unsqueeze(1), built.rope, built.kv, built.slots(0))
     with pytest.raises(InputError, match=r"query_rope must be \[queries, heads, 32\]"):
         replace(built, query_rope=built.query_rope[:, :2]).attend()
     with pytest.raises(InputError, match="softmax_scale must be finite"):

@@ -234,4 +234,5 @@ def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Te
     for name, mean in zip(_KEYS, means, strict=True):
         if mean is not None and (mean.shape != (heads, key_dim) or not bool(mean.isfinite().all())):
             raise CorruptDataError(f"{where} has a {name} {list(mean.shape)}, not finite [{heads}, {key_dim}]")
-    return LayerStatistics(moment, value_dim, *weights, rotary, window, *means)
+    key_weight, value_weight = weights
+    return LayerStatistics(moment, value_dim, key_weight, value_weight, rotary, window, *means)

@@ -18,7 +18,7 @@ FORMAT, VERSION = "slimkv-calibration", 3
 
 def write(path: Path, about: dict[str, Any], tensors: dict[str, Tensor], format: str = FORMAT) -> None:
     """Writes the file atomically; ``about`` becomes JSON."""
-    save_file = _safetensors("save_file")
+    save_file = of_safetensors("save_file")
     header = {"format": format, "version": str(VERSION), "about": json.dumps(about, sort_keys=True)}
     header["sha256"] = _checksum(header, tensors)
     with whole_file(path) as temporary:
@@ -53,7 +53,7 @@ def read(path: Path, format: str = FORMAT) -> tuple[dict[str, Any], dict[str, Te
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    safe_open, broken = _safetensors("safe_open"), _safetensors("SafetensorError")
+    safe_open, broken = of_safetensors("safe_open"), of_safetensors("SafetensorError")
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -73,10 +73,11 @@ def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _safetensors(name: str) -> Any:
+def of_safetensors(name: str, files: str = "calibration files") -> Any:
+    """A part of that package; raises if it is not installed."""
     try:
         import safetensors
         import safetensors.torch
     except ImportError as error:
-        raise MissingDependencyError("calibration files need safetensors: pip install safetensors") from error
+        raise MissingDependencyError(f"{files} need safetensors: pip install safetensors") from error
     return getattr(safetensors, name, None) or getattr(safetensors.torch, name)

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimkv.calibration.file import of_safetensors
 from slimkv.calibration.learned_offset import offset_digest
 from slimkv.codec.key_offset import OFFSET_DTYPE
-from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, UnsupportedError
+from slimkv.errors import CorruptDataError, InputError, UnsupportedError
 from slimkv.paths import whole_file
 from slimkv.wire.fingerprint import Fingerprint, LayerFingerprint
 
+_safetensors = partial(of_safetensors, files="prompt-cache files")
 FORMAT, VERSION = "slimkv-prompt-cache", 2
 _TOKENS = "tokens"
 _CHECKSUM, _UNSIGNED = "sha256", "0" * 64
@@ -315,12 +318,3 @@ def _check_sum(path: Path) -> None:
     digest, written, _ = _digest(path)
     if digest != written:
         raise CorruptDataError(f"{path} was altered or is not whole: its checksum does not match; write it again")
-
-
-def _safetensors(name: str) -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise MissingDependencyError("prompt-cache files need safetensors: pip install safetensors") from error
-    return getattr(safetensors, name, None) or getattr(safetensors.torch, name)

@@ -79,21 +79,17 @@ def test_folded_projections_attend_as_the_plain_ones(format):
     heads, nope, value, tokens = 3, 24, 40, 50
     spec = LatentSpec.parse(format).with_raw_dtype("float32")
     codec, layout = Codec(spec), page_layout(spec, 16)
-    pages = torch.zeros(4, layout.page_bytes, dtype=torch.uint8)
+    kv = ops.PackedKV(torch.zeros(4, layout.page_bytes, dtype=torch.uint8), codec, layout)
     latent, rope = torch.randn(tokens, 512), torch.randn(tokens, 64)
-    ops.store_latent(latent, rope, pages, torch.arange(tokens), codec=codec, layout=layout)
+    ops.store_latent(latent, rope, kv, torch.arange(tokens))
     w_uk, w_uv = torch.randn(heads, nope, 512) / 23, torch.randn(heads, 512, value) / 23
     query, query_rope = torch.randn(2, heads, nope), torch.randn(2, heads, 64)
-    tables = (
-        torch.arange(4, dtype=torch.int32)[None], torch.tensor([tokens], dtype=torch.int32),
-        torch.tensor([0, 2], dtype=torch.int32),
-    )  # fmt: skip
-    bounds = {"softmax_scale": 0.1, "codec": codec, "layout": layout, "max_query_len": 2, "max_seq_len": tokens}
+    batch = ops.AttentionBatch.build([range(4)], [tokens], [2], 16, "cpu")
 
     def attend(w_uk, w_uv, rotated):
         absorbed = torch.einsum("qhp,hpl->qhl", query, w_uk)
-        how = {"query_is_rotated": rotated, "output_is_rotated": rotated}
-        out = ops.attend_latent(absorbed, query_rope, pages, *tables, **bounds, **how)
+        how = {"softmax_scale": 0.1, "query_is_rotated": rotated, "output_is_rotated": rotated}
+        out = ops.attend_latent(absorbed, query_rope, kv, batch, **how)
         return torch.einsum("qhl,hlv->qhv", out, w_uv)
 
     rotation = ops.latent_rotation(codec)

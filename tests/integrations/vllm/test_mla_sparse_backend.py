@@ -96,11 +96,11 @@ def test_queries_attend_what_was_picked(format, monkeypatch):
     monkeypatch.setattr(sparse, "QUERIES_AT_ONCE", 4)
     torch.testing.assert_close(impl.forward_mqa(query, cache, step, None)[0], out)
 
-    pages, codec = cache.view(7, -1), sparse.shared_codec(impl._spec, cache.device)
+    kv = impl._packed(cache)
     for row, (request, _) in enumerate(rows):
         own = picks[row][picks[row] >= 0].long()
-        latent, rope = sparse.ops.gather_latent(pages, slots[request][own], codec=codec, layout=layout, rotated=True)
-        of_rope = codec.rotate_value(query[1][row]) if impl._spec.value.rotated else query[1][row]
+        latent, rope = sparse.ops.gather_latent(kv, slots[request][own], rotated=True)
+        of_rope = kv.codec.rotate_value(query[1][row]) if impl._spec.value.rotated else query[1][row]
         scores = 0.1 * (query[0][row] @ latent.T + of_rope @ rope.T)
         torch.testing.assert_close(out[row], scores.softmax(-1) @ latent, atol=1e-4, rtol=1e-4)
         if format == "craw":

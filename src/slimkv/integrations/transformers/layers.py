@@ -136,7 +136,8 @@ class PackedLayer(CacheLayerMixin):
         if known is None and settings.calibration is not None:
             known = settings.calibration.key_offset(self.number, self.pool.codec)
         if known is None and self.number in settings.seen_keys:
-            known = offset_of_keys(*settings.seen_keys[self.number], self.pool.codec)
+            mean, first = settings.seen_keys[self.number]
+            known = offset_of_keys(mean, first, self.pool.codec)
         if known is not None and known.shape != (self.num_kv_heads, self.pool.codec.spec.key_dim):
             raise InputError(
                 f"layer {self.number} has a key offset {list(known.shape)}, and keys of {self.num_kv_heads} heads of "
@@ -203,8 +204,8 @@ class PackedLayer(CacheLayerMixin):
         )
         if self._learns_offset and key.shape[2]:  # before the first token is stored; fixed from now on
             with lasting():
-                mean, first = key.float().mean((0, 2)), key[:, :, 0].float().mean(0)
-                self.pool.key_offset = offset_of_keys(mean, first, self.pool.codec).to(self.device)
+                mean, first_key = key.float().mean((0, 2)), key[:, :, 0].float().mean(0)
+                self.pool.key_offset = offset_of_keys(mean, first_key, self.pool.codec).to(self.device)
             self._learns_offset = False
         index, matrices, chosen = self.settings.matrix_index, self.pool.query_aware, None
         if index is not None and matrices is not None and matrices.ndim == 4:

@@ -94,11 +94,8 @@ class LatentCase:
 
     cell: LatentCell
     backend: str
-    codec: Codec
-    pages: Tensor  # uint8 [blocks, page_bytes]
-    table: Tensor  # int32 [batch, blocks per sequence]
-    lens: Tensor
-    starts: Tensor
+    kv: ops.PackedKV
+    batch: ops.AttentionBatch
     query_latent: Tensor
     query_rope: Tensor
 
@@ -118,43 +115,37 @@ class LatentCase:
         else:
             table = torch.randperm(total, device=device).to(torch.int32).view(cell.batch, per_sequence)
         pages = torch.empty(total, layout.page_bytes, dtype=torch.uint8, device=device)
-        codec = Codec(spec, device)
+        kv = ops.PackedKV(pages, Codec(spec, device), layout)
         for first in range(0, total, chunk):
             count = min(chunk, total - first) * cell.page
             slots = first * cell.page + torch.arange(count, device=device)
             latent = torch.randn(count, cell.head_dim, device=device, dtype=dtype)
             rope = torch.randn(count, cell.rope_dim, device=device, dtype=dtype)
-            ops.store_latent(latent, rope, pages, slots, codec=codec, layout=layout)
+            ops.store_latent(latent, rope, kv, slots)
         rows = cell.batch * cell.queries
+        starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.queries
+        lens = torch.tensor(cell.lengths, dtype=torch.int32, device=device)
         return cls(
-            cell=cell, backend=backend, codec=codec, pages=pages, table=table,
-            lens=torch.tensor(cell.lengths, dtype=torch.int32, device=device),
-            starts=torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.queries,
+            cell=cell, backend=backend, kv=kv,
+            batch=ops.AttentionBatch(table, lens, starts, cell.queries, cell.context),
             query_latent=torch.randn(rows, cell.num_heads, cell.head_dim, device=device, dtype=dtype),
             query_rope=torch.randn(rows, cell.num_heads, cell.rope_dim, device=device, dtype=dtype),
         )  # fmt: skip
 
-    @property
-    def layout(self) -> PageLayout:
-        """The pages."""
-        return PageLayout(self.codec.spec, self.cell.page)
-
     def attend(self) -> Tensor:
         """The timed call."""
         return ops.attend_latent(
-            self.query_latent, self.query_rope, self.pages, self.table, self.lens, self.starts,
-            softmax_scale=self.cell.softmax_scale, codec=self.codec, layout=self.layout,
-            max_query_len=self.cell.queries, max_seq_len=self.cell.context, query_is_rotated=True,
-            output_is_rotated=True, backend=self.backend,
+            self.query_latent, self.query_rope, self.kv, self.batch, softmax_scale=self.cell.softmax_scale,
+            query_is_rotated=True, output_is_rotated=True, backend=self.backend,
         )  # fmt: skip
 
     def error(self) -> float:
         """Relative error of the first sequence's queries against float64 on the same codes."""
         cell = self.cell
-        position = torch.arange(cell.context, device=self.pages.device)
-        slots = self.table[0, position // cell.page].long() * cell.page + position % cell.page
-        latent, _ = ops.gather_latent(self.pages, slots, codec=self.codec, layout=self.layout, rotated=True)
-        _, rope = ops.gather_latent(self.pages, slots, codec=self.codec, layout=self.layout)
+        position = torch.arange(cell.context, device=self.kv.pages.device)
+        slots = self.batch.block_table[0, position // cell.page].long() * cell.page + position % cell.page
+        latent, _ = ops.gather_latent(self.kv, slots, rotated=True)
+        _, rope = ops.gather_latent(self.kv, slots)
         scores = torch.einsum("qhd,kd->qhk", self.query_latent[: cell.queries].double(), latent.double())
         scores += torch.einsum("qhd,kd->qhk", self.query_rope[: cell.queries].double(), rope.double())
         last = torch.arange(cell.context - cell.queries, cell.context, device=slots.device)

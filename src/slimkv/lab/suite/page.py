@@ -88,12 +88,11 @@ def _tag(test: Document | None, shape: str) -> str:
     if test is None:
         return "<td></td>"
     told = f"{shape.format(test['low'])} to {shape.format(test['high'])}, p {test['p_corrected']:.2g}"
-    style = _TONE[test["verdict"]]
-    word = test["verdict"] if style == "same" else f"{test['verdict']}"
-    return (
-        f'<td title="{escape(told)}">{escape(shape.format(test["difference"]))} '
-        f'<span class="tag {style}">{escape(word)}</span></td>'
-    )
+    return f'<td title="{escape(told)}">{escape(shape.format(test["difference"]))}{_verdict(test)}</td>'
+
+
+def _verdict(test: Document) -> str:
+    return f' <span class="tag {_TONE[test["verdict"]]}">{escape(test["verdict"])}</span>'
 
 
 def _costs(results: Document) -> str:
@@ -178,8 +177,7 @@ def _lm_eval_table(results: Document) -> str:
         for task, metric in scores:
             value = row["lm_eval"].get(task, {}).get(metric)
             test = tests.get(f"{task}/{metric}")
-            tag = f' <span class="tag {_TONE[test["verdict"]]}">{escape(test["verdict"])}</span>' if test else ""
-            line.append(f"<td>{'' if value is None else f'{value:.4f}'}{tag}</td>")
+            line.append(f"<td>{'' if value is None else f'{value:.4f}'}{_verdict(test) if test else ''}</td>")
         lines.append(line)
     head = ["cache", *(f"{task}: {metric}" for task, metric in scores)]
     return "<h2>lm-evaluation-harness</h2>" + table(head, lines, "lm-eval")

@@ -16,6 +16,7 @@ from slimkv.arguments import typed
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import check_tables
+from slimkv.ops.batch import AttentionBatch, PackedKV
 from slimkv.ops.checks import FLOATS, check_pages
 from slimkv.ops.registry import Registry
 from slimkv.spec import CodecSpec, LatentSpec, PageLayout
@@ -71,16 +72,10 @@ def latent_rotation(codec: Codec) -> Tensor | None:
 def attend_latent(
     query_latent: Tensor,
     query_rope: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
+    kv: PackedKV,
+    batch: AttentionBatch,
     *,
     softmax_scale: float,
-    codec: Codec,
-    layout: PageLayout,
-    max_query_len: int,
-    max_seq_len: int,
     query_is_rotated: bool = False,
     output_is_rotated: bool = False,
     out: Tensor | None = None,
@@ -98,13 +93,10 @@ def attend_latent(
         query_latent: [total_queries, num_heads, latent_dim], the queries after the absorbed up-projection of keys;
             float16, bfloat16 or float32.
         query_rope: [total_queries, num_heads, rope_dim], their rope part as the model computes it.
-        pages: uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
-        block_table: int32 [sequences, max_blocks]. With a layout of token rows, int32 [sequences, max_tokens]: the slot
-            (block * block_size + position) of every token, for sparse attention; negative ones are skipped.
-        seq_lens: int32 [sequences]; 0 gives zero output.
-        cu_seqlens_q: int32 [sequences + 1], ascending from 0 to total_queries (rows beyond it are left untouched).
+        kv: its pages are uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
+        batch: with a layout of token rows its block_table is int32 [sequences, max_tokens]: the slot (block *
+            block_size + position) of every token, for sparse attention; negative ones are skipped.
         softmax_scale: multiplies the scores; of the model, which knows the head size before absorption.
-        max_query_len, max_seq_len: host-side upper bounds, so that no value is read back from the device.
         query_is_rotated: ``query_latent`` is in the space the latent is stored in (``latent_rotation`` is folded into
             the projection before). For formats that are stored unrotated it makes no difference.
         output_is_rotated: leave the output in that space.
@@ -116,17 +108,13 @@ def attend_latent(
 
     Returns out.
     """
-    request = checked_request(
-        query_latent, query_rope, pages, block_table, seq_lens, cu_seqlens_q, softmax_scale=softmax_scale, codec=codec,
-        layout=layout, max_query_len=max_query_len, max_seq_len=max_seq_len, out=out, lse=lse, workspace=workspace,
-        num_splits=num_splits,
-    )  # fmt: skip
-    rotated, out = codec.spec.key.rotated, request.out
+    request = checked_request(query_latent, query_rope, kv, batch, softmax_scale, out, lse, workspace, num_splits)
+    codec, rotated, out = kv.codec, kv.codec.spec.key.rotated, request.out
     if rotated and not query_is_rotated:
         request = replace(request, query_latent=codec.rotate_query(query_latent))
     if rotated and not output_is_rotated:
         request = replace(request, out=torch.empty(out.shape, dtype=torch.float32, device=out.device))
-    REGISTRY.select(pages.device, request, backend).load().run(request)
+    REGISTRY.select(request.pages.device, request, backend).load().run(request)
     if request.out is not out:
         _write_rows(out, request.out @ codec.key_rotation.T, request.cu_seqlens_q)
     return out
@@ -141,31 +129,25 @@ def _write_rows(out: Tensor, result: Tensor, cu_seqlens_q: Tensor) -> None:
 def checked_request(
     query_latent: Tensor,
     query_rope: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
+    kv: PackedKV,
+    batch: AttentionBatch,
     softmax_scale: float,
-    codec: Codec,
-    layout: PageLayout,
-    max_query_len: int,
-    max_seq_len: int,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
     num_splits: int | None = None,
 ) -> LatentRequest:
     """The arguments of ``attend_latent``, checked; ``out`` is allocated where it is missing."""
-    pages = latent_pages(pages, codec, layout)
-    device, spec = pages.device, layout.spec
+    kv = checked_latents(kv)
+    device, layout, spec = kv.pages.device, kv.layout, kv.layout.spec
     total, heads = _check_queries(query_latent, query_rope, spec, device)
-    check_tables(block_table, seq_lens, cu_seqlens_q, device)
+    check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, device)
+    width = batch.block_table.shape[1]
     of_entry, entries = (1, "tokens") if layout.token_rows else (layout.block_size, "blocks")
-    if not 0 <= max_query_len <= total or max_seq_len > block_table.shape[1] * of_entry:
+    if not 0 <= batch.max_query_len <= total or batch.max_seq_len > width * of_entry:
         raise InputError(
-            f"max_query_len {max_query_len} or max_seq_len {max_seq_len} does not fit {total} queries and a table of "
-            f"{block_table.shape[1]} {entries}"
+            f"max_query_len {batch.max_query_len} or max_seq_len {batch.max_seq_len} does not fit {total} queries and "
+            f"a table of {width} {entries}"
         )
     if not math.isfinite(softmax_scale):
         raise InputError(f"softmax_scale must be finite, not {softmax_scale}")
@@ -182,13 +164,14 @@ def checked_request(
     if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
         raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
     return LatentRequest(
-        query_latent, query_rope, pages, block_table, seq_lens, cu_seqlens_q, max_query_len, max_seq_len, softmax_scale,
-        codec, layout, out, lse, workspace, num_splits,
+        query_latent, query_rope, kv.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_query_len,
+        batch.max_seq_len, softmax_scale, kv.codec, layout, out, lse, workspace, num_splits,
     )  # fmt: skip
 
 
-def latent_pages(pages: Tensor, codec: Codec, layout: PageLayout) -> Tensor:
-    """``pages`` as uint8 [blocks, 1, page_bytes], checked."""
+def checked_latents(kv: PackedKV) -> PackedKV:
+    """``kv`` with pages uint8 [blocks, 1, page_bytes], checked."""
+    codec, layout, pages = kv.codec, kv.layout, kv.pages
     _check_codec(codec)
     if layout.spec != codec.spec:
         raise InputError(f"the layout is of {layout.spec.format} and the codec of {codec.spec.format}")
@@ -196,7 +179,9 @@ def latent_pages(pages: Tensor, codec: Codec, layout: PageLayout) -> Tensor:
     check_pages(pages, layout)
     if pages.shape[1] != 1:
         raise InputError(f"latents have one head; pages of {pages.shape[1]} heads hold K and V")
-    return pages
+    if kv.key_offset is not None:
+        raise InputError("latents are stored without an offset of keys; leave out key_offset")
+    return PackedKV(pages, codec, layout)
 
 
 def _check_codec(codec: Codec) -> None:

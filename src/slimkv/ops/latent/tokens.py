@@ -9,24 +9,20 @@ import torch
 from torch import Tensor
 
 from slimkv.arguments import describe, typed
-from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.batch import PackedKV
 from slimkv.ops.gather.api import gather_kv
-from slimkv.ops.latent.api import latent_pages
+from slimkv.ops.latent.api import checked_latents
 from slimkv.ops.store.api import store_kv
-from slimkv.spec import PageLayout
 
 
 @typed
 def store_latent(
     latent: Tensor,
     rope: Tensor,
-    pages: Tensor,
+    kv: PackedKV,
     slot_mapping: Tensor,
     *,
-    codec: Codec,
-    layout: PageLayout,
     backend: str | None = None,
 ) -> None:
     """Encodes and writes new tokens.
@@ -34,14 +30,14 @@ def store_latent(
     Args:
         latent: [tokens, latent_dim], after its RMS norm; float16, bfloat16 or float32, last axis contiguous.
         rope: [tokens, rope_dim] or [tokens, 1, rope_dim], after the rotary embedding.
-        pages: uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
+        kv: its pages are uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
         slot_mapping: int32 or int64 [tokens]: block * block_size + position; negative slots are skipped.
         backend: one of ``store_kv``; by default the best one for the device.
 
     A NaN or Inf raises in the reference; a kernel marks that token, so that whoever attends it gets NaN.
     """
-    pages = latent_pages(pages, codec, layout)
-    dims = codec.spec.key_dim, codec.spec.value_dim
+    kv = checked_latents(kv)
+    dims = kv.codec.spec.key_dim, kv.codec.spec.value_dim
     shapes = latent.shape, rope.flatten(1, 2).shape if rope.ndim == 3 else rope.shape
     if any(len(shape) != 2 or shape[1] != dim for shape, dim in zip(shapes, dims, strict=True)):
         raise InputError(
@@ -49,16 +45,14 @@ def store_latent(
             f"not {list(latent.shape)} and {list(rope.shape)}"
         )
     rope = rope if rope.ndim == 3 else rope.unsqueeze(1)
-    store_kv(latent.unsqueeze(1), rope, PackedKV(pages, codec, layout), slot_mapping, backend=backend)
+    store_kv(latent.unsqueeze(1), rope, kv, slot_mapping, backend=backend)
 
 
 @typed
 def gather_latent(
-    pages: Tensor,
+    kv: PackedKV,
     slots: Tensor,
     *,
-    codec: Codec,
-    layout: PageLayout,
     dtype: torch.dtype = torch.float32,
     rotated: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
@@ -67,7 +61,7 @@ def gather_latent(
     """Decodes the tokens in ``slots``.
 
     Args:
-        pages: uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
+        kv: its pages are uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
         slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
         dtype: of the result when ``out`` is not given.
         rotated: leave both parts in the space they are stored in.
@@ -76,23 +70,22 @@ def gather_latent(
 
     Returns latent [tokens, latent_dim] and rope [tokens, rope_dim].
     """
-    pages = latent_pages(pages, codec, layout)
+    kv = checked_latents(kv)
+    dims, device = (kv.codec.spec.key_dim, kv.codec.spec.value_dim), kv.pages.device
     if slots.ndim != 1:
         raise InputError(f"slots must be int32 or int64 [tokens], not {describe(slots)}")
     if out is not None and (len(out) != 2 or not all(isinstance(x, Tensor) for x in out)):
         raise InputError(f"out must be a pair of tensors, for latents and rope parts, not {describe(out)}")
     if out is None:
-        dims = codec.spec.key_dim, codec.spec.value_dim
         out = (
-            torch.empty(len(slots), dims[0], dtype=dtype, device=pages.device),
-            torch.empty(len(slots), dims[1], dtype=dtype, device=pages.device),
+            torch.empty(len(slots), dims[0], dtype=dtype, device=device),
+            torch.empty(len(slots), dims[1], dtype=dtype, device=device),
         )
     latent, rope = out
     if latent.ndim != 2 or rope.ndim != 2:
         raise InputError(
-            f"out must be [tokens, {codec.spec.key_dim}] and [tokens, {codec.spec.value_dim}], "
-            f"not {list(latent.shape)} and {list(rope.shape)}"
+            f"out must be [tokens, {dims[0]}] and [tokens, {dims[1]}], not {list(latent.shape)} and {list(rope.shape)}"
         )
     pair = latent.unsqueeze(1), rope.unsqueeze(1)
-    gather_kv(PackedKV(pages, codec, layout), slots, rotated=rotated, out=pair, backend=backend)
+    gather_kv(kv, slots, rotated=rotated, out=pair, backend=backend)
     return latent, rope

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from slimkv.codec import Codec
+from slimkv.ops.batch import AttentionBatch, PackedKV
 from slimkv.ops.latent.api import attend_latent
 from slimkv.ops.latent.tokens import gather_latent, store_latent
 from slimkv.ops.warmup import Step
@@ -35,24 +36,28 @@ def run_latent_steps(kind: LatentKind, steps: Iterable[Step]) -> int:
     if signature in _seen:
         return 0
     _seen.add(signature)
-    pages = torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device)
+    kv = PackedKV(torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device), codec, layout)
     count = 0
     for step in steps:
         rows = step.sequences * step.queries
         dims = codec.spec.key_dim, codec.spec.value_dim
         latent, rope = (torch.ones(rows, dim, dtype=kind.dtype, device=device) for dim in dims)
         slots = torch.arange(rows, device=device) % layout.block_size
-        store_latent(latent, rope, pages, slots, codec=codec, layout=layout, backend=kind.backend)
+        store_latent(latent, rope, kv, slots, backend=kind.backend)
         if not layout.token_rows:  # which nothing expands
-            gather_latent(pages, slots, codec=codec, layout=layout, dtype=kind.dtype)
+            gather_latent(kv, slots, dtype=kind.dtype)
         width = step.max_seq_len if layout.token_rows else layout.blocks_for(step.max_seq_len)
-        attend_latent(
-            latent[:, None].repeat(1, kind.num_heads, 1), rope[:, None].repeat(1, kind.num_heads, 1), pages,
+        batch = AttentionBatch(
             torch.zeros(step.sequences, width, dtype=torch.int32, device=device),
             torch.full((step.sequences,), step.queries, dtype=torch.int32, device=device),
             torch.arange(step.sequences + 1, dtype=torch.int32, device=device) * step.queries,
-            softmax_scale=kind.softmax_scale, codec=codec, layout=layout, max_query_len=step.queries,
-            max_seq_len=step.max_seq_len, query_is_rotated=True, output_is_rotated=True, backend=kind.backend,
+            step.queries,
+            step.max_seq_len,
+        )
+        query, query_rope = (x[:, None].repeat(1, kind.num_heads, 1) for x in (latent, rope))
+        attend_latent(
+            query, query_rope, kv, batch, softmax_scale=kind.softmax_scale, query_is_rotated=True,
+            output_is_rotated=True, backend=kind.backend,
         )  # fmt: skip
         count += 1
     return count

@@ -112,11 +112,9 @@ class SlimKVLatentBackend(PackedBackend):
         if latent.shape[0] > step.num_queries:  # padding, which nothing else writes
             out[step.num_queries :].zero_()
         for part in step.parts:
-            rows, batch = part.rows, part.batch
+            rows = part.rows
             ops.attend_latent(
-                latent[rows], rope[rows], kv.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
-                softmax_scale=float(layer.scaling), codec=kv.codec, layout=kv.layout,
-                max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, query_is_rotated=rotated,
+                latent[rows], rope[rows], kv, part.batch, softmax_scale=float(layer.scaling), query_is_rotated=rotated,
                 output_is_rotated=rotated, out=out[rows], backend=self._config.backend,
             )  # fmt: skip
         return out.view(out.shape[0], -1)

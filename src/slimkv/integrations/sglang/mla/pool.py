@@ -38,16 +38,12 @@ class SlimKVLatentPool(PackedPool, MLATokenToKVPool):
 
     def store(self, index: int, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
         """latent [tokens, latent_dim], rope [tokens, rope_dim] of the pool's ``index``-th layer -> ``slots``."""
-        kv = self.packed(index)
-        ops.store_latent(
-            latent.reshape(len(slots), -1), rope.reshape(len(slots), -1), kv.pages, slots, codec=kv.codec,
-            layout=kv.layout, backend=self.plan.config.backend,
-        )  # fmt: skip
+        latent, rope = latent.reshape(len(slots), -1), rope.reshape(len(slots), -1)
+        ops.store_latent(latent, rope, self.packed(index), slots, backend=self.plan.config.backend)
 
     def gather(self, index: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The latents [tokens, latent_dim] and rope parts [tokens, rope_dim] in ``slots`` of the ``index``-th layer."""
-        kv = self.packed(index)
-        return ops.gather_latent(kv.pages, slots, codec=kv.codec, layout=kv.layout, dtype=dtype)
+        return ops.gather_latent(self.packed(index), slots, dtype=dtype)
 
     def set_mla_kv_buffer(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.vllm.compat import NEWEST_TESTED, VERSION, logger
-from slimkv.versions import version_numbers
+from slimkv.versions import require_parts, version_numbers, version_text
 
 OLDEST = (0, 32)
 FUSED_UPDATE = "fuse_rope_kvcache_cat_mla"
@@ -21,7 +21,7 @@ FUSED_SPARSE = "vllm.models.deepseek_v32.attention"  # DeepSeek V3.2 and GLM-5 o
 
 if version_numbers(VERSION, 2) < OLDEST:
     raise UnsupportedError(
-        f"slimkv packs latent attention (MLA) in vLLM {OLDEST[0]}.{OLDEST[1]} and later, not in {VERSION}: upgrade "
+        f"slimkv packs latent attention (MLA) in vLLM {version_text(OLDEST)} and later, not in {VERSION}: upgrade "
         "vLLM, or serve this model with vLLM's own attention backend"
     )
 
@@ -40,41 +40,14 @@ try:
     from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-    for owner, name in (
-        (MLACommonImpl, "_compute_prefill_context"),
-        (MLACommonImpl, "_concat_k_nope_k_pe"),
-        (MLACommonImpl, "do_kv_cache_update"),
-        (MLACommonImpl, "forward_mha"),
-        (MLACommonMetadataBuilder, "_build_decode"),
-        (MLAAttention, "_v_up_proj"),
-        (MLAAttention, "process_weights_after_loading"),
-        (MLAAttention, "update_kv_cache"),
-    ):
-        if not hasattr(owner, name):
-            raise ImportError(f"{owner.__name__}.{name}")
+    require_parts(MLACommonImpl, "_compute_prefill_context", "_concat_k_nope_k_pe", "do_kv_cache_update", "forward_mha")
+    require_parts(MLACommonMetadataBuilder, "_build_decode")
+    require_parts(MLAAttention, "_v_up_proj", "process_weights_after_loading", "update_kv_cache")
 except ImportError as error:
     raise UnsupportedError(
-        f"latent attention of vLLM {VERSION} is not known to slimkv (tested is {NEWEST_TESTED[0]}.{NEWEST_TESTED[1]}): "
+        f"latent attention of vLLM {VERSION} is not known to slimkv (tested is {version_text(NEWEST_TESTED)}): "
         f"it lacks {error}; install a tested version"
     ) from error
-
-__all__ = [
-    "MLAAttention",
-    "MLACommonBackend",
-    "MLACommonDecodeMetadata",
-    "MLACommonImpl",
-    "MLACommonMetadata",
-    "MLACommonMetadataBuilder",
-    "QueryLenSupport",
-    "SharedTopkIndicesBuffer",
-    "accumulate_mla_context_chunk",
-    "call_after_loading",
-    "check_layer",
-    "forbid_fused_cache_updates",
-    "global_slots",
-    "init_mla_context_partial",
-    "is_supported_spec",
-]
 
 
 def is_supported_spec(spec: Any) -> bool:
@@ -108,7 +81,7 @@ def _store_through(layer: Any, impl: Any) -> None:
     if "hisparse_cache" not in used or "update_kv_cache" not in used:
         raise UnsupportedError(
             f"{type(layer).__name__} of vLLM {VERSION} stores latents in a way that slimkv does not know; install a "
-            f"tested version ({NEWEST_TESTED[0]}.{NEWEST_TESTED[1]})"
+            f"tested version ({version_text(NEWEST_TESTED)})"
         )
 
     def update(

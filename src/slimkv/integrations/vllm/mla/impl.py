@@ -29,7 +29,7 @@ from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import kernel_block, verified_tokens
 from slimkv.ops.latent.warmup import LatentKind, run_latent_steps
 from slimkv.ops.warmup import Step, decoding_steps
-from slimkv.spec import LatentSpec, PageLayout, page_layout
+from slimkv.spec import LatentSpec, page_layout
 
 
 class SlimKVMLAImpl(MLACommonImpl):
@@ -113,11 +113,12 @@ class SlimKVMLAImpl(MLACommonImpl):
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, PageLayout]:
-        """vLLM's uint8 [blocks, tokens, bytes] -> pages [blocks, page_bytes] and their layout."""
+    def _packed(self, kv_cache: Tensor) -> ops.PackedKV:
+        """vLLM's uint8 [blocks, tokens, bytes] as pages [blocks, page_bytes]."""
         assert self._spec is not None
         blocks, tokens, size = kv_cache.shape
-        return kv_cache.view(blocks, tokens * size), page_layout(self._spec, tokens, self.token_rows)
+        layout = page_layout(self._spec, tokens, self.token_rows)
+        return ops.PackedKV(kv_cache.view(blocks, tokens * size), shared_codec(self._spec, kv_cache.device), layout)
 
     def do_kv_cache_update(
         self,
@@ -131,13 +132,9 @@ class SlimKVMLAImpl(MLACommonImpl):
         """kv_c_normed [tokens, latent_dim], k_pe [tokens, 1, rope_dim] -> their slots; padding has negative slots."""
         if kv_cache.numel() == 0:  # while memory is being measured there is no cache
             return
-        assert self._spec is not None
-        pages, layout = self._pages(kv_cache)
         slots = slot_mapping.flatten()
-        ops.store_latent(
-            kv_c_normed[: len(slots)], k_pe[: len(slots)], pages, slots, codec=shared_codec(self._spec, pages.device),
-            layout=layout, backend=self._settings.backend,
-        )  # fmt: skip
+        latent, rope = kv_c_normed[: len(slots)], k_pe[: len(slots)]
+        ops.store_latent(latent, rope, self._packed(kv_cache), slots, backend=self._settings.backend)
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
@@ -146,15 +143,10 @@ class SlimKVMLAImpl(MLACommonImpl):
 
         Queries and output are in the space the latents are stored in: the layer's projections are folded.
         """
-        assert self._spec is not None
         latent, rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        pages, layout = self._pages(kv_c_and_k_pe_cache)
-        step = attn_metadata.decode
         out = ops.attend_latent(
-            latent, rope, pages, step.block_table, step.seq_lens, step.cu_seqlens_q, softmax_scale=self.scale,
-            codec=shared_codec(self._spec, pages.device), layout=layout, max_query_len=step.max_query_len,
-            max_seq_len=step.max_seq_len, query_is_rotated=True, output_is_rotated=True,
-            backend=self._settings.backend,
+            latent, rope, self._packed(kv_c_and_k_pe_cache), attn_metadata.decode.batch, softmax_scale=self.scale,
+            query_is_rotated=True, output_is_rotated=True, backend=self._settings.backend,
         )  # fmt: skip
         return out, None
 
@@ -172,12 +164,9 @@ class SlimKVMLAImpl(MLACommonImpl):
         """Prefill; with ``fresh: codes`` the new tokens see of one another what later requests see of them."""
         assert self._spec is not None
         if self._fresh_codes and not self._spec.is_lossless_for(str(kv_c_normed.dtype)):
-            pages, layout = self._pages(kv_c_and_k_pe_cache)
             first = attn_metadata.num_decode_tokens
             slots = attn_metadata.slot_mapping[first : first + len(kv_c_normed)]
-            kv_c_normed, rope = ops.gather_latent(
-                pages, slots, codec=shared_codec(self._spec, pages.device), layout=layout, dtype=kv_c_normed.dtype
-            )
+            kv_c_normed, rope = ops.gather_latent(self._packed(kv_c_and_k_pe_cache), slots, dtype=kv_c_normed.dtype)
             k_pe = rope.unsqueeze(1)
         super().forward_mha(
             q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=output_scale
@@ -187,15 +176,13 @@ class SlimKVMLAImpl(MLACommonImpl):
         self, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: SlimKVMLAMetadata, k_scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Attention of prefill's queries on what is cached: chunks of it are decoded into vLLM's workspace."""
-        assert self._spec is not None
         assert attn_metadata.prefill is not None
         context, backend = attn_metadata.prefill.chunked_context, attn_metadata.prefill.prefill_backend
-        pages, layout = self._pages(kv_c_and_k_pe_cache)
-        codec = shared_codec(self._spec, pages.device)
+        kv = self._packed(kv_c_and_k_pe_cache)
         total: tuple[Tensor, Tensor] | None = None
         for chunk, slots in zip(context.chunks, attn_metadata.context_slots, strict=True):
             latent, rope = context.workspace[: len(slots)].split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-            ops.gather_latent(pages, slots, codec=codec, layout=layout, out=(latent, rope))
+            ops.gather_latent(kv, slots, out=(latent, rope))
             expanded = self.kv_b_proj(latent)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
             key, value = expanded.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
             part = backend.run_prefill_context_chunk(

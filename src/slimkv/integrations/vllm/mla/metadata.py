@@ -16,15 +16,14 @@ from slimkv.integrations.vllm.mla.compat import (
     QueryLenSupport,
 )
 from slimkv.integrations.vllm.startup import check_cache
+from slimkv.ops import AttentionBatch
 
 
 @dataclass
 class SlimKVMLADecodeMetadata(MLACommonDecodeMetadata):
     """The requests in decode or verification: few queries each, attended on packed pages."""
 
-    cu_seqlens_q: Tensor  # int32 [requests + 1]
-    max_query_len: int
-    max_seq_len: int
+    batch: AttentionBatch
 
 
 @dataclass
@@ -64,14 +63,12 @@ class SlimKVMLAMetadataBuilder(MLACommonMetadataBuilder):
         dcp_tot_seq_lens_device: Tensor | None,
         **kwargs: Any,
     ) -> SlimKVMLADecodeMetadata:
+        queries = min(max_query_len, num_decode_tokens)
+        longest = min(max_seq_len, block_table_tensor.shape[1] * self.page_size)
         return SlimKVMLADecodeMetadata(
-            block_table=block_table_tensor,
-            seq_lens=seq_lens_device,
-            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            cu_seqlens_q=query_start_loc_device,
-            max_query_len=min(max_query_len, num_decode_tokens),
-            max_seq_len=min(max_seq_len, block_table_tensor.shape[1] * self.page_size),
-        )
+            block_table=block_table_tensor, seq_lens=seq_lens_device, dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            batch=AttentionBatch(block_table_tensor, seq_lens_device, query_start_loc_device, queries, longest),
+        )  # fmt: skip
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.serving.model import shared_codec
 from slimkv.integrations.vllm.compat import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
 from slimkv.integrations.vllm.mla.compat import SharedTopkIndicesBuffer, call_after_loading, global_slots
@@ -163,20 +162,19 @@ class SlimKVSparseMLAImpl(SharedTopkIndicesBuffer, SlimKVMLAImpl):
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
         """See ``SlimKVMLAImpl``: queries attend the positions in ``topk_indices_buffer``, -1 where there are fewer."""
-        assert self._spec is not None
         assert self.topk_indices_buffer is not None
         latent, rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        pages, layout = self._pages(kv_c_and_k_pe_cache)
-        codec, step, tokens = shared_codec(self._spec, pages.device), attn_metadata, len(latent)
+        kv, step, tokens = self._packed(kv_c_and_k_pe_cache), attn_metadata, len(latent)
         slots = global_slots(
-            self.topk_indices_buffer[:tokens], step.req_id_per_token[:tokens], step.block_table, layout.block_size
+            self.topk_indices_buffer[:tokens], step.req_id_per_token[:tokens], step.block_table, kv.layout.block_size
         )
         out = latent.new_empty(tokens, latent.shape[1], self.kv_lora_rank)
         for first in range(0, tokens, QUERIES_AT_ONCE):
             part = slice(first, min(first + QUERIES_AT_ONCE, tokens))
+            starts = step.starts[: part.stop - first + 1]
+            batch = ops.AttentionBatch(slots[part], step.lengths[part], starts, 1, slots.shape[1])
             ops.attend_latent(
-                latent[part], rope[part], pages, slots[part], step.lengths[part], step.starts[: part.stop - first + 1],
-                softmax_scale=self.scale, codec=codec, layout=layout, max_query_len=1, max_seq_len=slots.shape[1],
-                query_is_rotated=True, output_is_rotated=True, out=out[part], backend=self._settings.backend,
+                latent[part], rope[part], kv, batch, softmax_scale=self.scale, query_is_rotated=True,
+                output_is_rotated=True, out=out[part], backend=self._settings.backend,
             )  # fmt: skip
         return out, None
