@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,3 +112,5 @@ def test_every_kind_of_step_of_latents_is_run_once(verified, steps):
     kind = LatentKind(Codec(spec), page_layout(spec, 16), 4, 0.1, torch.float32, None)
     assert run_latent_steps(kind, decoding_steps(1000, verified)) == steps
     assert run_latent_steps(kind, decoding_steps(1000, verified)) == 0
+    rows = replace(kind, layout=page_layout(spec, 16, token_rows=True))  # tables of slots
+    assert run_latent_steps(rows, [Step(3, 1, 24)]) == 1

@@ -57,7 +57,7 @@ def with_indexer(folder: str, count: int) -> str:
         "wk.weight": (128, hidden),
         "weights_proj.weight": (2, hidden),
     }
-    for i in range(config["num_hidden_layers"]):
+    for i in range(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)):
         weights |= {f"model.layers.{i}.self_attn.indexer.{name}": torch.ones(size) for name, size in sizes.items()}
     save_file(weights, Path(folder, "model.safetensors"), metadata={"format": "pt"})
     config |= {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}

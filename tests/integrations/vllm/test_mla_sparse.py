@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from engines import NGRAM, run_engine, slimkv
-from mla_models import LAYERS, LONG, PROMPTS, deepseek_v3, saved, transformers_tokens
+from mla_models import LAYERS, LONG, PROMPTS, deepseek_v3, saved, transformers_tokens, with_drafting_layer
 from prompts import run
 from sparse_on_cpu import restricted_tokens, with_indexer
 
@@ -62,3 +62,15 @@ def test_packed_rows_answer_the_same_every_way(model):
     assert plain["blocks"] / whole["blocks"] == pytest.approx(2304 / slot_bytes(spec), rel=0.002)
     drafted = serve(model(FEW), runs[:1], "c4", **NGRAM)
     assert drafted["tokens"]["miss"] == tokens["miss"]
+
+
+@pytest.mark.extended
+def test_a_drafting_layer_changes_nothing(tmp_path):
+    """Three tokens verified at once, each with its own picks; the drafter has an indexer too."""
+    folder = with_indexer(with_drafting_layer(saved(deepseek_v3, tmp_path)), FEW)
+    runs = [run("ragged", PROMPTS, 12)]
+    speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2, "attention_backend": "CUSTOM"}}
+    plain, drafted = (serve(folder, runs, "c4", **how) for how in ({}, speculation))
+    assert drafted["counters"]["ragged"]["vllm:spec_decode_num_drafts"] > 10
+    assert drafted["tokens"] == plain["tokens"]
+    assert [kind for kind, _ in drafted["layers"].values()] == ["SlimKVSparseMLAImpl"] * (LAYERS + 1)

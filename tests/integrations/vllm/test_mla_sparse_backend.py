@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -143,14 +144,17 @@ def test_a_layer_that_would_write_unpacked_latents_hands_them_over():
 
 
 def test_vllms_layer_has_the_path_that_is_used():
-    """The source of the class, which only a CUDA build imports."""
-    import importlib.util
-    from pathlib import Path
+    from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 
-    source = Path(importlib.util.find_spec("vllm").origin).parent / "models/deepseek_v32/attention.py"
-    text = source.read_text()
-    assert "mla_kv_cache = None if hisparse_cache is not None else self.kv_cache" in text
-    assert "if hisparse_cache is not None and mla_slot is not None:" in text
+    stored = []
+    own = DeepseekV32Attention.__new__(DeepseekV32Attention)
+    torch.nn.Module.__init__(own)
+    compat.check_layer(own, SimpleNamespace(is_sparse=True, do_kv_cache_update=lambda *given: stored.append(given)))
+    own.update_kv_cache("latent", "rope", "cache", "slots", "step", "auto", "scale")
+    assert stored == [("latent", "rope", "cache", "slots", "auto", "scale")]
+    written = inspect.getsource(DeepseekV32Attention.forward)
+    assert "mla_kv_cache = None if hisparse_cache is not None else self.kv_cache" in written
+    assert not own._use_sparse_mha(None), "prompts are attended token by token too"
 
 
 @pytest.mark.parametrize(

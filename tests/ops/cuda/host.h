@@ -654,7 +654,8 @@ DEVICE u32 ld_shared_constant_half(u32 address) {
   memcpy(&x, host::machine.shared + address, 2);
   return x;
 }
-DEVICE void st_shared_words4(u32 address, const Words4& x) {
+template <int OFFSET> DEVICE void st_shared_words4(u32 address, const Words4& x) {
+  address += OFFSET;
   if (address % 16 || address + 16 > (u32)host::machine.shared_bytes) host::fail("a store beyond shared memory, or not aligned");
   memcpy(host::machine.shared + address, &x, 16);
 }

@@ -342,8 +342,9 @@ DEVICE u32 ld_shared_constant_half(u32 address) {
   asm("{.reg .b16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h;}" : "=r"(r) : "r"(address));
   return r;
 }
-DEVICE void st_shared_words4(u32 address, const Words4& x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+template <int OFFSET> DEVICE void st_shared_words4(u32 address, const Words4& x) {
+  asm volatile("st.shared.v4.b32 [%0 + %5], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w),
+      "n"(OFFSET)
       : "memory");
 }
 DEVICE void cp_async_16(void* shared, const void* global) {

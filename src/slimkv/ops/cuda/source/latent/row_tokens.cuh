@@ -1,93 +1,102 @@
 // 16 single tokens of a warp of wide.cu, anywhere in pages of token rows (sparse attention): 4-bit codes and rope parts of
 // 16 bits in registers, and as rows of operands (tokens x 64 dimensions) in shared memory. A token is a row of ROW_STRIDE
 // bytes; the block table has its slot, and none where it is negative.
+//
+// Registers that have been unpacked take the same part of the next tokens, so that no load is waited for.
 #pragma once
+#include "latent/args.cuh"
 #include "latent/wide_tokens.cuh"
 
-// A lane has tokens g and g + 8 of the 16, of both the quarter of every quarter of the dimensions that is number t.
+// A lane has tokens g and g + 8 of the 16, and of every quarter of their dimensions the quarter number t.
 struct RowTokens {
   static constexpr int WORDS = LD / 128;  // of a quarter: 8 codes each, which make 16 bytes of an operand
+  static constexpr u32 SKIPPED = 0x10000;  // instead of a field
   u32 latent[2][4][WORDS];
   Words4 rope[2][2];
   u32 fields[2];
-  static constexpr u32 SKIPPED = 0x10000;  // instead of a field
+  const u8* rows[2];  // of the tokens to load
+  i32 slots[2], ahead[2];  // theirs, and those of the tokens after them
 
-  // Slots of the lane's tokens.
-  struct Place { i32 slot[2]; };
-  DEVICE_MEMBER static Place place(const i32* table, int token, int length, int lane) {
-    Place place;
+  DEVICE_MEMBER void look_ahead(const i32* table, int token, int length, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int at = token + lane / 4 + 8 * i;
-      place.slot[i] = at < length ? ldg_i32(table + at) : -1;
+      ahead[i] = at < length ? ldg_i32(table + at) : -1;
     }
-    return place;
   }
-  DEVICE_MEMBER void load(const LatentArgs& args, Place place, int, int, int lane) {
-    const int t = lane & 3, odd = lane >> 2 & 1;
+  // A skipped token has the codes of some other one, and its score is minus infinity.
+  DEVICE_MEMBER void aim(const LatentArgs& args) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const bool skipped = place.slot[i] < 0;
-      const u32 slot = skipped ? 0 : place.slot[i];
-      const u8* const page = args.pages + (i64)(slot / BLOCK_SIZE) * args.page_stride;
-      const u8* const row = page + slot % BLOCK_SIZE * ROW_STRIDE;
-#pragma unroll
-      for (int q = 0; q < 4; q++) {  // codes of a skipped token are some token's, and its score is minus infinity
-        const u8* const own = row + q * (LD / 8) + t * (LD / 32);
-        u32* const to = latent[i][q];
-        if constexpr (WORDS == 4) {
-          const Words4 x = *(const Words4*)own;
-          to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-        } else {
-#pragma unroll
-          for (int k = 0; k < WORDS; k++) to[k] = ((const u32*)own)[k];
-        }
-      }
-      // The first half of an even token's rope part beside the second half of an odd one's: no bank is used twice.
-      rope[i][0] = *(const Words4*)(row + R_CODES + 16 * (t + 4 * odd));
-      rope[i][1] = *(const Words4*)(row + R_CODES + 16 * (t + 4 * (1 - odd)));
-      fields[i] = skipped ? SKIPPED : field_bits(page + L_FIELDS, slot % BLOCK_SIZE);
+      slots[i] = ahead[i];
+      const u32 slot = slots[i] < 0 ? 0 : slots[i];
+      rows[i] = args.pages + (i64)(slot / BLOCK_SIZE) * args.page_stride + slot % BLOCK_SIZE * ROW_STRIDE;
     }
+  }
+  DEVICE_MEMBER void load_rope(int lane) {
+    // The first half of an even token's rope part beside the second half of an odd one's: no bank is used twice.
+    const int at = 16 * ((lane & 3) + (lane & 4));
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int position = slots[i] % BLOCK_SIZE;
+      const u8* const own = rows[i] + R_CODES;
+      rope[i][0] = *(const Words4*)(own + at), rope[i][1] = *(const Words4*)(own + (at ^ 64));
+      fields[i] = slots[i] < 0 ? SKIPPED : field_bits(rows[i] - position * ROW_STRIDE + L_FIELDS, position);
+    }
+  }
+  template <int Q> DEVICE_MEMBER void load_latents(int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u8* const own = rows[i] + Q * (LD / 8) + (lane & 3) * (LD / 32);
+      if constexpr (WORDS == 4) {
+        const Words4 x = *(const Words4*)own;
+        latent[i][Q][0] = x.x, latent[i][Q][1] = x.y, latent[i][Q][2] = x.z, latent[i][Q][3] = x.w;
+      } else {
+#pragma unroll
+        for (int k = 0; k < WORDS; k++) latent[i][Q][k] = ((const u32*)own)[k];
+      }
+    }
+  }
+  DEVICE_MEMBER void load(int lane) {
+    load_rope(lane);
+    load_latents<0>(lane), load_latents<1>(lane), load_latents<2>(lane), load_latents<3>(lane);
   }
 
-  DEVICE_MEMBER void unpack_rope(Table, const RopeLevels&, u32 to, TokenScales& scales, int first, int lane) const {
-    const int second = lane % 4, t = lane & 3, odd = lane >> 2 & 1;
+  // In shared memory, 16 bytes are number (in their 128) ^ g of a row; rows of token i begin 1024 i behind the first.
+  DEVICE_MEMBER void unpack_rope(Table, const RopeLevels&, u32 to, TokenScales& scales, int first, int lane) {
+    const int second = lane % 4;
     if (second < 2) {
       const u32 field = second ? fields[1] : fields[0];
-      scales.put(first + lane / 4 + 8 * second, field == SKIPPED ? 0 : field, 0);
-      if (field == SKIPPED) scales.log[first + lane / 4 + 8 * second] = MINUS_INFINITY;
+      const int token = first + lane / 4 + 8 * second;
+      scales.put(token, field == SKIPPED ? 0 : field, 0);
+      if (field == SKIPPED) scales.log[token] = MINUS_INFINITY;
     }
+    const u32 own = to + lane / 4 * 128 + (((lane & 3) + (lane & 4) ^ (lane >> 2)) << 4);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const bool skipped = fields[i] == SKIPPED;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        Words4 x = rope[i][half];
-        if (skipped) x = {0, 0, 0, 0};  // a number, whatever the bytes are
-        store_unit(to, t + 4 * (half ? 1 - odd : odd), i, x, lane);
-      }
+      if (fields[i] == SKIPPED) rope[i][0] = rope[i][1] = {0, 0, 0, 0};  // numbers, whatever the bytes are
+      if (i == 0) st_shared_words4<0>(own, rope[i][0]), st_shared_words4<0>(own ^ 64, rope[i][1]);
+      else st_shared_words4<1024>(own, rope[i][0]), st_shared_words4<1024>(own ^ 64, rope[i][1]);
     }
+    load_rope(lane);
   }
   // Slices FIRST to LAST - 1: a quarter.
-  template <int FIRST, int LAST> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
-    constexpr int Q = FIRST / (LATENT_SLICES / 4);
+  template <int FIRST, int LAST> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) {
+    constexpr int Q = FIRST / (LATENT_SLICES / 4), UNIT = Q * (LD / 32);
     static_assert(LAST - FIRST == LATENT_SLICES / 4, "a quarter");
-    const int t = lane & 3;
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int k = 0; k < WORDS; k++) {
-        // Of four words, lanes 2 and 3 take the others of a pair first: they are 128 bytes behind lanes 0 and 1.
-        const bool swapped = WORDS == 4 && t >= 2;
-        const u32 word = swapped ? latent[i][Q][WORDS == 4 ? k ^ 2 : k] : latent[i][Q][k];
-        u32 a[4];
-        level_matrices(word, 0, table, a);
-        store_unit(to, Q * (LD / 32) + t * WORDS + (swapped ? k ^ 2 : k), i, {a[0], a[2], a[1], a[3]}, lane);
-      }
+    // Of four words, lanes 2 and 3 take the others of a pair first: they are 128 bytes behind lanes 0 and 1.
+    const int t = lane & 3, g = lane >> 2, turned = WORDS == 4 && t >= 2 ? 2 : 0;
+    const u32 own = to + t * WORDS / 8 * 8192 + g * 128 + ((t * WORDS % 8 ^ g ^ turned) << 4);
+    unpack_token<Q, 0, UNIT / 8 * 8192>(table, own ^ (UNIT % 8 << 4), turned);
+    unpack_token<Q, 1, UNIT / 8 * 8192 + 1024>(table, own ^ (UNIT % 8 << 4), turned);
+    load_latents<Q>(lane);
   }
-  // Eight dimensions, from 8 unit on, of the lane's token i.
-  DEVICE_MEMBER static void store_unit(u32 to, int unit, int i, const Words4& x, int lane) {
-    const int row = lane / 4 + 8 * i;
-    st_shared_words4(to + unit / 8 * 8192 + row * 128 + ((unit % 8 ^ (row & 7)) << 4), x);
+  template <int Q, int I, int OFFSET> DEVICE_MEMBER void unpack_token(Table table, u32 own, bool turned) const {
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) {
+      u32 a[4];
+      level_matrices(turned ? latent[I][Q][WORDS == 4 ? k ^ 2 : k] : latent[I][Q][k], 0, table, a);
+      st_shared_words4<OFFSET>(own ^ (k << 4), {a[0], a[2], a[1], a[3]});
+    }
   }
 };

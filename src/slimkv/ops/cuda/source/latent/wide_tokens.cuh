@@ -2,7 +2,6 @@
 // memory.
 #pragma once
 #include "common/hopper.cuh"
-#include "latent/args.cuh"
 #include "latent/codes.cuh"
 
 // Levels of the rope part as halves side by side, one copy.
@@ -75,19 +74,13 @@ struct RopeCodes {
   }
 };
 
-struct TileTokens {
+struct Tokens {
   Codes<L_BITS, LATENT_SLICES, false> latent;
   RopeCodes rope;
   u32 fields[2], rope_fields[2];  // scales of tokens g and g + 8; zero beyond the sequence
 
-  typedef i32 Place;  // a page
-  DEVICE_MEMBER static Place place(const i32* table, int token, int length, int) {
-    return token < length ? ldg_i32(table + token / BLOCK_SIZE) : 0;
-  }
-  // 16 tokens of a sequence from `first` on.
-  DEVICE_MEMBER void load(const LatentArgs& args, Place number, int first, int length, int lane) {
-    const u8* const page = args.pages + number * args.page_stride;
-    const int place = first % BLOCK_SIZE, left = length - first;
+  // 16 tokens of a page from `place` on, of which the sequence has `left`.
+  DEVICE_MEMBER void load(const u8* page, int place, int left, int lane) {
     fields[0] = fields[1] = rope_fields[0] = rope_fields[1] = 0;
     if (left <= 0) {  // codes that tables have
       latent = {};
