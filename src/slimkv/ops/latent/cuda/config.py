@@ -25,7 +25,6 @@ from slimkv.spec import Kind, PageLayout, TensorFormat
 
 Offsets = dict[str, int]  # of regions of shared memory, by the name that the CUDA source knows them by
 
-THREADS = 384  # of a block
 MIN_MERGE_WARPS, MAX_MERGE_WARPS = 8, 32  # of a block of the merge kernel
 _WIDE_DIMS = (128, 256, 512)
 
@@ -40,6 +39,7 @@ class Kernel:
     stages: tuple[int, ...]  # KV blocks that a ring may hold, most first
     offsets: Callable[[PageLayout, int], Offsets]  # by stages; SHARED_BYTES is their total
     takes: Callable[[PageLayout], bool]
+    threads: int = 384  # of a block
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,31 @@ def _wide_offsets(layout: PageLayout, stages: int) -> Offsets:
     )
 
 
+def _columns_offsets(layout: PageLayout, stages: int, *, rows: int) -> Offsets:
+    """A stage has 64 tokens x 64 dimensions of latents in 8 KiB; queries and probabilities have ``rows`` rows."""
+    spec = layout.spec
+    return _in_order(
+        "SHARED_BYTES",
+        QUERIES=128 * rows * (spec.key_dim // 64 + -(-spec.value_dim // 64)),
+        RING=stages * 8192 * (spec.key_dim // 64),
+        PROBABILITIES=stages * 128 * rows,
+        COLUMNS=64 * rows + 16,
+        BARRIERS=stages * 16,
+        RANGES=48,
+        ROPE_LEVELS=2 << spec.value.bits if _takes_lut(spec.value) else 0,
+    )
+
+
+def _columns_takes(layout: PageLayout) -> bool:
+    """The rope part passes through the last chunks of the latent's stage."""
+    return layout.spec.key_dim >= layout.spec.value_dim and not _takes_lut(layout.spec.key)
+
+
+def _columns(rows: int) -> Kernel:
+    offsets = partial(_columns_offsets, rows=rows)
+    return Kernel("latent/columns.cu", rows, 64, stages=(2,), offsets=offsets, takes=_columns_takes, threads=512)
+
+
 def _narrow_32_takes(layout: PageLayout) -> bool:
     """Eight warps share the dimensions. Where ``wide`` exists it is as fast from 17 rows on."""
     return layout.spec.key_dim % 128 == 0 and not layout.token_rows and not _wide_takes(layout)
@@ -171,7 +196,8 @@ def _narrow_32_takes(layout: PageLayout) -> bool:
 NARROW = _narrow(16, 32, lambda layout: not layout.token_rows)
 NARROW_32 = _narrow(32, 32, _narrow_32_takes)
 WIDE = Kernel("latent/wide.cu", rows=64, kv_block=64, stages=(2,), offsets=_wide_offsets, takes=_wide_takes)
-KERNELS = (NARROW, NARROW_32, WIDE)
+COLUMNS = tuple(_columns(rows) for rows in (24, 32, 48, 64))
+KERNELS = (NARROW, NARROW_32, *COLUMNS)
 
 
 def merge_dims(dim: int) -> int:
