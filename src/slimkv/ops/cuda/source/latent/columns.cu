@@ -14,7 +14,7 @@ constexpr int THREADS = 512, TILE_COST = 4;
 #include "latent/columns_scores.cuh"
 #include "latent/columns_values.cuh"
 
-constexpr int VALUE_REGISTERS = ROWS > 56 ? 152 : ROWS > 40 ? 128 : 104, SCORE_REGISTERS = 256 - VALUE_REGISTERS;
+constexpr int VALUE_REGISTERS = ROWS > 56 ? 160 : ROWS > 40 ? 128 : 104, SCORE_REGISTERS = 256 - VALUE_REGISTERS;
 
 // Row n of a work tile, by one warp: 64 dimensions side by side at `to`, those of the rope part behind the latent's.
 // Rows beyond the last are zeros and see nothing.
@@ -70,7 +70,8 @@ DEVICE void score_ranges(const LatentArgs& args, const Place& place) {
     own.begin(part.tile.visible_end(args, 0));
     own.attend_range(args, part.tile, range.first, part.count, before);
     before += part.count;
-    own.store_states(args.states + 2 * part.row(), part.tile.count);
+    const Part again(args, broadcast(ranges.range));  // registers are few
+    own.store_states(args.states + 2 * again.row(), again.tile.count);
     bar_sync(ALL, THREADS);
     if (thread_index() == 0) ranges.advance(args);
   }
@@ -83,12 +84,13 @@ DEVICE void multiply_ranges(const LatentArgs& args, const Place& place) {
     bar_sync(ALL, THREADS);
     const WorkRange range = broadcast(place.ranges().range);
     if (range.b < 0) return;
-    const Part part(args, range);
+    const int count = Part(args, range).count;
     Output o;
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS * ROWS / 2; i++) o[i / (ROWS / 2)][i % (ROWS / 2)] = 0.0f;
-    own.attend_range(o, part.count, before);
-    before += part.count;
+    own.attend_range(o, count, before);
+    before += count;
+    const Part part(args, broadcast(place.ranges().range));  // again: registers are few
     own.store(args.parts + part.row() * LD, o, part.tile.count);
     bar_sync(ALL, THREADS);
   }

@@ -2,12 +2,41 @@
 #pragma once
 #include "latent/columns_shape.cuh"
 
+constexpr bool FEW = ROWS <= 40;  // so that registers are plenty
+constexpr int PARTS = !FEW && LD % 256 == 0 ? 2 : 1, OF_PART = LATENT_SLICES / PARTS;  // of codes on their way
+
+// A warp's 16 tokens as pages have them. Loads have no conditions, which would make them wait: what is beyond a
+// sequence comes from any page, and no row sees it.
+struct PackedTokens {
+  Codes<L_BITS, LATENT_SLICES, false, PARTS> latent[PARTS];
+  RopeCodes rope;
+  u32 fields[2], rope_fields[2];  // scales of tokens g and g + 8
+
+  DEVICE_MEMBER void load(const u8* page, int place, int lane) {
+    rope.load(page + R_CODES + place / 16 * R_TILE, lane);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
+      const int token = place + (lane >> 2) + 8 * i;
+      fields[i] = field_bits(page + L_FIELDS, token);
+      rope_fields[i] = R_KIND == RAW ? 0 : field_bits(page + R_FIELDS, token);
+    }
+    latent[0].load(page + place / 16 * L_TILE, lane, 0);
+  }
+  DEVICE_MEMBER void load_rest(const u8* page, int place, int lane) {
+    if constexpr (PARTS == 2) latent[1].load(page + place / 16 * L_TILE, lane, 1);
+  }
+  DEVICE_MEMBER void levels(int k, Table table, u32 (&a)[4]) const {
+    const auto& own = latent[k / OF_PART];
+    level_matrices(own.low(k % OF_PART), L_BITS > 4 ? own.high(k % OF_PART) : 0, table, a);
+  }
+};
+
 // Of the lane's tokens g and g + 8: the scale of the latent, its reciprocal and base-2 logarithm, and the scale of the
 // rope part in units of the latent's.
 struct LaneScales {
   float scale[2], inverse[2], log[2], rope[2];
 
-  DEVICE_MEMBER LaneScales(const Tokens& tokens) {
+  DEVICE_MEMBER LaneScales(const PackedTokens& tokens) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const TokenScale own(tokens.fields[r], tokens.rope_fields[r]);
@@ -16,12 +45,33 @@ struct LaneScales {
   }
 };
 
+constexpr int AT_ONCE = FEW ? 4 : 2;  // slices that are unpacked while products of as many are under way
+typedef u32 Operand[AT_ONCE][4];
+
+// Sums over lanes g = 0 to 7: the row that sum i of lane (g, t) belongs to, and those of N rows of lanes t.
+constexpr int OWN_SUMS = (ROWS + 31) / 32;
+DEVICE int row_of_sum(int i, int lane) {
+  const int at = lane / 4 * OWN_SUMS + i;  // of a lane's rows
+  return at / 2 * 8 + 2 * (lane & 3) + at % 2;
+}
+template <int N> DEVICE void add_over_lanes(float (&x)[N], int distance, int lane) {
+  if constexpr (N > OWN_SUMS) {
+    float kept[N / 2];
+    const bool upper = lane & distance;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) kept[i] = (upper ? x[i + N / 2] : x[i]) + shfl_xor(upper ? x[i] : x[i + N / 2], distance);
+    add_over_lanes(kept, distance / 2, lane);
+#pragma unroll
+    for (int i = 0; i < OWN_SUMS; i++) x[i] = kept[i];
+  }
+}
+
 struct Scorer : Place {
   Table table;
   RopeLevels rope_levels;
   int clear_end;  // tokens before it are seen by all rows
   int generation;  // of the maxima that sums are relative to
-  float sums[ROWS / 4];  // of probabilities, of the lane's rows
+  float sums[OWN_SUMS];  // of probabilities, of the rows that are the lane's
 
   DEVICE_MEMBER u64 queries_at(int bytes) const {
     return descriptor_behind(smem_descriptor(shared_address(shared + QUERIES_AT), 16), bytes);
@@ -29,12 +79,12 @@ struct Scorer : Place {
   DEVICE_MEMBER void begin(int clear) {
     clear_end = clear, generation = 0;
 #pragma unroll
-    for (int i = 0; i < ROWS / 4; i++) sums[i] = 0.0f;
+    for (int i = 0; i < OWN_SUMS; i++) sums[i] = 0.0f;
   }
 
   // -- scores
   // Starts products of rope parts, which pass through rows of the stage that latents are not in yet.
-  DEVICE_MEMBER void start_rope_scores(Scores& s, const Tokens& tokens, u32 rows) const {
+  DEVICE_MEMBER void start_rope_scores(Scores& s, const PackedTokens& tokens, u32 rows) const {
     u32 a[ROPE_SLICES][4];
     const u32 to = rows + (CHUNKS - ROPE_CHUNKS) * CHUNK + Tokens::row_of(lane);
 #pragma unroll
@@ -67,34 +117,38 @@ struct Scorer : Place {
     }
     wgmma_fence_operand(s);
   }
-  // Levels of 64 dimensions, to registers and to the stage.
-  template <int C> DEVICE_MEMBER void unpack_chunk(const Tokens& tokens, u32 (&a)[4][4], u32 row) const {
+  // Levels of some slices, to registers and to the stage, and their products.
+  template <int FIRST> DEVICE_MEMBER void unpack(const PackedTokens& tokens, Operand& a, u32 row) const {
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      level_matrices(tokens.latent.low(4 * C + k), L_BITS > 4 ? tokens.latent.high(4 * C + k) : 0, table, a[k]);
-      stmatrix_x4<C * CHUNK>(row ^ k * 32, a[k][0], a[k][1], a[k][2], a[k][3]);
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int k = FIRST + i;
+      tokens.levels(k, table, a[i]);
+      stmatrix_x4<FIRST / 4 * CHUNK>(row ^ k % 4 * 32, a[i][0], a[i][1], a[i][2], a[i][3]);
     }
   }
-  template <int C> DEVICE_MEMBER void start_chunk(Scores& s, const u32 (&a)[4][4]) const {
+  template <int FIRST> DEVICE_MEMBER void start(Scores& s, const Operand& a) const {
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; k++)
-      WgmmaNarrow<ROWS, false>::template register_a<true>(s, a[k][0], a[k][1], a[k][2], a[k][3],
-          queries_at(C * QUERY_CHUNK + k * 32));
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int k = FIRST + i;
+      WgmmaNarrow<ROWS, false>::template register_a<true>(s, a[i][0], a[i][1], a[i][2], a[i][3],
+          queries_at(k / 4 * QUERY_CHUNK + k % 4 * 32));
+    }
     wgmma_commit();
   }
-  // Chunks from C on; the products of the one before it may still be under way.
-  template <int C> DEVICE_MEMBER void chunks_from(Scores& s, const Tokens& tokens, const LaneScales& scales, u32 row,
-      u32 (&a)[2][4][4]) const {
-    if constexpr (C < CHUNKS) {
-      unpack_chunk<C>(tokens, a[C % 2], row);
-      if (C == 0) {
+  // Slices from FIRST on; the products of those before may still be under way.
+  template <int FIRST> DEVICE_MEMBER void scores_from(Scores& s, const PackedTokens& tokens, const LaneScales& scales,
+      u32 row, Operand (&a)[2]) const {
+    if constexpr (FIRST < LATENT_SLICES) {
+      Operand& own = a[FIRST / AT_ONCE % 2];
+      unpack<FIRST>(tokens, own, row);
+      if (FIRST == 0) {
         wgmma_wait<0>();
         scale_rope_scores(s, scales);
       }
-      start_chunk<C>(s, a[C % 2]);
-      wgmma_wait<1>();  // before the operand of the chunk before is overwritten
-      chunks_from<C + 1>(s, tokens, scales, row, a);
+      start<FIRST>(s, own);
+      wgmma_wait<1>();  // before the other operand is overwritten
+      scores_from<FIRST + AT_ONCE>(s, tokens, scales, row, a);
     }
   }
 
@@ -122,9 +176,9 @@ struct Scorer : Place {
     if (generation == all.generation) return;
     generation = all.generation;
 #pragma unroll
-    for (int i = 0; i < ROWS / 4; i++) {
-      const int n = i / 2 * 8 + 2 * (lane & 3) + i % 2;
-      sums[i] *= exp2_approx(all.seen[group][n] - all.row_max(n));
+    for (int i = 0; i < OWN_SUMS; i++) {
+      const int n = row_of_sum(i, lane);
+      if (n < ROWS) sums[i] *= exp2_approx(all.seen[group][n] - all.row_max(n));
     }
     sync_team(SCORER + group, 128);
     const int n = 32 * warp + lane;
@@ -163,6 +217,9 @@ struct Scorer : Place {
     if (raised) raise(s);
     if (warp == 0 && lane == 0) columns().raised[group] = raised;
     const u32 at = probabilities(group) + (lane & 7) * 128 + ((2 * warp + lane / 8 % 2 ^ (lane & 7)) << 4);
+    float added[8 * OWN_SUMS];
+#pragma unroll
+    for (int i = ROWS / 4; i < 8 * OWN_SUMS; i++) added[i] = 0.0f;
 #pragma unroll
     for (int j = 0; j < ROWS / 8; j++) {
       const Words4 pair = pair_at(j);
@@ -170,54 +227,61 @@ struct Scorer : Place {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         p[i] = exp2_approx(s[4 * j + i] - as_float(i % 2 ? pair.w : pair.z));
-        sums[2 * j + i % 2] += p[i] * scales.inverse[i / 2];
+        if (i / 2) added[2 * j + i % 2] += p[i] * scales.inverse[1];
+        else added[2 * j + i % 2] = p[i] * scales.inverse[0];
       }
       stmatrix_x2_trans<0>(at + j * 1024, pack_f16x2(p[0], p[1]), pack_f16x2(p[2], p[3]));
     }
+    add_over_lanes(added, 16, lane);
+#pragma unroll
+    for (int i = 0; i < OWN_SUMS; i++) sums[i] += added[i];
   }
 
-  // KV block i of a range of `count`, whose first token is `token`; `number`: of all that this thread block had. Calls
-  // next() when its codes are no longer needed.
-  template <class F>
-  DEVICE_MEMBER void attend(Tokens& tokens, int i, int count, int number, int token, const F& next) {
+  // KV block i of a range of `count`, whose first token is `token`; `number`: of all that this thread block had. Codes of
+  // the next one are loaded by load() when those are no longer needed, and load_rest() when scores are not.
+  template <class F, class G>
+  DEVICE_MEMBER void attend(const PackedTokens& tokens, int i, int count, int number, int token, const F& load,
+      const G& load_rest) {
     const LaneScales scales(tokens);
     const u32 rows = stage(group) + warp * 2048;
     Scores s;
-    u32 a[2][4][4];
+    Operand a[2];
     mbarrier_wait(empty(group), (u32)(number / STAGES & 1) ^ 1);
     start_rope_scores(s, tokens, rows);
-    chunks_from<0>(s, tokens, scales, rows + Tokens::row_of(lane), a);
-    next();
+    scores_from<0>(s, tokens, scales, rows + Tokens::row_of(lane), a);
+    load();
     wgmma_wait<0>();
     wgmma_fence_operand(s);
     if (i > 0) bar_sync(TURN + group, 256);
     softmax(s, scales, token);
+    load_rest();
     sync_warp();
     if (lane == 0) mbarrier_arrive(full(group));
     if (i + 1 < count) bar_arrive(TURN + 1 - group, 256);
   }
   // KV blocks of a range: every other one from that on whose number is the warpgroup's.
   DEVICE_MEMBER void attend_range(const LatentArgs& args, const WorkTile& tile, int first, int count, int before) {
-    const i32* pages = args.block_table + (i64)tile.sequence * args.table_stride;
-    auto token_of = [&](int i) { return (first + i) * KV_BLOCK + 16 * warp; };
-    auto page_of = [&](int i) { return token_of(i) < tile.length ? ldg_i32(pages + token_of(i) / BLOCK_SIZE) : 0; };
-    Tokens tokens;
-    auto load = [&](i32 page, int i) {
-      tokens.load(args.pages + page * args.page_stride, token_of(i) % BLOCK_SIZE, tile.length - token_of(i), lane);
-    };
     int i = (before + group) & 1;
-    i32 page = 0, ahead = 0;  // of the own KV blocks to come: none is waited for
-    if (i < count) {
-      load(page_of(i), i);
-      page = page_of(i + 2), ahead = page_of(i + 4);
+    if (i >= count) return;
+    const i32* const pages = args.block_table + (i64)tile.sequence * args.table_stride;
+    const int last = tile.length - 1;
+    int token = (first + i) * KV_BLOCK + 16 * warp;  // the warp's first
+    auto page_of = [&](int at) { return ldg_i32(pages + min_i32(at, last) / BLOCK_SIZE); };
+    PackedTokens tokens;
+    i32 page = page_of(token), ahead = page_of(token + 2 * KV_BLOCK);  // none is waited for
+    const u8* from = args.pages + page * args.page_stride;
+    tokens.load(from, token % BLOCK_SIZE, lane);
+    tokens.load_rest(from, token % BLOCK_SIZE, lane);
+    for (; i < count; i += 2) {
+      const int own = token - 16 * warp;
+      token += 2 * KV_BLOCK;
+      attend(tokens, i, count, before + i, own,
+          [&] {
+            from = args.pages + ahead * args.page_stride, ahead = page_of(token + 2 * KV_BLOCK);
+            tokens.load(from, token % BLOCK_SIZE, lane);
+          },
+          [&] { tokens.load_rest(from, token % BLOCK_SIZE, lane); });
     }
-    for (; i < count; i += 2)
-      attend(tokens, i, count, before + i, (first + i) * KV_BLOCK, [&] {
-        if (i + 2 < count) {
-          load(page, i + 2);
-          page = ahead, ahead = page_of(i + 6);
-        }
-      });
   }
   // Maxima and sums of what this thread block has of a work tile, by both warpgroups.
   DEVICE_MEMBER void store_states(float* to, int count) {
@@ -225,11 +289,8 @@ struct Scorer : Place {
     catch_up();
     Columns& all = columns();
 #pragma unroll
-    for (int i = 0; i < ROWS / 4; i++) {
-      float sum = sums[i];
-      sum += shfl_xor(sum, 4), sum += shfl_xor(sum, 8), sum += shfl_xor(sum, 16);
-      if (lane < 4) all.of_warp[4 * group + warp][i / 2 * 8 + 2 * lane + i % 2] = sum;
-    }
+    for (int i = 0; i < OWN_SUMS; i++)
+      if (row_of_sum(i, lane) < ROWS) all.of_warp[4 * group + warp][row_of_sum(i, lane)] = sums[i];
     bar_sync(SCORERS, 256);
     const int n = 128 * group + 32 * warp + lane;
     if (n >= count) return;
