@@ -172,7 +172,7 @@ def _columns_offsets(layout: PageLayout, stages: int, *, rows: int) -> Offsets:
         RING=stages * 8192 * (spec.key_dim // 64),
         PROBABILITIES=stages * 128 * rows,
         COLUMNS=64 * rows + 16,
-        BARRIERS=stages * 16,
+        BARRIERS=stages * 40,
         RANGES=48,
         ROPE_LEVELS=2 << spec.value.bits if _takes_lut(spec.value) else 0,
     )

@@ -102,7 +102,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   const Place place = {shared, warp / 4 % 2, warp % 4, thread_index() & 31};
   fill_rope_levels<THREADS>(args.rope_levels, shared + ROPE_LEVELS_AT);
   if (thread_index() == 0) {
-    for (int i = 0; i < STAGES; i++) mbarrier_init(place.full(i), 4), mbarrier_init(place.empty(i), 8);
+    for (int i = 0; i < STAGES * (1 + OWN_CHUNKS); i++) mbarrier_init(place.full(0) + i, i < STAGES ? 4 : 8);
     fence_mbarrier_init();
   }
   pdl_wait();

@@ -83,10 +83,10 @@ struct Scorer : Place {
   }
 
   // -- scores
-  // Starts products of rope parts, which pass through rows of the stage that latents are not in yet.
+  // Starts products of rope parts, which pass through rows of the stage before latents are there.
   DEVICE_MEMBER void start_rope_scores(Scores& s, const PackedTokens& tokens, u32 rows) const {
     u32 a[ROPE_SLICES][4];
-    const u32 to = rows + (CHUNKS - ROPE_CHUNKS) * CHUNK + Tokens::row_of(lane);
+    const u32 to = rows + Tokens::row_of(lane);
 #pragma unroll
     for (int k = 0; k < ROPE_SLICES; k++) {
       u32 v[4];
@@ -138,8 +138,9 @@ struct Scorer : Place {
   }
   // Slices from FIRST on; the products of those before may still be under way.
   template <int FIRST> DEVICE_MEMBER void scores_from(Scores& s, const PackedTokens& tokens, const LaneScales& scales,
-      u32 row, Operand (&a)[2]) const {
+      u32 row, u32 turn, Operand (&a)[2]) const {
     if constexpr (FIRST < LATENT_SLICES) {
+      if (FIRST % 8 == 0 && FIRST > 0) mbarrier_wait(empty(group, FIRST / 8), turn);
       Operand& own = a[FIRST / AT_ONCE % 2];
       unpack<FIRST>(tokens, own, row);
       if (FIRST == 0) {
@@ -148,7 +149,7 @@ struct Scorer : Place {
       }
       start<FIRST>(s, own);
       wgmma_wait<1>();  // before the other operand is overwritten
-      scores_from<FIRST + AT_ONCE>(s, tokens, scales, row, a);
+      scores_from<FIRST + AT_ONCE>(s, tokens, scales, row, turn, a);
     }
   }
 
@@ -246,9 +247,10 @@ struct Scorer : Place {
     const u32 rows = stage(group) + warp * 2048;
     Scores s;
     Operand a[2];
-    mbarrier_wait(empty(group), (u32)(number / STAGES & 1) ^ 1);
+    const u32 turn = (u32)(number / STAGES & 1) ^ 1;
+    mbarrier_wait(empty(group, 0), turn);
     start_rope_scores(s, tokens, rows);
-    scores_from<0>(s, tokens, scales, rows + Tokens::row_of(lane), a);
+    scores_from<0>(s, tokens, scales, rows + Tokens::row_of(lane), turn, a);
     load();
     wgmma_wait<0>();
     wgmma_fence_operand(s);

@@ -32,7 +32,7 @@ struct __attribute__((aligned(16))) Columns {
 };
 static_assert(RING_AT - QUERIES_AT == (CHUNKS + ROPE_CHUNKS) * QUERY_CHUNK &&
         PROBABILITIES_AT - RING_AT == STAGES * STAGE && COLUMNS_AT - PROBABILITIES_AT == STAGES * PROBABILITIES &&
-        BARRIERS_AT - COLUMNS_AT == sizeof(Columns) && RANGES_AT - BARRIERS_AT == 16 * STAGES &&
+        BARRIERS_AT - COLUMNS_AT == sizeof(Columns) && RANGES_AT - BARRIERS_AT >= 8 * STAGES * (1 + OWN_CHUNKS) &&
         sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT,
     "regions of shared memory");
 
@@ -43,7 +43,10 @@ struct Place {
 
   DEVICE_MEMBER Columns& columns() const { return *(Columns*)(shared + COLUMNS_AT); }
   DEVICE_MEMBER u64* full(int stage) const { return (u64*)(shared + BARRIERS_AT) + stage; }
-  DEVICE_MEMBER u64* empty(int stage) const { return (u64*)(shared + BARRIERS_AT) + STAGES + stage; }
+  // Of chunks 2 c and 2 c + 1.
+  DEVICE_MEMBER u64* empty(int stage, int c) const {
+    return (u64*)(shared + BARRIERS_AT) + STAGES + stage * OWN_CHUNKS + c;
+  }
   DEVICE_MEMBER u32 stage(int i) const { return shared_address(shared + RING_AT) + i * STAGE; }
   DEVICE_MEMBER u32 probabilities(int i) const { return shared_address(shared + PROBABILITIES_AT) + i * PROBABILITIES; }
   DEVICE_MEMBER WorkRanges& ranges() const { return *(WorkRanges*)(shared + RANGES_AT); }

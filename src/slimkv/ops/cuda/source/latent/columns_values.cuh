@@ -11,13 +11,25 @@ struct Multiplier : Place {
     for (int c = 0; c < OWN_CHUNKS; c++) wgmma_fence_operand(o[c]);
     wgmma_fence();
 #pragma unroll
-    for (int c = 0; c < OWN_CHUNKS; c++)
+    for (int c = 0; c < OWN_CHUNKS; c++) {
 #pragma unroll
       for (int k = 0; k < KV_BLOCK / 16; k++)
         if (CHUNKS % 2 == 0 || 2 * c + group < CHUNKS)
           WgmmaNarrow<ROWS, false>::transposed_a(o[c], descriptor_behind(values, 2 * c * CHUNK + k * 2048),
               descriptor_behind(weights, k * 32));
-    wgmma_commit();
+      wgmma_commit();
+    }
+  }
+  // Gives back chunks from C on as their products end.
+  template <int C = 0> DEVICE_MEMBER void release(Output& o, int stage) const {
+    if constexpr (C < OWN_CHUNKS) {
+      wgmma_wait<OWN_CHUNKS - 1 - C>();
+      if (lane == 0) mbarrier_arrive(empty(stage, C));
+      release<C + 1>(o, stage);
+    } else {
+#pragma unroll
+      for (int c = 0; c < OWN_CHUNKS; c++) wgmma_fence_operand(o[c]);
+    }
   }
   DEVICE_MEMBER void rescale(Output& o, const float (&by)[ROWS]) const {
 #pragma unroll
@@ -34,10 +46,7 @@ struct Multiplier : Place {
       fence_proxy_async();  // between stores of those that score, which the barrier has ordered before it, and products
       if (shfl(columns().raised[stage], 0)) rescale(o, columns().by[stage]);
       start(o, number);
-      wgmma_wait<0>();
-#pragma unroll
-      for (int c = 0; c < OWN_CHUNKS; c++) wgmma_fence_operand(o[c]);
-      if (lane == 0) mbarrier_arrive(empty(stage));
+      release(o, stage);
     }
   }
   // To rows of LD, in whole sectors of 8 dimensions.
