@@ -14,7 +14,9 @@ constexpr int THREADS = 512, TILE_COST = 4;
 #include "latent/columns_scores.cuh"
 #include "latent/columns_values.cuh"
 
-constexpr int VALUE_REGISTERS = ROWS > 56 ? 160 : ROWS > 40 ? 128 : 104, SCORE_REGISTERS = 256 - VALUE_REGISTERS;
+// With fewer for those that multiply values, the compiler makes every product wait for the one before it.
+constexpr int HELD = (OWN_CHUNKS * ROWS / 2 + 32 + 7) / 8 * 8, VALUE_REGISTERS = HELD > 96 ? HELD : 96,
+              SCORE_REGISTERS = 256 - VALUE_REGISTERS;
 
 // Row n of a work tile, by one warp: 64 dimensions side by side at `to`, those of the rope part behind the latent's.
 // Rows beyond the last are zeros and see nothing.

@@ -2,7 +2,7 @@
 #pragma once
 #include "latent/columns_shape.cuh"
 
-constexpr bool FEW = ROWS <= 40;  // so that registers are plenty
+constexpr bool FEW = ROWS <= 32;  // so that registers are plenty
 constexpr int PARTS = !FEW && LD % 256 == 0 ? 2 : 1, OF_PART = LATENT_SLICES / PARTS;  // of codes on their way
 
 // A warp's 16 tokens as pages have them. Loads have no conditions, which would make them wait: what is beyond a
