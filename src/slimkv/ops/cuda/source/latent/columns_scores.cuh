@@ -70,12 +70,10 @@ struct Scorer : Place {
   Table table;
   RopeLevels rope_levels;
   int clear_end;  // tokens before it are seen by all rows
+  u64 queries;  // an operand; asked for anew for every KV block, so that it stays in uniform registers
   int generation;  // of the maxima that sums are relative to
   float sums[OWN_SUMS];  // of probabilities, of the rows that are the lane's
 
-  DEVICE_MEMBER u64 queries_at(int bytes) const {
-    return descriptor_behind(smem_descriptor(shared_address(shared + QUERIES_AT), 16), bytes);
-  }
   DEVICE_MEMBER void begin(int clear) {
     clear_end = clear, generation = 0;
 #pragma unroll
@@ -101,7 +99,7 @@ struct Scorer : Place {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < ROPE_SLICES; k++) {
-      const u64 query = queries_at((CHUNKS + k / 4) * QUERY_CHUNK + k % 4 * 32);
+      const u64 query = descriptor_behind(queries, (CHUNKS + k / 4) * QUERY_CHUNK + k % 4 * 32);
       if (k == 0) WgmmaNarrow<ROWS, BF16_ROPE>::template register_a<false>(s, a[k][0], a[k][1], a[k][2], a[k][3], query);
       else WgmmaNarrow<ROWS, BF16_ROPE>::template register_a<true>(s, a[k][0], a[k][1], a[k][2], a[k][3], query);
     }
@@ -132,7 +130,7 @@ struct Scorer : Place {
     for (int i = 0; i < AT_ONCE; i++) {
       const int k = FIRST + i;
       WgmmaNarrow<ROWS, false>::template register_a<true>(s, a[i][0], a[i][1], a[i][2], a[i][3],
-          queries_at(k / 4 * QUERY_CHUNK + k % 4 * 32));
+          descriptor_behind(queries, k / 4 * QUERY_CHUNK + k % 4 * 32));
     }
     wgmma_commit();
   }
@@ -174,8 +172,9 @@ struct Scorer : Place {
   // Sums relative to the maxima of now.
   DEVICE_MEMBER void catch_up() {
     Columns& all = columns();
-    if (generation == all.generation) return;
-    generation = all.generation;
+    const int now = shfl(all.generation, 0);  // known to be the warp's, as descriptors in uniform registers want it
+    if (generation == now) return;
+    generation = now;
 #pragma unroll
     for (int i = 0; i < OWN_SUMS; i++) {
       const int n = row_of_sum(i, lane);
@@ -214,7 +213,7 @@ struct Scorer : Place {
   // Scores to probabilities in halves, times the tokens' scales, as an operand in shared memory.
   DEVICE_MEMBER void softmax(Scores& s, const LaneScales& scales, int token) {
     catch_up();
-    const bool raised = team_any(scale_scores(s, scales, token), SCORER + group, 128);
+    const bool raised = shfl((u32)team_any(scale_scores(s, scales, token), SCORER + group, 128), 0);
     if (raised) raise(s);
     if (warp == 0 && lane == 0) columns().raised[group] = raised;
     const u32 at = probabilities(group) + (lane & 7) * 128 + ((2 * warp + lane / 8 % 2 ^ (lane & 7)) << 4);
@@ -248,6 +247,7 @@ struct Scorer : Place {
     Scores s;
     Operand a[2];
     const u32 turn = (u32)(number / STAGES & 1) ^ 1;
+    queries = smem_descriptor(shfl(shared_address(shared + QUERIES_AT), 0), 16);
     mbarrier_wait(empty(group, 0), turn);
     start_rope_scores(s, tokens, rows);
     scores_from<0>(s, tokens, scales, rows + Tokens::row_of(lane), turn, a);
