@@ -3,16 +3,18 @@
 #include "latent/columns_shape.cuh"
 
 constexpr bool FEW = ROWS <= 32;  // so that registers are plenty
-constexpr int PARTS = !FEW && LD % 256 == 0 ? 2 : 1, OF_PART = LATENT_SLICES / PARTS;  // of codes on their way
+constexpr int PARTS = !FEW && LD % 256 == 0 ? LD / 128 : 1, OF_PART = LATENT_SLICES / PARTS;  // of codes
 
-// A warp's 16 tokens as pages have them. Loads have no conditions, which would make them wait: what is beyond a
-// sequence comes from any page, and no row sees it.
+// A warp's 16 tokens as pages have them, of latents one part or two at a time. Loads have no conditions, which would
+// make them wait: what is beyond a sequence comes from any page, and no row sees it.
 struct PackedTokens {
-  Codes<L_BITS, LATENT_SLICES, false, PARTS> latent[PARTS];
+  Codes<L_BITS, LATENT_SLICES, false, PARTS> latent[PARTS > 1 ? 2 : 1];
   RopeCodes rope;
   u32 fields[2], rope_fields[2];  // scales of tokens g and g + 8
+  const u8* codes;
 
   DEVICE_MEMBER void load(const u8* page, int place, int lane) {
+    codes = page + place / 16 * L_TILE;
     rope.load(page + R_CODES + place / 16 * R_TILE, lane);
 #pragma unroll
     for (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
@@ -20,13 +22,17 @@ struct PackedTokens {
       fields[i] = field_bits(page + L_FIELDS, token);
       rope_fields[i] = R_KIND == RAW ? 0 : field_bits(page + R_FIELDS, token);
     }
-    latent[0].load(page + place / 16 * L_TILE, lane, 0);
+    load_part<0>(lane);
   }
-  DEVICE_MEMBER void load_rest(const u8* page, int place, int lane) {
-    if constexpr (PARTS == 2) latent[1].load(page + place / 16 * L_TILE, lane, 1);
+  template <int P> DEVICE_MEMBER void load_part(int lane) {
+    if constexpr (P < PARTS) latent[P % 2].load(codes, lane, P);
+  }
+  DEVICE_MEMBER static void prefetch(const u8* page, int place, int lane) {
+    if (128 * lane < L_TILE) prefetch_l2(page + place / 16 * L_TILE + 128 * lane);
+    if (128 * lane < R_TILE) prefetch_l2(page + R_CODES + place / 16 * R_TILE + 128 * lane);
   }
   DEVICE_MEMBER void levels(int k, Table table, u32 (&a)[4]) const {
-    const auto& own = latent[k / OF_PART];
+    const auto& own = latent[k / OF_PART % 2];
     level_matrices(own.low(k % OF_PART), L_BITS > 4 ? own.high(k % OF_PART) : 0, table, a);
   }
 };
@@ -135,10 +141,11 @@ struct Scorer : Place {
     wgmma_commit();
   }
   // Slices from FIRST on; the products of those before may still be under way.
-  template <int FIRST> DEVICE_MEMBER void scores_from(Scores& s, const PackedTokens& tokens, const LaneScales& scales,
+  template <int FIRST> DEVICE_MEMBER void scores_from(Scores& s, PackedTokens& tokens, const LaneScales& scales,
       u32 row, u32 turn, Operand (&a)[2]) const {
     if constexpr (FIRST < LATENT_SLICES) {
       if (FIRST % 8 == 0 && FIRST > 0) mbarrier_wait(empty(group, FIRST / 8), turn);
+      if (FIRST % OF_PART == 0) tokens.template load_part<FIRST / OF_PART + 1>(lane);
       Operand& own = a[FIRST / AT_ONCE % 2];
       unpack<FIRST>(tokens, own, row);
       if (FIRST == 0) {
@@ -237,26 +244,25 @@ struct Scorer : Place {
     for (int i = 0; i < OWN_SUMS; i++) sums[i] += added[i];
   }
 
-  // KV block i of a range of `count`, whose first token is `token`; `number`: of all that this thread block had. Codes of
-  // the next one are loaded by load() when those are no longer needed, and load_rest() when scores are not.
+  // KV block i of a range of `count`, whose first token is `token`; `number`: of all that this thread block had. Calls
+  // scored() and, behind the softmax, done(), to load codes of the next one.
   template <class F, class G>
-  DEVICE_MEMBER void attend(const PackedTokens& tokens, int i, int count, int number, int token, const F& load,
-      const G& load_rest) {
+  DEVICE_MEMBER void attend(PackedTokens& tokens, int i, int count, int number, int token, const F& scored,
+      const G& done) {
     const LaneScales scales(tokens);
-    const u32 rows = stage(group) + warp * 2048;
+    const u32 rows = stage(group) + warp * 2048, turn = (u32)(number / STAGES & 1) ^ 1;
     Scores s;
     Operand a[2];
-    const u32 turn = (u32)(number / STAGES & 1) ^ 1;
     queries = smem_descriptor(shfl(shared_address(shared + QUERIES_AT), 0), 16);
     mbarrier_wait(empty(group, 0), turn);
     start_rope_scores(s, tokens, rows);
     scores_from<0>(s, tokens, scales, rows + Tokens::row_of(lane), turn, a);
-    load();
+    scored();
     wgmma_wait<0>();
     wgmma_fence_operand(s);
     if (i > 0) bar_sync(TURN + group, 256);
     softmax(s, scales, token);
-    load_rest();
+    done();
     sync_warp();
     if (lane == 0) mbarrier_arrive(full(group));
     if (i + 1 < count) bar_arrive(TURN + 1 - group, 256);
@@ -270,19 +276,22 @@ struct Scorer : Place {
     int token = (first + i) * KV_BLOCK + 16 * warp;  // the warp's first
     auto page_of = [&](int at) { return ldg_i32(pages + min_i32(at, last) / BLOCK_SIZE); };
     PackedTokens tokens;
-    i32 page = page_of(token), ahead = page_of(token + 2 * KV_BLOCK);  // none is waited for
-    const u8* from = args.pages + page * args.page_stride;
-    tokens.load(from, token % BLOCK_SIZE, lane);
-    tokens.load_rest(from, token % BLOCK_SIZE, lane);
+    tokens.load(args.pages + page_of(token) * args.page_stride, token % BLOCK_SIZE, lane);
+    i32 next = page_of(token + 2 * KV_BLOCK);  // not waited for
     for (; i < count; i += 2) {
       const int own = token - 16 * warp;
       token += 2 * KV_BLOCK;
+      const i32 page = next;
+      next = page_of(token + 2 * KV_BLOCK);
+      auto from = [&] { return args.pages + page * args.page_stride; };
       attend(tokens, i, count, before + i, own,
           [&] {
-            from = args.pages + ahead * args.page_stride, ahead = page_of(token + 2 * KV_BLOCK);
-            tokens.load(from, token % BLOCK_SIZE, lane);
+            if (FEW) tokens.load(from(), token % BLOCK_SIZE, lane);
+            else tokens.prefetch(from(), token % BLOCK_SIZE, lane);
           },
-          [&] { tokens.load_rest(from, token % BLOCK_SIZE, lane); });
+          [&] {
+            if (!FEW) tokens.load(from(), token % BLOCK_SIZE, lane);
+          });
     }
   }
   // Maxima and sums of what this thread block has of a work tile, by both warpgroups.
