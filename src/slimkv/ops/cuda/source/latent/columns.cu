@@ -36,6 +36,15 @@ DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Quer
   }
 }
 
+// All queries, by all warps.
+DEVICE void stage_queries(const LatentArgs& args, const WorkTile& tile, const Place& place, int warp) {
+  each_query<THREADS / 32, (ROWS + 15) / 16>(args, tile, warp, place.lane, [&](const Query& query, int n) {
+    stage_query(args, tile, query, n, place.shared + QUERIES_AT, place.columns());
+  });
+  fence_proxy_async();
+  bar_sync(ALL, THREADS);
+}
+
 // The work tile and KV blocks of the range that is in shared memory; none behind the last.
 struct Part {
   WorkRange range;
@@ -51,7 +60,8 @@ struct Part {
 DEVICE void score_ranges(const LatentArgs& args, const Place& place) {
   Scorer own;
   (Place&)own = place;
-  own.table = args.table, own.rope_levels = {shared_address(place.shared + ROPE_LEVELS_AT)};
+  own.table = args.table, own.levels = {shared_address(place.shared + LEVELS_AT) + 4 * place.lane};
+  own.rope_levels = {shared_address(place.shared + ROPE_LEVELS_AT)};
   WorkRanges& ranges = place.ranges();
   if (thread_index() < 32) {
     const WorkRanges first(args, place.lane);
@@ -63,12 +73,7 @@ DEVICE void score_ranges(const LatentArgs& args, const Place& place) {
     const WorkRange range = broadcast(ranges.range);
     if (range.b < 0) return;
     const Part part(args, range);
-    constexpr int AT_ONCE = ROWS % 32 == 0 ? 4 : ROWS % 24 == 0 ? 3 : ROWS % 16 == 0 ? 2 : 1;
-    each_query<8, AT_ONCE>(args, part.tile, 4 * own.group + own.warp, own.lane, [&](const Query& query, int n) {
-      stage_query(args, part.tile, query, n, own.shared + QUERIES_AT, own.columns());
-    });
-    fence_proxy_async();
-    bar_sync(SCORERS, 256);
+    stage_queries(args, part.tile, place, 4 * place.group + place.warp);
     own.begin(part.tile.visible_end(args, 0));
     own.attend_range(args, part.tile, range.first, part.count, before);
     before += part.count;
@@ -86,7 +91,9 @@ DEVICE void multiply_ranges(const LatentArgs& args, const Place& place) {
     bar_sync(ALL, THREADS);
     const WorkRange range = broadcast(place.ranges().range);
     if (range.b < 0) return;
-    const int count = Part(args, range).count;
+    const Part begun(args, range);
+    stage_queries(args, begun.tile, place, 8 + 4 * place.group + place.warp);
+    const int count = begun.count;
     Output o;
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS * ROWS / 2; i++) o[i / (ROWS / 2)][i % (ROWS / 2)] = 0.0f;
@@ -103,6 +110,8 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   const int warp = shfl(thread_index() / 32, 0);
   const Place place = {shared, warp / 4 % 2, warp % 4, thread_index() & 31};
   fill_rope_levels<THREADS>(args.rope_levels, shared + ROPE_LEVELS_AT);
+  for (int i = thread_index(); i < 32 * L_LEVELS; i += THREADS)  // a copy for each lane
+    ((u32*)(shared + LEVELS_AT))[i] = f32_to_f16(args.latent_levels[i / 32]);
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES * (1 + OWN_CHUNKS); i++) mbarrier_init(place.full(0) + i, i < STAGES ? 4 : 8);
     fence_mbarrier_init();

@@ -31,9 +31,9 @@ struct PackedTokens {
     if (128 * lane < L_TILE) prefetch_l2(page + place / 16 * L_TILE + 128 * lane);
     if (128 * lane < R_TILE) prefetch_l2(page + R_CODES + place / 16 * R_TILE + 128 * lane);
   }
-  DEVICE_MEMBER void levels(int k, Table table, u32 (&a)[4]) const {
+  DEVICE_MEMBER void matrices(int k, Table table, const LevelTable& levels, u32 (&a)[4]) const {
     const auto& own = latent[k / OF_PART % 2];
-    level_matrices(own.low(k % OF_PART), L_BITS > 4 ? own.high(k % OF_PART) : 0, table, a);
+    level_matrices(own.low(k % OF_PART), L_BITS > 4 ? own.high(k % OF_PART) : 0, table, a, levels);
   }
 };
 
@@ -51,7 +51,8 @@ struct LaneScales {
   }
 };
 
-constexpr int AT_ONCE = FEW ? 4 : 2;  // slices that are unpacked while products of as many are under way
+// Slices that are unpacked while products of others, whose operands are in as many registers, are under way.
+constexpr int AT_ONCE = FEW ? 4 : 2, BUFFERS = 2;
 typedef u32 Operand[AT_ONCE][4];
 
 // Sums over lanes g = 0 to 7: the row that sum i of lane (g, t) belongs to, and those of N rows of lanes t.
@@ -74,6 +75,7 @@ template <int N> DEVICE void add_over_lanes(float (&x)[N], int distance, int lan
 
 struct Scorer : Place {
   Table table;
+  LevelTable levels;
   RopeLevels rope_levels;
   int clear_end;  // tokens before it are seen by all rows
   u64 queries;  // an operand; asked for anew for every KV block, so that it stays in uniform registers
@@ -90,7 +92,7 @@ struct Scorer : Place {
   // Starts products of rope parts, which pass through rows of the stage before latents are there.
   DEVICE_MEMBER void start_rope_scores(Scores& s, const PackedTokens& tokens, u32 rows) const {
     u32 a[ROPE_SLICES][4];
-    const u32 to = rows + Tokens::row_of(lane);
+    const u32 to = rows + TileTokens::row_of(lane);
 #pragma unroll
     for (int k = 0; k < ROPE_SLICES; k++) {
       u32 v[4];
@@ -126,7 +128,7 @@ struct Scorer : Place {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
       const int k = FIRST + i;
-      tokens.levels(k, table, a[i]);
+      tokens.matrices(k, table, levels, a[i]);
       stmatrix_x4<FIRST / 4 * CHUNK>(row ^ k % 4 * 32, a[i][0], a[i][1], a[i][2], a[i][3]);
     }
   }
@@ -142,18 +144,18 @@ struct Scorer : Place {
   }
   // Slices from FIRST on; the products of those before may still be under way.
   template <int FIRST> DEVICE_MEMBER void scores_from(Scores& s, PackedTokens& tokens, const LaneScales& scales,
-      u32 row, u32 turn, Operand (&a)[2]) const {
+      u32 row, u32 turn, Operand (&a)[BUFFERS]) const {
     if constexpr (FIRST < LATENT_SLICES) {
       if (FIRST % 8 == 0 && FIRST > 0) mbarrier_wait(empty(group, FIRST / 8), turn);
       if (FIRST % OF_PART == 0) tokens.template load_part<FIRST / OF_PART + 1>(lane);
-      Operand& own = a[FIRST / AT_ONCE % 2];
+      Operand& own = a[FIRST / AT_ONCE % BUFFERS];
       unpack<FIRST>(tokens, own, row);
       if (FIRST == 0) {
         wgmma_wait<0>();
         scale_rope_scores(s, scales);
       }
       start<FIRST>(s, own);
-      wgmma_wait<1>();  // before the other operand is overwritten
+      wgmma_wait<BUFFERS - 1>();  // before the next operand is overwritten
       scores_from<FIRST + AT_ONCE>(s, tokens, scales, row, turn, a);
     }
   }
@@ -245,18 +247,19 @@ struct Scorer : Place {
   }
 
   // KV block i of a range of `count`, whose first token is `token`; `number`: of all that this thread block had. Calls
-  // scored() and, behind the softmax, done(), to load codes of the next one.
+  // scored() and, behind the softmax, done(), to prefetch codes of the next one and to load them: loads on their way
+  // would make the softmax wait for them.
   template <class F, class G>
   DEVICE_MEMBER void attend(PackedTokens& tokens, int i, int count, int number, int token, const F& scored,
       const G& done) {
     const LaneScales scales(tokens);
     const u32 rows = stage(group) + warp * 2048, turn = (u32)(number / STAGES & 1) ^ 1;
     Scores s;
-    Operand a[2];
+    Operand a[BUFFERS];
     queries = smem_descriptor(shfl(shared_address(shared + QUERIES_AT), 0), 16);
     mbarrier_wait(empty(group, 0), turn);
     start_rope_scores(s, tokens, rows);
-    scores_from<0>(s, tokens, scales, rows + Tokens::row_of(lane), turn, a);
+    scores_from<0>(s, tokens, scales, rows + TileTokens::row_of(lane), turn, a);
     scored();
     wgmma_wait<0>();
     wgmma_fence_operand(s);
@@ -285,13 +288,8 @@ struct Scorer : Place {
       next = page_of(token + 2 * KV_BLOCK);
       auto from = [&] { return args.pages + page * args.page_stride; };
       attend(tokens, i, count, before + i, own,
-          [&] {
-            if (FEW) tokens.load(from(), token % BLOCK_SIZE, lane);
-            else tokens.prefetch(from(), token % BLOCK_SIZE, lane);
-          },
-          [&] {
-            if (!FEW) tokens.load(from(), token % BLOCK_SIZE, lane);
-          });
+          [&] { tokens.prefetch(from(), token % BLOCK_SIZE, lane); },
+          [&] { tokens.load(from(), token % BLOCK_SIZE, lane); });
     }
   }
   // Maxima and sums of what this thread block has of a work tile, by both warpgroups.

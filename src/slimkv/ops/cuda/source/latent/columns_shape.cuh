@@ -33,7 +33,7 @@ struct __attribute__((aligned(16))) Columns {
 static_assert(RING_AT - QUERIES_AT == (CHUNKS + ROPE_CHUNKS) * QUERY_CHUNK &&
         PROBABILITIES_AT - RING_AT == STAGES * STAGE && COLUMNS_AT - PROBABILITIES_AT == STAGES * PROBABILITIES &&
         BARRIERS_AT - COLUMNS_AT == sizeof(Columns) && RANGES_AT - BARRIERS_AT >= 8 * STAGES * (1 + OWN_CHUNKS) &&
-        sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT,
+        sizeof(WorkRanges) <= LEVELS_AT - RANGES_AT && ROPE_LEVELS_AT - LEVELS_AT == 128 * L_LEVELS,
     "regions of shared memory");
 
 // Shared memory and the place of a warp in it.

@@ -2,8 +2,8 @@
 // memory.
 #pragma once
 #include "common/hopper.cuh"
-#include "latent/args.cuh"
 #include "common/numbers.cuh"
+#include "latent/args.cuh"
 #include "latent/codes.cuh"
 
 // Levels of the rope part as halves side by side, one copy.
@@ -43,7 +43,7 @@ struct __attribute__((aligned(16))) TokenScales {
 // A slice of 16 tokens as latent_matrices makes it, in units of LEVEL_UNIT and without OFFSET. Bytes as halves are
 // denormal: such a number of 2^-24, less 63.5 of them, times 2^15.
 constexpr float LEVEL_UNIT = IN_BYTES ? 512.0f * L_UNIT : L_UNIT;
-DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4]) {
+DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4], const LevelTable& levels = {0}) {
   if constexpr (IN_BYTES) {
     u32 first, second;
     code_bytes<LLOYD, L_BITS>(low, high, table, first, second);
@@ -51,7 +51,7 @@ DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4]) {
     a[0] = fma_f16x2(prmt(first, 0, 0x4140), by, less), a[2] = fma_f16x2(prmt(first, 0, 0x4342), by, less);
     a[1] = fma_f16x2(prmt(second, 0, 0x4140), by, less), a[3] = fma_f16x2(prmt(second, 0, 0x4342), by, less);
   } else {
-    latent_matrices(low, high, table, LevelTable{0}, a);  // wide.cu takes no latents that are looked up
+    latent_matrices(low, high, table, levels, a);
   }
 }
 
