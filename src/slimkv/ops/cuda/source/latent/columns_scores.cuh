@@ -1,55 +1,7 @@
 // A warpgroup of columns.cu that unpacks every other KV block, scores it and makes probabilities. A warp has 16 tokens.
 #pragma once
 #include "latent/columns_shape.cuh"
-
-constexpr bool FEW = ROWS <= 32;  // so that registers are plenty
-constexpr int PARTS = !FEW && LD % 256 == 0 ? LD / 128 : 1, OF_PART = LATENT_SLICES / PARTS;  // of codes
-
-// A warp's 16 tokens as pages have them, of latents one part or two at a time. Loads have no conditions, which would
-// make them wait: what is beyond a sequence comes from any page, and no row sees it.
-struct PackedTokens {
-  Codes<L_BITS, LATENT_SLICES, false, PARTS> latent[PARTS > 1 ? 2 : 1];
-  RopeCodes rope;
-  u32 fields[2], rope_fields[2];  // scales of tokens g and g + 8
-  const u8* codes;
-
-  DEVICE_MEMBER void load(const u8* page, int place, int lane) {
-    codes = page + place / 16 * L_TILE;
-    rope.load(page + R_CODES + place / 16 * R_TILE, lane);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
-      const int token = place + (lane >> 2) + 8 * i;
-      fields[i] = field_bits(page + L_FIELDS, token);
-      rope_fields[i] = R_KIND == RAW ? 0 : field_bits(page + R_FIELDS, token);
-    }
-    load_part<0>(lane);
-  }
-  template <int P> DEVICE_MEMBER void load_part(int lane) {
-    if constexpr (P < PARTS) latent[P % 2].load(codes, lane, P);
-  }
-  DEVICE_MEMBER static void prefetch(const u8* page, int place, int lane) {
-    if (128 * lane < L_TILE) prefetch_l2(page + place / 16 * L_TILE + 128 * lane);
-    if (128 * lane < R_TILE) prefetch_l2(page + R_CODES + place / 16 * R_TILE + 128 * lane);
-  }
-  DEVICE_MEMBER void matrices(int k, Table table, const LevelTable& levels, u32 (&a)[4]) const {
-    const auto& own = latent[k / OF_PART % 2];
-    level_matrices(own.low(k % OF_PART), L_BITS > 4 ? own.high(k % OF_PART) : 0, table, a, levels);
-  }
-};
-
-// Of the lane's tokens g and g + 8: the scale of the latent, its reciprocal and base-2 logarithm, and the scale of the
-// rope part in units of the latent's.
-struct LaneScales {
-  float scale[2], inverse[2], log[2], rope[2];
-
-  DEVICE_MEMBER LaneScales(const PackedTokens& tokens) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const TokenScale own(tokens.fields[r], tokens.rope_fields[r]);
-      scale[r] = own.scale, inverse[r] = own.inverse, log[r] = own.log, rope[r] = own.rope;
-    }
-  }
-};
+#include "latent/columns_tokens.cuh"
 
 // Slices that are unpacked while products of others, whose operands are in as many registers, are under way.
 constexpr int AT_ONCE = FEW ? 4 : 2, BUFFERS = 2;
@@ -66,7 +18,8 @@ template <int N> DEVICE void add_over_lanes(float (&x)[N], int distance, int lan
     float kept[N / 2];
     const bool upper = lane & distance;
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) kept[i] = (upper ? x[i + N / 2] : x[i]) + shfl_xor(upper ? x[i] : x[i + N / 2], distance);
+    for (int i = 0; i < N / 2; i++)
+      kept[i] = (upper ? x[i + N / 2] : x[i]) + shfl_xor(upper ? x[i] : x[i + N / 2], distance);
     add_over_lanes(kept, distance / 2, lane);
 #pragma unroll
     for (int i = 0; i < OWN_SUMS; i++) x[i] = kept[i];
@@ -108,7 +61,8 @@ struct Scorer : Place {
 #pragma unroll
     for (int k = 0; k < ROPE_SLICES; k++) {
       const u64 query = descriptor_behind(queries, (CHUNKS + k / 4) * QUERY_CHUNK + k % 4 * 32);
-      if (k == 0) WgmmaNarrow<ROWS, BF16_ROPE>::template register_a<false>(s, a[k][0], a[k][1], a[k][2], a[k][3], query);
+      if (k == 0)
+        WgmmaNarrow<ROWS, BF16_ROPE>::template register_a<false>(s, a[k][0], a[k][1], a[k][2], a[k][3], query);
       else WgmmaNarrow<ROWS, BF16_ROPE>::template register_a<true>(s, a[k][0], a[k][1], a[k][2], a[k][3], query);
     }
     wgmma_commit();
@@ -207,9 +161,9 @@ struct Scorer : Place {
     sync_team(SCORER + group, 128);
     const int n = 32 * warp + lane;
     if (n < ROWS) {
-      const float(&of)[8][ROWS] = all.of_warp;
-      const float most = max_f32(max_f32(of[4 * group][n], of[4 * group + 1][n]),
-          max_f32(of[4 * group + 2][n], of[4 * group + 3][n]));
+      const float (&of)[8][ROWS] = all.of_warp;
+      const float most =
+          max_f32(max_f32(of[4 * group][n], of[4 * group + 1][n]), max_f32(of[4 * group + 2][n], of[4 * group + 3][n]));
       const float before = all.row_max(n);
       const bool behind = most > before + RESCALE_THRESHOLD;
       all.by[group][n] = behind ? exp2_approx(before - most) : 1.0f;
@@ -287,8 +241,8 @@ struct Scorer : Place {
       const i32 page = next;
       next = page_of(token + 2 * KV_BLOCK);
       auto from = [&] { return args.pages + page * args.page_stride; };
-      attend(tokens, i, count, before + i, own,
-          [&] { tokens.prefetch(from(), token % BLOCK_SIZE, lane); },
+      attend(
+          tokens, i, count, before + i, own, [&] { tokens.prefetch(from(), token % BLOCK_SIZE, lane); },
           [&] { tokens.load(from(), token % BLOCK_SIZE, lane); });
     }
   }

@@ -2,13 +2,12 @@
 #pragma once
 #include "common/numbers.cuh"
 #include "latent/schedule.cuh"
-#include "latent/wide_tokens.cuh"
 
 constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64;  // of 64 dimensions
 constexpr int CHUNK = KV_BLOCK * 128, STAGE = CHUNKS * CHUNK;  // bytes
 constexpr int QUERY_CHUNK = ROWS * 128, PROBABILITIES = ROWS * 128;
 
-constexpr int OWN_CHUNKS = (CHUNKS + 1) / 2;  // of a warpgroup that multiplies values; those that score have a stage each
+constexpr int OWN_CHUNKS = (CHUNKS + 1) / 2;  // of a warpgroup that multiplies values
 constexpr int ALL = 1, SCORERS = 2, TURN = 3, SCORER = 5;  // named barriers; TURN and SCORER have two each
 constexpr float LOWEST = -1e30f;  // the running maximum of a row that has seen nothing
 static_assert(STAGES == 2 && ROWS % 8 == 0 && ROWS <= 64 && KV_BLOCK == 64 && CHUNKS >= ROPE_CHUNKS, "operands");

@@ -1,6 +1,7 @@
 // A warpgroup of columns.cu that multiplies values: every other 64 dimensions of the output.
 #pragma once
 #include "latent/columns_shape.cuh"
+#include "latent/wide_tokens.cuh"
 
 struct Multiplier : Place {
   // Dimensions as rows, tokens 16 k and those behind it as columns.
