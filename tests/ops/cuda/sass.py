@@ -145,7 +145,7 @@ def variants() -> dict[str, Variant]:
         "prefill-window": _prefill("k4v4", 128, _first(128), window=True),
         "prefill-d256-softcap": _prefill("k4v4", 256, _first(256), softcap=True),
         "prefill-unpack-d256": _unpack("k4v4", 256),
-        **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 64)},
+        **{f"latent-{f}-{heads}-heads": _latent(f, heads) for f in ("c4", "c4r8", "c6r8") for heads in (8, 16, 32, 64)},
         "prefill-unpack-8bit": _unpack("k4v4", 128, eight_bit=True),
     }
 

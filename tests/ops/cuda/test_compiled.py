@@ -15,7 +15,6 @@ from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.cuda.device import Device, record_of
 from slimkv.ops.latent.cuda import launch as latent
-from slimkv.ops.latent.cuda.config import THREADS as LATENT_THREADS
 from slimkv.ops.latent.cuda.config import config_for as latent_config_for
 from slimkv.ops.store.cuda import launch as store
 from slimkv.spec import CodecSpec, LatentSpec, PageLayout
@@ -102,10 +101,10 @@ def _store(layout: PageLayout, name: str) -> Iterator[Kernel]:
 
 def _latents(device: Device) -> Iterator[Kernel]:
     layout, bf16 = PageLayout(LatentSpec.parse("c4"), 64), torch.bfloat16
-    for heads in (16, 64) if device.warpgroups else ():
+    for heads in (16, 32, 64) if device.warpgroups else ():
         config = latent_config_for(layout, heads, device)
         defines = latent.kernel_defines(layout, config, bf16, bf16, bf16)
-        yield Kernel(f"latent-{heads}", config.kernel.source, defines, LATENT_THREADS, config.shared)
+        yield Kernel(f"latent-{heads}", config.kernel.source, defines, config.kernel.threads, config.shared)
 
 
 def kernels(device: Device) -> dict[str, Kernel]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import cubin
 import host
 import pytest
 import sass
@@ -17,7 +18,7 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.cuda.device import Device
 from slimkv.ops.latent.cuda import launch as latent_cuda
-from slimkv.ops.latent.cuda.config import NARROW, NARROW_32, WIDE, config_for, merge_warps
+from slimkv.ops.latent.cuda.config import COLUMNS, NARROW, WIDE, config_for, merge_warps
 from slimkv.spec import LatentSpec, PageLayout
 from tail import sample
 
@@ -64,14 +65,19 @@ EMULATED = [
     Case(format="c8r8", lens=(2,), queries=(4,), out_dtype="bf16", page=128),
     Case(peaked=True, scale=1.0, lens=(130,), queries=(1,)),
 ]
-TWO_ROW_TILES = [  # of formats that the kernel of many rows does not take
+ROWS_AS_COLUMNS = [  # of 24 and 32, in one work tile or several
+    Case(format="c4", heads=17, lens=(70, 5), page=64),
     Case(format="c6r8", lens=(70,), queries=(1,), heads=20, page=128),
-    Case(format="c5r6", heads=16, lens=(270, 130), queries=(2, 1), page=32, padding=1),
+    Case(format="c4", peaked=True, scale=1.0, lens=(330,), queries=(1,), heads=30, latent_dim=256, rope_dim=64),
+    Case(heads=10, lens=(200, 0, 9), queries=(3, 1, 1), padding=1, page=32),
+    Case(format="c5r6", heads=16, lens=(270, 130), queries=(4, 1), page=32, padding=1, latent_dim=256),
+    Case(format="cfp8rfp8", lens=(70,), queries=(1,), scale=-0.1, heads=24),
+    Case(format="c3", dtype="fp16", out_dtype="fp16", lens=(20,), queries=(5,), heads=8, latent_dim=192),
     Case(format="c8r7", lens=(2,), queries=(7,), heads=4, out_dtype="bf16", rope_dim=64),
-    Case(format="c6", peaked=True, scale=1.0, lens=(330,), queries=(3,), heads=10),
+    Case(format="c1", peaked=True, scale=1.0, lens=(330,), queries=(1,), heads=32, rope_dim=128),
+    Case(format="c7", heavy=True, lens=(130,), queries=(3,), heads=10, latent_dim=64),
 ]
 MANY_ROWS = [
-    Case(format="c4", heads=17, lens=(70, 5), page=64),
     Case(heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32),
     Case(heads=65, lens=(70,), queries=(1,)),
     Case(format="cfp8rfp8", lens=(70,), queries=(1,), scale=-0.1, heads=40),
@@ -85,11 +91,7 @@ TOKEN_ROWS = [
     Case(format="c4", rows=True, rope_dim=64, latent_dim=512, heads=20, lens=(200, 70), page=64, out_dtype="bf16"),
     Case(format="c4", rows=True, rope_dim=64, heads=9, lens=(130,), queries=(3,), dtype="fp16", peaked=True, scale=1.0),
 ]
-SEVERAL_TILES = [  # of formats and sizes that the kernel of many rows does not take
-    Case(format="c5r6", lens=(70, 0, 40), queries=(2, 1, 4), heads=10, padding=2),
-    Case(format="c5r8", heads=20, lens=(200, 0, 9), queries=(2, 1, 1), padding=1, page=32),
-    Case(format="c4", latent_dim=192, lens=(70,), queries=(1,), heads=40),
-]
+TILES_OF_FEW = Case(format="c4", latent_dim=64, rope_dim=128, lens=(70, 9), queries=(1, 2), heads=20)
 
 
 @emulated
@@ -99,9 +101,9 @@ def test_attend(case):
 
 
 @emulated
-@pytest.mark.parametrize("case", sample(TWO_ROW_TILES, 3), ids=str)
-def test_attend_two_row_tiles(case):
-    assert config_for(case.layout, case.heads * max(case.queries), H200).kernel is NARROW_32
+@pytest.mark.parametrize("case", sample(ROWS_AS_COLUMNS, 3), ids=str)
+def test_attend_rows_as_columns(case):
+    assert config_for(case.layout, case.heads * max(case.queries), H200).kernel in COLUMNS
     attend_and_check(case, SMALL)
 
 
@@ -120,16 +122,15 @@ def test_attend_single_tokens(case):
 
 
 @emulated
-@pytest.mark.parametrize("case", SEVERAL_TILES, ids=str)
-def test_attend_many_rows_in_tiles_of_few(case):
-    config = config_for(case.layout, case.heads * max(case.queries), H200)
-    assert config.kernel is (NARROW if case.latent_dim % 128 else NARROW_32)
-    assert config.row_tiles(case.heads * max(case.queries)) > 1
-    attend_and_check(case, SMALL)
+def test_attend_many_rows_in_tiles_of_few():
+    config = config_for(TILES_OF_FEW.layout, 40, H200)
+    assert config.kernel is NARROW
+    assert config.row_tiles(40) == 3
+    attend_and_check(TILES_OF_FEW, SMALL)
 
 
 @emulated
-@pytest.mark.parametrize(("format", "heads"), [("c4", 16), ("c4r8", 16), ("c6r8", 16), ("c6r8", 32)])
+@pytest.mark.parametrize(("format", "heads"), [("c4", 16), ("c4r8", 16), ("c6r8", 16), ("c4", 32), ("c6r8", 24)])
 def test_rings_go_round(format, heads):
     """One block has all KV blocks of two sequences, so that both teams have several."""
     case = Case(format=format, heads=heads, page=16, lens=(650, 40), queries=(1, 1))
@@ -217,11 +218,14 @@ def test_the_kernel_follows_rows_and_format():
         found = [config_for(layout, n, H200).kernel for n in rows]
         return [f"{Path(kernel.source).stem}{kernel.rows}" for kernel in found]
 
+    expected = {1: "narrow16", 16: "narrow16", 17: "columns24", 24: "columns24", 25: "columns32", 32: "columns32"}
     for format in ("c1r6", "c4", "c4r8", "c4rfp8", "cfp8r8"):
-        assert kernels(format, [1, 16, 17, 32, 33, 64, 65, 512]) == ["narrow16"] * 2 + ["wide64"] * 6
-        assert kernels(format, [16, 17, 64], 320, 128) == ["narrow16"] * 3
-        assert kernels(format, [64], 512, 128) == ["narrow16"]
-    assert kernels("c6r8", [16, 17, 64]) == ["narrow16", "narrow32", "narrow32"]
+        assert kernels(format, list(expected)) == list(expected.values())
+        assert kernels(format, [33, 64, 65, 512]) == ["wide64"] * 4
+        assert kernels(format, [16, 17, 40, 64], 320, 128) == ["narrow16", "columns24", "columns24", "columns32"]
+    for format in ("c5", "c6r8", "c8r8"):
+        assert kernels(format, [16, 24, 48, 64]) == ["narrow16", "columns24", "columns24", "columns32"]
+    assert kernels("c4", [16, 17, 64], 64, 128) == ["narrow16"] * 3
 
 
 def test_every_format_fits_a_hopper_device():
@@ -271,6 +275,20 @@ def test_products_do_not_wait_for_one_another(format, rows):
     products, waits = (sum(name in line for line in lines) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
     assert products > 64
     assert waits < products // 8
+
+
+@pytest.mark.parametrize(("format", "rows", "spilled"), sample([("c4", 32, 0), ("c4r8", 24, 0), ("c6r8", 24, 256)], 2))
+def test_rows_as_columns_stay_in_registers(format, rows, spilled):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("triton")
+    layout = PageLayout(LatentSpec.parse(format), 64)
+    config, bf16 = config_for(layout, rows, H200), torch.bfloat16
+    code = compile_kernels(config.kernel.source, latent_cuda.kernel_defines(layout, config, bf16, bf16, bf16), "sm_90a")
+    lines = sass.instructions(code)
+    products, waits = (sum(name in line for line in lines) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
+    assert products == 4 + 32 + 16  # of rope parts, latents and values
+    assert waits <= 16  # one for as many slices as are unpacked at a time
+    assert cubin.resources(code)["attend"].local_bytes <= spilled
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

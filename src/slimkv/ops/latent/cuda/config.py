@@ -1,16 +1,15 @@
 """Which latent kernel attends a request, and the numbers it is compiled and launched with.
 
-=======  ==========  ============  ============================================================================
-kernel   query rows  KV block      latents
-=======  ==========  ============  ============================================================================
-narrow   16          32 tokens     all that ``launch.refusal`` accepts
-narrow   32          32 tokens     of multiples of 128 numbers that ``wide`` does not take
-wide     64          64 tokens     of 128, 256 or 512 numbers whose levels take no LUT (1-4 bits, fp8); token rows
-=======  ==========  ============  ============================================================================
+=======  ==========  =========  =================================================================================
+kernel   query rows  KV block   latents
+=======  ==========  =========  =================================================================================
+narrow   16          32 tokens  all that ``launch.refusal`` accepts in tiles
+columns  24, 32      64 tokens  of no fewer numbers than the rope part, in tiles
+wide     64          64 tokens  of 128, 256 or 512 numbers whose levels take no LUT (1-4 bits, fp8); token rows
+=======  ==========  =========  =================================================================================
 
-A request takes the first of them that has its query rows (queries x heads of a sequence), and the last one that takes
-its latents, in several work tiles, where none has. All run one block of three warpgroups on every multiprocessor: one
-fills a ring in shared memory, two attend.
+A request takes the fewest work tiles for its query rows (queries x heads of a sequence), and of those the smallest. All
+run one block on every multiprocessor.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from slimkv.spec import Kind, PageLayout, TensorFormat
 
 Offsets = dict[str, int]  # of regions of shared memory, by the name that the CUDA source knows them by
 
-THREADS = 384  # of a block
 MIN_MERGE_WARPS, MAX_MERGE_WARPS = 8, 32  # of a block of the merge kernel
 _WIDE_DIMS = (128, 256, 512)
 
@@ -40,6 +38,7 @@ class Kernel:
     stages: tuple[int, ...]  # KV blocks that a ring may hold, most first
     offsets: Callable[[PageLayout, int], Offsets]  # by stages; SHARED_BYTES is their total
     takes: Callable[[PageLayout], bool]
+    threads: int = 384  # of a block
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,8 @@ class LatentConfig:
 def config_for(layout: PageLayout, rows: int, device: Device) -> LatentConfig:
     """The kernel for sequences of up to ``rows`` query rows, with as many stages as fit the device."""
     fitting = [found for kernel in KERNELS if (found := _fitting(kernel, layout, device)) is not None]
-    for config in fitting:
-        if rows <= config.kernel.rows:
-            return config
     if fitting:
-        return fitting[-1]
+        return min(fitting, key=lambda config: (config.row_tiles(rows), config.kernel.rows))
     raise UnsupportedError(
         f"latents of format {layout.spec.format} ({layout.spec.key_dim} + {layout.spec.value_dim}) take more than the "
         f"{device.shared_of_block} bytes of shared memory that a block has on this device; use backend='triton'"
@@ -96,13 +92,12 @@ def _takes_lut(fmt: TensorFormat) -> bool:
     return fmt.kind == Kind.LLOYD and fmt.bits > 4
 
 
+def _in_tiles(layout: PageLayout) -> bool:
+    return not layout.token_rows
+
+
 def _wide_takes(layout: PageLayout) -> bool:
     return layout.spec.key_dim in _WIDE_DIMS and not _takes_lut(layout.spec.key)
-
-
-def _narrow(rows: int, kv_block: int, takes: Callable[[PageLayout], bool]) -> Kernel:
-    offsets = partial(_narrow_offsets, rows=rows, kv_block=kv_block)
-    return Kernel("latent/narrow.cu", rows, kv_block, stages=(4, 3, 2), offsets=offsets, takes=takes)
 
 
 def _in_order(end: str, **sizes: int) -> Offsets:
@@ -114,10 +109,9 @@ def _in_order(end: str, **sizes: int) -> Offsets:
     return offsets | {end: at}
 
 
-def _narrow_offsets(layout: PageLayout, stages: int, *, rows: int, kv_block: int) -> Offsets:
+def _narrow_offsets(layout: PageLayout, stages: int) -> Offsets:
     """A stage, the memory of a team of warps that attends, and that of the block."""
-    spec, row_tiles = layout.spec, rows // 16
-    teams = 2 // row_tiles
+    spec, rows, kv_block = layout.spec, 16, 32
     entries = 0  # of the LUT: pairs of 4-bit codes, bytes with a 6-bit code and anything above it, or codes
     if spec.key.kind == Kind.LLOYD and spec.key.bits >= 4:
         entries = 256 if spec.key.bits in (4, 6) else 1 << spec.key.bits
@@ -129,7 +123,7 @@ def _narrow_offsets(layout: PageLayout, stages: int, *, rows: int, kv_block: int
         ROPE_FIELDS=0 if spec.value.kind == Kind.RAW else 2 * kv_block,
     )
     team = _in_order(
-        "TEAM_BYTES", SCORES=256 * kv_block * row_tiles**2, PROBABILITIES=2 * rows * kv_block, WARP_MAX=16 * rows,
+        "TEAM_BYTES", SCORES=256 * kv_block, PROBABILITIES=2 * rows * kv_block, WARP_MAX=16 * rows,
         ROW_MAX=4 * rows, BARRIERS=16 * stages, RAISED=16, RING=stages * stage["STAGE_BYTES"],
     )  # fmt: skip
     block = _in_order(
@@ -140,8 +134,8 @@ def _narrow_offsets(layout: PageLayout, stages: int, *, rows: int, kv_block: int
         RANGES=64,
         ROPE_LEVELS=128 << spec.value.bits if _takes_lut(spec.value) else 0,
         LEVELS=128 * entries,
-        OUTPUT=64 * spec.key_dim if teams > 1 else 0,
-        TEAMS=teams * team["TEAM_BYTES"],
+        OUTPUT=64 * spec.key_dim,
+        TEAMS=2 * team["TEAM_BYTES"],
     )
     return stage | team | block
 
@@ -163,15 +157,36 @@ def _wide_offsets(layout: PageLayout, stages: int) -> Offsets:
     )
 
 
-def _narrow_32_takes(layout: PageLayout) -> bool:
-    """Eight warps share the dimensions. Where ``wide`` exists it is as fast from 17 rows on."""
-    return layout.spec.key_dim % 128 == 0 and not layout.token_rows and not _wide_takes(layout)
+def _columns_offsets(layout: PageLayout, stages: int, *, rows: int) -> Offsets:
+    """A stage has 64 tokens x 64 dimensions of latents in 8 KiB; queries and probabilities have ``rows`` rows."""
+    spec = layout.spec
+    return _in_order(
+        "SHARED_BYTES",
+        QUERIES=128 * rows * (spec.key_dim // 64 + -(-spec.value_dim // 64)),
+        RING=stages * 8192 * (spec.key_dim // 64),
+        PROBABILITIES=stages * 128 * rows,
+        COLUMNS=64 * rows + 16,
+        BARRIERS=stages * 40,
+        RANGES=48,
+        LEVELS=128 << spec.key.bits if _takes_lut(spec.key) else 0,
+        ROPE_LEVELS=2 << spec.value.bits if _takes_lut(spec.value) else 0,
+    )
 
 
-NARROW = _narrow(16, 32, lambda layout: not layout.token_rows)
-NARROW_32 = _narrow(32, 32, _narrow_32_takes)
+def _columns_takes(layout: PageLayout) -> bool:
+    """The rope part passes through the latent's stage."""
+    return _in_tiles(layout) and layout.spec.key_dim >= layout.spec.value_dim
+
+
+def _columns(rows: int) -> Kernel:
+    offsets = partial(_columns_offsets, rows=rows)
+    return Kernel("latent/columns.cu", rows, 64, stages=(2,), offsets=offsets, takes=_columns_takes, threads=512)
+
+
+NARROW = Kernel("latent/narrow.cu", 16, 32, stages=(4, 3, 2), offsets=_narrow_offsets, takes=_in_tiles)
+COLUMNS = tuple(_columns(rows) for rows in (24, 32))
 WIDE = Kernel("latent/wide.cu", rows=64, kv_block=64, stages=(2,), offsets=_wide_offsets, takes=_wide_takes)
-KERNELS = (NARROW, NARROW_32, WIDE)
+KERNELS = (NARROW, *COLUMNS, WIDE)
 
 
 def merge_dims(dim: int) -> int:

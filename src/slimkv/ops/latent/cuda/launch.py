@@ -20,7 +20,6 @@ from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.cuda.config import (
     MAX_MERGE_WARPS,
     MIN_MERGE_WARPS,
-    THREADS,
     LatentConfig,
     config_for,
     merge_dims,
@@ -180,7 +179,7 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     args.merge_warps = merge_warps(merged_rows, dim, device)
     defines = _defines(request.layout, config, query.dtype, request.query_rope.dtype, request.out.dtype)
     source = config.kernel.source
-    launch(source, "attend", defines, (config.blocks, 1), THREADS, config.shared, args)
+    launch(source, "attend", defines, (config.blocks, 1), config.kernel.threads, config.shared, args)
     dims, warps = merge_dims(dim), max(args.merge_warps, MIN_MERGE_WARPS)
     rows_of_block = warps // args.merge_warps
     shared = 4 * warps * (dims + 1) + 8 * rows_of_block * config.blocks

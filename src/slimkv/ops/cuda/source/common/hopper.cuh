@@ -91,6 +91,7 @@ template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
 
 #define REGISTERS_4 "%0,%1,%2,%3"
 #define REGISTERS_8 REGISTERS_4 ",%4,%5,%6,%7"
+#define REGISTERS_12 REGISTERS_8 ",%8,%9,%10,%11"
 #define REGISTERS_16 REGISTERS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGISTERS_20 REGISTERS_16 ",%16,%17,%18,%19"
 #define REGISTERS_24 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
@@ -111,6 +112,7 @@ template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
 #define HELD_ALL_32 HELD_32
 #define HELD_ALL_4 HELD_4(0)
 #define HELD_ALL_8 HELD_8(0)
+#define HELD_ALL_12 HELD_8(0), HELD_4(8)
 #define HELD_ALL_16 HELD_8(0), HELD_8(8)
 #define HELD_ALL_20 HELD_ALL_16, HELD_4(16)
 #define HELD_ALL_24 HELD_ALL_16, HELD_8(16)
@@ -227,6 +229,7 @@ template <int N, bool BF16> struct WgmmaNarrow;
   SLIMKV_WGMMA_NARROW(N, R, A0, A1, A2, A3, B, true, "bf16")
 SLIMKV_WGMMA_NARROW_BOTH(8, 4, "4", "5", "6", "7", "8")
 SLIMKV_WGMMA_NARROW_BOTH(16, 8, "8", "9", "10", "11", "12")
+SLIMKV_WGMMA_NARROW_BOTH(24, 12, "12", "13", "14", "15", "16")
 SLIMKV_WGMMA_NARROW_BOTH(32, 16, "16", "17", "18", "19", "20")
 SLIMKV_WGMMA_NARROW_BOTH(40, 20, "20", "21", "22", "23", "24")
 SLIMKV_WGMMA_NARROW_BOTH(56, 28, "28", "29", "30", "31", "32")

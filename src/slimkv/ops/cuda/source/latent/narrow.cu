@@ -1,26 +1,25 @@
 // Attention of few query rows (queries x heads) on packed latents: scores from latents and rope parts, values from the
 // same latents.
 //
-// A thread block has up to 16 or 32 rows of a sequence, in row tiles of 16, and some of its tokens. Eight warps attend,
-// in two teams that take turns with KV blocks (16 rows) or in one (32); warps of a third warpgroup have the copy engine
-// bring the KV blocks of each team to its ring in shared memory. Each warp of a team has as much of the latent's
-// dimensions, for scores and for values: it unpacks their codes once, for all row tiles, in the order in which products
-// of scores take them, and transposes them for products of values. A warp's scores are sums over its own dimensions;
-// they are added up in shared memory, 8 tokens and one row tile by each warp, which makes probabilities of them for all.
+// A thread block has up to 16 rows of a sequence and some of its tokens. Eight warps attend, in two teams that take
+// turns with KV blocks; warps of a third warpgroup have the copy engine bring the KV blocks of each team to its ring in
+// shared memory. Each warp of a team has as much of the latent's dimensions, for scores and for values: it unpacks their
+// codes once, in the order in which products of scores take them, and transposes them for products of values. A warp's
+// scores are sums over its own dimensions; they are added up in shared memory, 8 tokens by each warp, which makes
+// probabilities of them for all.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 
-constexpr int ROW_TILES = ROWS / 16, TEAMS = 2 / ROW_TILES, WARPS = 8 / TEAMS;  // WARPS: of a team
+constexpr int TEAMS = 2, WARPS = 4;  // WARPS: of a team
 constexpr int CONSUMER_WARPS = TEAMS * WARPS, THREADS = 32 * (CONSUMER_WARPS + 4);  // one more warpgroup: the producer
 constexpr int TILE_COST = 4;
-constexpr int QUERY_BYTES = 32 * LD, ROPE_QUERY_BYTES = 32 * RD;  // of a row tile
 #include "latent/merge.cuh"
 #include "latent/queries.cuh"
 #include "latent/narrow_consumer.cuh"
 
 constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 constexpr int CONSUMERS = 1 + TEAMS;  // a named barrier; each team has one before it
-static_assert((ROWS == 16 || ROWS == 32) && KV_BLOCK == 32, "operands");
+static_assert(ROWS == 16 && KV_BLOCK == 32, "operands");
 static_assert(sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT && RAISED_AT - BARRIERS_AT >= 16 * STAGES &&
         LATENT_FIELDS_AT - ROPE_CODES_AT == TOKEN_TILES * R_TILE && ROPE_CODES_AT == TOKEN_TILES * L_TILE,
     "regions of shared memory");
@@ -32,12 +31,10 @@ DEVICE void sync_consumers() { bar_sync(CONSUMERS, 32 * CONSUMER_WARPS); }
 // Row n of a work tile, by one warp, to fragments. Rows beyond the last are zeros and see nothing.
 DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Query& query, int n, u8* shared) {
   auto place = [&](int at) {
-    return at / 16 * 512 + (4 * (n % 8) + at % 8 / 2) * 16 +
-        ((ROW_TILES == 1 ? n : n % 16) / 8 + 2 * (at % 16 / 8)) * 4 + at % 2 * 2;
+    return at / 16 * 512 + (4 * (n % 8) + at % 8 / 2) * 16 + (n / 8 + 2 * (at % 16 / 8)) * 4 + at % 2 * 2;
   };
-  const int row_tile = ROW_TILES == 1 ? 0 : n / 16;
-  u8* const latents = shared + QUERIES_AT + row_tile * QUERY_BYTES;
-  u8* const ropes = shared + ROPE_QUERIES_AT + row_tile * ROPE_QUERY_BYTES;
+  u8* const latents = shared + QUERIES_AT;
+  u8* const ropes = shared + ROPE_QUERIES_AT;
   float sum = 0.0f;
   query.latent_operand(
       [&](int at, u32 bits) {
@@ -121,79 +118,73 @@ DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* emp
 // ---- partial results ------------------------------------------------------------------------------------------------
 
 // Both teams' results relative to the higher of their maxima; the first one adds up the output.
-DEVICE void combine_teams(Consumer& own, float (&highest)[ROW_TILES][2], float (&total)[ROW_TILES][2]) {
+DEVICE void combine_teams(Consumer& own, float (&highest)[2], float (&total)[2]) {
   const int g = own.g, t = own.t;
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     own.row_sum[n] += shfl_xor(own.row_sum[n], 1), own.row_sum[n] += shfl_xor(own.row_sum[n], 2);
-    if (t == 0) own.warp_max()[own.quarter * ROWS + 16 * own.row_tile + g + 8 * n] = own.row_sum[n];
-    if (t == 0 && own.warp == 0)
-#pragma unroll
-      for (int i = 0; i < ROW_TILES; i++) ((float*)(own.mine + ROW_MAX_AT))[16 * i + g + 8 * n] = own.row_max[i][n];
+    if (t == 0) own.warp_max()[own.warp * ROWS + g + 8 * n] = own.row_sum[n];
+    if (t == 0 && own.warp == 0) ((float*)(own.mine + ROW_MAX_AT))[g + 8 * n] = own.row_max[n];
   }
   sync_consumers();
   auto memory_of = [&](int i, int at) { return (const float*)(own.shared + TEAMS_AT + i * TEAM_BYTES + at); };
 #pragma unroll
-  for (int k = 0; k < 2 * ROW_TILES; k++) {
-    const int tile = k / 2, n = k % 2;
-    float& most = highest[tile][n];
-    most = own.row_max[tile][n], total[tile][n] = 0.0f;
+  for (int n = 0; n < 2; n++) {
+    float& most = highest[n];
+    most = own.row_max[n], total[n] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < TEAMS; i++) most = max_f32(most, memory_of(i, ROW_MAX_AT)[g + 8 * k]);
+    for (int i = 0; i < TEAMS; i++) most = max_f32(most, memory_of(i, ROW_MAX_AT)[g + 8 * n]);
     // Without a maximum there is nothing, or not a number.
     auto factor_of = [&](float row_max) { return row_max == LOWEST ? 1.0f : exp2_approx(row_max - most); };
 #pragma unroll
     for (int i = 0; i < TEAMS; i++) {
-      const float* all = memory_of(i, WARP_MAX_AT) + g + 8 * k;
+      const float* all = memory_of(i, WARP_MAX_AT) + g + 8 * n;
       const float sum = (all[0] + all[ROWS]) + (all[2 * ROWS] + all[3 * ROWS]);
-      total[tile][n] += sum * factor_of(memory_of(i, ROW_MAX_AT)[g + 8 * k]);
+      total[n] += sum * factor_of(memory_of(i, ROW_MAX_AT)[g + 8 * n]);
     }
-    const float by = factor_of(own.row_max[tile][n]) * L_UNIT, less = SHIFT * own.probability_sum[tile][2 * n];
+    const float by = factor_of(own.row_max[n]) * L_UNIT, less = SHIFT * own.probability_sum[2 * n];
 #pragma unroll
     for (int j = 0; j < 2 * OWN; j++) {
-      Fragment& o = own.o[tile][j];
+      Fragment& o = own.o[j];
       o[2 * n] = (o[2 * n] - less) * by, o[2 * n + 1] = (o[2 * n + 1] - less) * by;
     }
   }
-  if constexpr (TEAMS > 1) {
-    u8* const scratch = own.shared + OUTPUT_AT + (own.warp * 2 * OWN * 32 + own.lane) * 16;
-    if (own.team == 1)
+  u8* const scratch = own.shared + OUTPUT_AT + (own.warp * 2 * OWN * 32 + own.lane) * 16;
+  if (own.team == 1)
 #pragma unroll
-      for (int j = 0; j < 2 * OWN; j++) {
-        const Fragment& o = own.o[0][j];
-        *(Words4*)(scratch + 512 * j) = {as_bits(o[0]), as_bits(o[1]), as_bits(o[2]), as_bits(o[3])};
-      }
-    sync_consumers();
-    if (own.team == 0)
+    for (int j = 0; j < 2 * OWN; j++) {
+      const Fragment& o = own.o[j];
+      *(Words4*)(scratch + 512 * j) = {as_bits(o[0]), as_bits(o[1]), as_bits(o[2]), as_bits(o[3])};
+    }
+  sync_consumers();
+  if (own.team == 0)
 #pragma unroll
-      for (int j = 0; j < 2 * OWN; j++) {
-        const Words4 more = *(const Words4*)(scratch + 512 * j);
-        Fragment& o = own.o[0][j];
-        o[0] += as_float(more.x), o[1] += as_float(more.y), o[2] += as_float(more.z), o[3] += as_float(more.w);
-      }
-    sync_consumers();
-  }
+    for (int j = 0; j < 2 * OWN; j++) {
+      const Words4 more = *(const Words4*)(scratch + 512 * j);
+      Fragment& o = own.o[j];
+      o[0] += as_float(more.x), o[1] += as_float(more.y), o[2] += as_float(more.z), o[3] += as_float(more.w);
+    }
+  sync_consumers();
 }
 
 // What this thread block has of a work tile.
 DEVICE void store_partial(const LatentArgs& args, const WorkRange& range, const WorkTile& work, Consumer& own) {
-  float highest[ROW_TILES][2], total[ROW_TILES][2];
+  float highest[2], total[2];
   combine_teams(own, highest, total);
   const i64 part = (i64)part_of(range) * ROWS;
   if (own.team == 0)
 #pragma unroll
-    for (int k = 0; k < 2 * ROW_TILES; k++) {
-      const int tile = k / 2, n = k % 2;
-      if (own.g + 8 * k >= work.count) continue;
-      const i64 to = part + own.g + 8 * k;
+    for (int n = 0; n < 2; n++) {
+      if (own.g + 8 * n >= work.count) continue;
+      const i64 to = part + own.g + 8 * n;
       if (own.warp == 0 && own.t == 0) {
-        args.states[2 * to] = highest[tile][n] == LOWEST ? MINUS_INFINITY : highest[tile][n];
-        args.states[2 * to + 1] = total[tile][n];
+        args.states[2 * to] = highest[n] == LOWEST ? MINUS_INFINITY : highest[n];
+        args.states[2 * to + 1] = total[n];
       }
 #pragma unroll
       for (int j = 0; j < 2 * OWN; j++) {
         const int d = 16 * (own.warp * OWN) + 8 * j + 2 * own.t;
-        const float low = own.o[tile][j][2 * n], high = own.o[tile][j][2 * n + 1];
+        const float low = own.o[j][2 * n], high = own.o[j][2 * n + 1];
         if (IN_BYTES) *(Words2*)(args.parts + to * LD + d) = {as_bits(low), as_bits(high)};
         else args.parts[to * LD + place_of(d)] = low, args.parts[to * LD + place_of(d + 1)] = high;
       }

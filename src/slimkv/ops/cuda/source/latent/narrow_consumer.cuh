@@ -3,14 +3,13 @@
 #include "latent/narrow_codes.cuh"
 
 constexpr int TOKEN_TILES = KV_BLOCK / 16, OCTETS = KV_BLOCK / 8;
-constexpr int GROUP = 2 / ROW_TILES;  // token tiles whose scores are summed at a time, in four fragments
 constexpr float SHIFT = BY_PAIRS ? 0.0f : OFFSET;  // what the operands have too much
-constexpr bool HELD = BY_PAIRS || ROW_TILES > 1;  // queries stay in registers, of which other formats leave too few
+constexpr bool HELD = BY_PAIRS;  // queries stay in registers, of which other formats leave too few
 // Done between a barrier and the answer whether a maximum is raised, by measurement: slices transposed, probabilities
 // read.
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 constexpr int TRANSPOSED_EARLY = L_LEVELS ? 0 : min_of(R_KIND == RAW ? 3 : 4, OWN);
-constexpr bool READ_EARLY = !L_LEVELS && R_KIND != RAW && ROW_TILES == 1;
+constexpr bool READ_EARLY = !L_LEVELS && R_KIND != RAW;
 constexpr float MOST_PROBABILITY = 256.0f;  // by the running maximum so far
 constexpr float LEAST_SCALE = 9.094947e-13f;  // 2^-40
 constexpr float LOWEST = -1e30f;  // the maximum before the first score: any score is far above it
@@ -35,7 +34,6 @@ struct Consumer {
   u8* const shared;  // of the block
   u8* const mine;    // of the team
   const int team, warp, lane, g, t;
-  const int row_tile, quarter;  // this warp makes probabilities of a row tile and a quarter of the tokens
   // Its 8 tokens: even lanes have those of their warp, odd ones those of the next, so that 16-byte units of
   // the lanes fill the banks.
   const int octet;
@@ -44,47 +42,40 @@ struct Consumer {
   int slot;
   u32 phase;
 
-  // Of a work tile: rows g and g + 8 of each row tile, or of the own one.
-  Words4 queries[ROW_TILES][OWN];  // of the own dimensions
+  // Of a work tile: rows g and g + 8.
+  Words4 queries[OWN];  // of the own dimensions
   float unit[2], rope_unit[2], start[2];
   int visible_end[2], clear_end, length;
-  float row_max[ROW_TILES][2], row_sum[2];
-  Fragment o[ROW_TILES][2 * OWN], probability_sum[ROW_TILES];
+  float row_max[2], row_sum[2];
+  Fragment o[2 * OWN], probability_sum;
 
   DEVICE_MEMBER Consumer(const LatentArgs& args_, u8* shared_, int team_, int warp_, int lane_)
       : args(args_), shared(shared_), mine(shared_ + TEAMS_AT + team_ * TEAM_BYTES), team(team_), warp(warp_),
-        lane(lane_), g(lane_ >> 2), t(lane_ & 3), row_tile(ROW_TILES == 1 ? 0 : warp_ / 4),
-        quarter(ROW_TILES == 1 ? warp_ : warp_ % 4), octet(quarter ^ (lane_ & 1)),
+        lane(lane_), g(lane_ >> 2), t(lane_ & 3), octet(warp_ ^ (lane_ & 1)),
         levels{shared_address(shared_ + LEVELS_AT) + 4 * lane_},
         rope_levels{shared_address(shared_ + ROPE_LEVELS_AT) + 4 * (lane_ % COPIES)}, slot(0), phase(0) {}
 
   DEVICE_MEMBER void sync() const { bar_sync(1 + team, 32 * WARPS); }
   DEVICE_MEMBER u64* full() const { return (u64*)(mine + BARRIERS_AT) + slot; }
   DEVICE_MEMBER u64* empty() const { return full() + STAGES; }
-  // What warp w has of the scores of 8 tokens and rows 8 n to 8 n + 7 of a row tile.
-  DEVICE_MEMBER Words2* scores(int tile, int eight, int w, int n) const {
-    return (Words2*)(mine + SCORES_AT) + (((tile * OCTETS + eight) * WARPS + w) * 2 + n) * 32 + lane;
+  // What warp w has of the scores of 8 tokens and rows 8 n to 8 n + 7.
+  DEVICE_MEMBER Words2* scores(int eight, int w, int n) const {
+    return (Words2*)(mine + SCORES_AT) + ((eight * WARPS + w) * 2 + n) * 32 + lane;
   }
-  DEVICE_MEMBER float* warp_max() const { return (float*)(mine + WARP_MAX_AT); }  // [warp of a row tile, row]
-  DEVICE_MEMBER float own_max(int n) const { return own_of(row_max[0][n], row_max[ROW_TILES - 1][n]); }
-  DEVICE_MEMBER float own_of(float first, float last) const { return ROW_TILES == 1 || row_tile ? last : first; }
-  DEVICE_MEMBER Words4 query_of(int tile, int i) const {
-    return *(const Words4*)(shared + QUERIES_AT + tile * QUERY_BYTES + (warp * OWN + i) * 512 + 16 * lane);
+  DEVICE_MEMBER float* warp_max() const { return (float*)(mine + WARP_MAX_AT); }  // [warp, row]
+  DEVICE_MEMBER Words4 query_of(int i) const {
+    return *(const Words4*)(shared + QUERIES_AT + (warp * OWN + i) * 512 + 16 * lane);
   }
-  DEVICE_MEMBER u8* probabilities(int tile, int token_tile) const {
-    return mine + PROBABILITIES_AT + (tile * TOKEN_TILES + token_tile) * 512 + 16 * lane;
-  }
-  DEVICE_MEMBER void read_probabilities(int token_tile, Words4 (&p)[ROW_TILES]) const {
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++) p[tile] = *(const Words4*)probabilities(tile, token_tile);
+  DEVICE_MEMBER u8* probabilities(int token_tile) const {
+    return mine + PROBABILITIES_AT + token_tile * 512 + 16 * lane;
   }
 
   // Begins a work tile whose queries are in shared memory.
   DEVICE_MEMBER void take_rows(const WorkTile& work) {
     if constexpr (HELD)
 #pragma unroll
-      for (int i = 0; i < ROW_TILES * OWN; i++) queries[i / OWN][i % OWN] = query_of(i / OWN, i % OWN);
-    const Row* const rows = (const Row*)(shared + ROWS_AT) + 16 * row_tile + g;
+      for (int i = 0; i < OWN; i++) queries[i] = query_of(i);
+    const Row* const rows = (const Row*)(shared + ROWS_AT) + g;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       unit[n] = rows[8 * n].unit;
@@ -95,60 +86,47 @@ struct Consumer {
     }
     clear_end = work.visible_end(args, 0), length = work.length;
 #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++)
+    for (int i = 0; i < 4; i++) {
+      row_max[i / 2] = LOWEST, probability_sum[i] = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        row_max[tile][i / 2] = LOWEST, probability_sum[tile][i] = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 2 * OWN; j++) o[tile][j][i] = 0.0f;
-      }
+      for (int j = 0; j < 2 * OWN; j++) o[j][i] = 0.0f;
+    }
   }
 
   // ---- scores -------------------------------------------------------------------------------------------------------
 
-  // Of the rope parts of the warp's 8 tokens and row tile.
+  // Of the rope parts of the warp's 8 tokens.
   DEVICE_MEMBER void score_rope(const u8* stage, Fragment& r) const {
-    const RopeOperand rope(stage + ROPE_CODES_AT + quarter / 2 * R_TILE, lane, octet % 2);
+    const RopeOperand rope(stage + ROPE_CODES_AT + warp / 2 * R_TILE, lane, octet % 2);
 #pragma unroll
     for (int i = 0; i < ROPE_SLICES; i++) {
-      const Words4 q = *(const Words4*)(shared + ROPE_QUERIES_AT + row_tile * ROPE_QUERY_BYTES + 512 * i + 16 * lane);
+      const Words4 q = *(const Words4*)(shared + ROPE_QUERIES_AT + 512 * i + 16 * lane);
       u32 b[2];
       rope.slice(i, args.table, rope_levels, b);
       if (BF16_ROPE) mma_bf16(r, q.x, q.y, q.z, q.w, b[0], b[1]);
       else mma_f16(r, q.x, q.y, q.z, q.w, b[0], b[1]);
     }
   }
-  // Of the own dimensions of GROUP token tiles from `first` on, to shared memory; `kept`: the levels.
-  DEVICE_MEMBER void score_latents(const OwnCodes (&codes)[TOKEN_TILES], int first, Levels& kept) const {
-    Fragment s[ROW_TILES][2 * GROUP];
+  // Of the own dimensions, to shared memory; `kept`: the levels.
+  DEVICE_MEMBER void score_latents(const OwnCodes (&codes)[TOKEN_TILES], Levels& kept) const {
+    Fragment s[OCTETS];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      Fragment& own = s[j / (2 * GROUP)][j % (2 * GROUP)];
-      own[0] = 0.0f, own[1] = 0.0f, own[2] = 0.0f, own[3] = 0.0f;
-    }
+    for (int j = 0; j < OCTETS; j++) s[j][0] = 0.0f, s[j][1] = 0.0f, s[j][2] = 0.0f, s[j][3] = 0.0f;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-      Words4 q[ROW_TILES];
+      const Words4 q = HELD ? queries[i] : query_of(i);
 #pragma unroll
-      for (int tile = 0; tile < ROW_TILES; tile++) q[tile] = HELD ? queries[tile][i] : query_of(tile, i);
-#pragma unroll
-      for (int half = 0; half < GROUP; half++) {
-        u32(&a)[4] = kept[first + half][i];
-        codes[first + half].matrices(i, args.table, levels, a);
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) {
-          mma_f16(s[tile][2 * half], q[tile].x, q[tile].y, q[tile].z, q[tile].w, a[0], a[2]);
-          mma_f16(s[tile][2 * half + 1], q[tile].x, q[tile].y, q[tile].z, q[tile].w, a[1], a[3]);
-        }
+      for (int half = 0; half < TOKEN_TILES; half++) {
+        u32(&a)[4] = kept[half][i];
+        codes[half].matrices(i, args.table, levels, a);
+        mma_f16(s[2 * half], q.x, q.y, q.z, q.w, a[0], a[2]);
+        mma_f16(s[2 * half + 1], q.x, q.y, q.z, q.w, a[1], a[3]);
       }
     }
 #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++)
+    for (int j = 0; j < OCTETS; j++)
 #pragma unroll
-      for (int j = 0; j < 2 * GROUP; j++)
-#pragma unroll
-        for (int n = 0; n < 2; n++)
-          *scores(tile, 2 * first + j, warp, n) = {as_bits(s[tile][j][2 * n]), as_bits(s[tile][j][2 * n + 1])};
+      for (int n = 0; n < 2; n++) *scores(j, warp, n) = {as_bits(s[j][2 * n]), as_bits(s[j][2 * n + 1])};
   }
   DEVICE_MEMBER int place() const { return 8 * octet + 2 * t; }  // of the lane's tokens
   DEVICE_MEMBER Fields read_fields(const u8* stage) const {
@@ -183,7 +161,7 @@ struct Consumer {
       float low[WARPS], high[WARPS];
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        const Words2 sums = *scores(row_tile, octet, w, n);
+        const Words2 sums = *scores(octet, w, n);
         low[w] = as_float(sums.x), high[w] = as_float(sums.y);
       }
 #pragma unroll
@@ -213,12 +191,12 @@ struct Consumer {
     bool fine = true;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      const float p = exp2_approx(x[2 * n] - own_max(n)), q = exp2_approx(x[2 * n + 1] - own_max(n));
+      const float p = exp2_approx(x[2 * n] - row_max[n]), q = exp2_approx(x[2 * n + 1] - row_max[n]);
       sum[n] = p + q;
       // What is not seen has probability zero, even if it is not a number.
       const float first = p > 0.0f ? p * pair.scale[0] : p, second = q > 0.0f ? q * pair.scale[1] : q;
       fine = fine && first <= MOST_PROBABILITY && second <= MOST_PROBABILITY;
-      *(u32*)(probabilities(row_tile, quarter / 2) + octet % 2 * 8 + 4 * n) = pack_f16x2(first, second);
+      *(u32*)(probabilities(warp / 2) + octet % 2 * 8 + 4 * n) = pack_f16x2(first, second);
     }
     return fine;
   }
@@ -231,30 +209,28 @@ struct Consumer {
           x[2 * n + 1] + log2_approx(max_f32(pair.scale[1], LEAST_SCALE)));
       top = max_f32(top, shfl_xor(top, 1));
       top = max_f32(top, shfl_xor(top, 2));
-      if (t == 0) warp_max()[quarter * ROWS + 16 * row_tile + g + 8 * n] = top;
+      if (t == 0) warp_max()[warp * ROWS + g + 8 * n] = top;
     }
     sync();
-    float by[ROW_TILES][2];
+    float by[2];
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; i++) {
-      const float* all = warp_max() + g + 8 * i;
+    for (int n = 0; n < 2; n++) {
+      const float* all = warp_max() + g + 8 * n;
       const float wanted = max_f32(max_f32(all[0], all[ROWS]), max_f32(all[2 * ROWS], all[3 * ROWS]));
-      float& highest = row_max[i / 2][i % 2];
+      float& highest = row_max[n];
       const bool raise = wanted > highest + RESCALE_THRESHOLD;
-      by[i / 2][i % 2] = raise ? exp2_approx(highest - wanted) : 1.0f;
+      by[n] = raise ? exp2_approx(highest - wanted) : 1.0f;
       highest = raise ? wanted : highest;
     }
     exponentiate(x, pair, sum);
 #pragma unroll
-    for (int n = 0; n < 2; n++) row_sum[n] *= own_of(by[0][n], by[ROW_TILES - 1][n]);
+    for (int n = 0; n < 2; n++) row_sum[n] *= by[n];
 #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++)
+    for (int i = 0; i < 4; i++) {
+      probability_sum[i] *= by[i / 2];
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        probability_sum[tile][i] *= by[tile][i / 2];
-#pragma unroll
-        for (int j = 0; j < 2 * OWN; j++) o[tile][j][i] *= by[tile][i / 2];
-      }
+      for (int j = 0; j < 2 * OWN; j++) o[j][i] *= by[i / 2];
+    }
     sync();
   }
 
@@ -269,8 +245,7 @@ struct Consumer {
     Fragment r = {0.0f, 0.0f, 0.0f, 0.0f};
     score_rope(stage, r);  // first: these products wait for one another
     Levels kept;
-#pragma unroll
-    for (int i = 0; i < TOKEN_TILES; i += GROUP) score_latents(codes, i, kept);
+    score_latents(codes, kept);
     const Fields fields = read_fields(stage);
     sync();  // the stage has been read and all scores are there
     release();
@@ -282,38 +257,32 @@ struct Consumer {
     if (raises) *last_raised = kv_block;
     sync();
     const int raised_at = *last_raised;
-    Words4 p[ROW_TILES];
-    if (READ_EARLY) read_probabilities(0, p);
+    Words4 p;
+    if (READ_EARLY) p = *(const Words4*)probabilities(0);
 #pragma unroll
     for (int i = 0; i < TRANSPOSED_EARLY; i++) transpose(kept[0][i]);
     if (shfl(raised_at, 0) == kv_block) {
       raise_max(x, fields, kv_block, sum);
-      if (READ_EARLY) read_probabilities(0, p);
+      if (READ_EARLY) p = *(const Words4*)probabilities(0);
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) row_sum[n] += sum[n];
     add_values(kept, p);
   }
   // The own dimensions of all tokens, times probabilities; p: those of the first 16, if READ_EARLY.
-  DEVICE_MEMBER void add_values(const Levels& kept, Words4 (&p)[ROW_TILES]) {
+  DEVICE_MEMBER void add_values(const Levels& kept, Words4 p) {
 #pragma unroll
     for (int half = 0; half < TOKEN_TILES; half++) {
-      if (half || !READ_EARLY) read_probabilities(half, p);
-      if (SHIFT != 0.0f)
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++)
-          mma_f16(probability_sum[tile], p[tile].x, p[tile].y, p[tile].z, p[tile].w, 0x3C003C00u, 0x3C003C00u);
+      if (half || !READ_EARLY) p = *(const Words4*)probabilities(half);
+      if (SHIFT != 0.0f) mma_f16(probability_sum, p.x, p.y, p.z, p.w, 0x3C003C00u, 0x3C003C00u);
 #pragma unroll
       for (int i = 0; i < OWN; i++) {
         u32 b[4];
 #pragma unroll
         for (int m = 0; m < 4; m++)
           b[m] = half || i < TRANSPOSED_EARLY ? kept[half][i][m] : movmatrix_trans(kept[half][i][m]);
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) {
-          mma_f16(o[tile][2 * i], p[tile].x, p[tile].y, p[tile].z, p[tile].w, b[0], b[1]);
-          mma_f16(o[tile][2 * i + 1], p[tile].x, p[tile].y, p[tile].z, p[tile].w, b[2], b[3]);
-        }
+        mma_f16(o[2 * i], p.x, p.y, p.z, p.w, b[0], b[1]);
+        mma_f16(o[2 * i + 1], p.x, p.y, p.z, p.w, b[2], b[3]);
       }
     }
   }

@@ -94,7 +94,6 @@ struct Query {
 // registers of one row: unrolled code would run once and wait for its instructions.
 template <int STRIDE, int COUNT, class F>
 DEVICE void each_query(const LatentArgs& args, const WorkTile& tile, int first, int lane, const F& stage) {
-  static_assert(ROWS % (COUNT * STRIDE) == 0, "rows");
 #pragma unroll 1
   for (int n = first; n < ROWS;) {
     RawQuery raw[COUNT];
@@ -102,7 +101,7 @@ DEVICE void each_query(const LatentArgs& args, const WorkTile& tile, int first, 
     for (int i = 0; i < COUNT; i++) raw[i].load(args, tile, n + i * STRIDE, lane);
 #pragma unroll 1
     for (int i = 0; i < COUNT; i++, n += STRIDE) {
-      stage(Query(args, tile, raw[0], n, lane), n);
+      if (ROWS % (COUNT * STRIDE) == 0 || n < ROWS) stage(Query(args, tile, raw[0], n, lane), n);
 #pragma unroll
       for (int j = 1; j < COUNT; j++) raw[j - 1] = raw[j];
     }

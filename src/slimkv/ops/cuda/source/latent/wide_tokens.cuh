@@ -2,6 +2,8 @@
 // memory.
 #pragma once
 #include "common/hopper.cuh"
+#include "common/numbers.cuh"
+#include "latent/args.cuh"
 #include "latent/codes.cuh"
 
 // Levels of the rope part as halves side by side, one copy.
@@ -13,26 +15,35 @@ template <int THREADS> DEVICE void fill_rope_levels(const float* levels, u8* to)
   for (int i = thread_index(); i < R_LEVELS; i += THREADS) ((u16*)to)[i] = (u16)f32_to_f16(levels[i]);
 }
 
-// Of a KV block's tokens: the scale of the latent, its reciprocal and its base-2 logarithm, and the scale of the rope
-// part in units of the latent's. A scale of zero counts as a very small one; a marked token has the scale NaN.
-struct __attribute__((aligned(16))) TokenScales {
-  float scale[KV_BLOCK], inverse[KV_BLOCK], log[KV_BLOCK], rope[R_KIND == RAW ? 4 : KV_BLOCK];
+// Of a token: the scale of the latent, its reciprocal and its base-2 logarithm, and the scale of the rope part in units
+// of the latent's. A scale of zero counts as a very small one; a marked token has the scale NaN.
+struct TokenScale {
+  float scale, inverse, log, rope;
 
-  DEVICE_MEMBER void put(int token, u32 field, u32 rope_field) {
+  DEVICE_MEMBER TokenScale(u32 field, u32 rope_field) {
     const bool marked = field == INVALID_FIELD || rope_field == INVALID_FIELD;
     const float own = marked ? 1.0f : scale_of(field);
     const float rope_scale = marked || R_KIND == RAW ? 1.0f : scale_of(rope_field);
     const float least = max_f32(max_f32(own, rope_scale * 8.6736174e-19f), 8.6736174e-19f);  // 2^-60
-    const float over = rcp_approx(least);
-    scale[token] = marked ? NOT_A_NUMBER : least, inverse[token] = over, log[token] = log2_approx(least);
-    if (R_KIND != RAW) rope[token] = rope_scale * over;
+    inverse = rcp_approx(least), log = log2_approx(least);
+    scale = marked ? NOT_A_NUMBER : least, rope = rope_scale * inverse;
+  }
+};
+// Those of a KV block.
+struct __attribute__((aligned(16))) TokenScales {
+  float scale[KV_BLOCK], inverse[KV_BLOCK], log[KV_BLOCK], rope[R_KIND == RAW ? 4 : KV_BLOCK];
+
+  DEVICE_MEMBER void put(int token, u32 field, u32 rope_field) {
+    const TokenScale own(field, rope_field);
+    scale[token] = own.scale, inverse[token] = own.inverse, log[token] = own.log;
+    if (R_KIND != RAW) rope[token] = own.rope;
   }
 };
 
 // A slice of 16 tokens as latent_matrices makes it, in units of LEVEL_UNIT and without OFFSET. Bytes as halves are
 // denormal: such a number of 2^-24, less 63.5 of them, times 2^15.
 constexpr float LEVEL_UNIT = IN_BYTES ? 512.0f * L_UNIT : L_UNIT;
-DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4]) {
+DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4], const LevelTable& levels = {0}) {
   if constexpr (IN_BYTES) {
     u32 first, second;
     code_bytes<LLOYD, L_BITS>(low, high, table, first, second);
@@ -40,7 +51,7 @@ DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4]) {
     a[0] = fma_f16x2(prmt(first, 0, 0x4140), by, less), a[2] = fma_f16x2(prmt(first, 0, 0x4342), by, less);
     a[1] = fma_f16x2(prmt(second, 0, 0x4140), by, less), a[3] = fma_f16x2(prmt(second, 0, 0x4342), by, less);
   } else {
-    latent_matrices(low, high, table, LevelTable{0}, a);  // wide.cu takes no latents that are looked up
+    latent_matrices(low, high, table, levels, a);
   }
 }
 

@@ -1,0 +1,131 @@
+// Attention of 17 and more query rows (queries x heads) on packed latents, for sm_90a: scores from latents and rope
+// parts, values from the same latents.
+//
+// Query rows are the columns of products, so that a work tile has any multiple of 8 of them. A thread block has KV
+// blocks of 64 tokens. Two warpgroups score every other one: they unpack codes to levels, which halves hold exactly, in
+// registers, as an operand (tokens x dimensions) of products with the queries, and store them for values on the way.
+// Scores and probabilities are multiplied by the tokens' scales. Two warpgroups multiply values, each for half the
+// dimensions: levels, which `wgmma` reads transposed (dimensions x tokens), and probabilities.
+#include "common/hopper.cuh"
+
+constexpr int THREADS = 512, TILE_COST = 4;
+#include "latent/merge.cuh"
+#include "latent/queries.cuh"
+#include "latent/columns_scores.cuh"
+#include "latent/columns_values.cuh"
+
+// With fewer for those that multiply values, the compiler makes every product wait for the one before it.
+constexpr int HELD = (OWN_CHUNKS * ROWS / 2 + 32 + 7) / 8 * 8, VALUE_REGISTERS = HELD > 96 ? HELD : 96,
+              SCORE_REGISTERS = 256 - VALUE_REGISTERS;
+
+// Row n of a work tile, by one warp: 64 dimensions side by side at `to`, those of the rope part behind the latent's.
+// Rows beyond the last are zeros and see nothing.
+DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Query& query, int n, u8* to,
+    Columns& columns) {
+  const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
+  const float latent = query.latent_unit() * (LEVEL_UNIT / L_UNIT), ratio = query.rope_unit() / latent;
+  auto place = [&](int at) { return at / 64 * QUERY_CHUNK + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
+  query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); },
+      [&](int at, u32 bits) { *(u32*)(to + place(at)) = bits ^ sign * 0x10001u; });
+  query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); }, ratio);
+  if (query.lane == 0) {
+    columns.unit(n) = latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), columns.rope[n] = ratio;
+    columns.visible_end[n] = query.real ? tile.visible_end(args, n) : 0;
+    columns.row_max(n) = columns.seen[0][n] = columns.seen[1][n] = LOWEST;
+    if (n == 0) columns.generation = 0;
+  }
+}
+
+// All queries, by all warps.
+DEVICE void stage_queries(const LatentArgs& args, const WorkTile& tile, const Place& place, int warp) {
+  each_query<THREADS / 32, (ROWS + 15) / 16>(args, tile, warp, place.lane, [&](const Query& query, int n) {
+    stage_query(args, tile, query, n, place.shared + QUERIES_AT, place.columns());
+  });
+  fence_proxy_async();
+  bar_sync(ALL, THREADS);
+}
+
+// The work tile and KV blocks of the range that is in shared memory; none behind the last.
+struct Part {
+  WorkRange range;
+  WorkTile tile;
+  int count;
+
+  DEVICE_MEMBER Part(const LatentArgs& args, const WorkRange& range_)
+      : range(range_), tile(args, max_i32(range_.b, 0), range_.tile),
+        count(max_i32(shfl(min_i32(range_.last, tile.kv_blocks(args)) - range_.first, 0), 0)) {}
+  DEVICE_MEMBER i64 row() const { return (i64)part_of(range) * ROWS; }
+};
+
+DEVICE void score_ranges(const LatentArgs& args, const Place& place) {
+  Scorer own;
+  (Place&)own = place;
+  own.table = args.table, own.levels = {shared_address(place.shared + LEVELS_AT) + 4 * place.lane};
+  own.rope_levels = {shared_address(place.shared + ROPE_LEVELS_AT)};
+  WorkRanges& ranges = place.ranges();
+  if (thread_index() < 32) {
+    const WorkRanges first(args, place.lane);
+    if (place.lane == 0) ranges = first;
+  }
+  int before = 0;  // KV blocks of earlier ranges
+  while (true) {
+    bar_sync(ALL, THREADS);
+    const WorkRange range = broadcast(ranges.range);
+    if (range.b < 0) return;
+    const Part part(args, range);
+    stage_queries(args, part.tile, place, 4 * place.group + place.warp);
+    own.begin(part.tile.visible_end(args, 0));
+    own.attend_range(args, part.tile, range.first, part.count, before);
+    before += part.count;
+    const Part again(args, broadcast(ranges.range));  // registers are few
+    own.store_states(args.states + 2 * again.row(), again.tile.count);
+    bar_sync(ALL, THREADS);
+    if (thread_index() == 0) ranges.advance(args);
+  }
+}
+
+DEVICE void multiply_ranges(const LatentArgs& args, const Place& place) {
+  const Multiplier own = {place};
+  int before = 0;
+  while (true) {
+    bar_sync(ALL, THREADS);
+    const WorkRange range = broadcast(place.ranges().range);
+    if (range.b < 0) return;
+    const Part begun(args, range);
+    stage_queries(args, begun.tile, place, 8 + 4 * place.group + place.warp);
+    const int count = begun.count;
+    Output o;
+#pragma unroll
+    for (int i = 0; i < OWN_CHUNKS * ROWS / 2; i++) o[i / (ROWS / 2)][i % (ROWS / 2)] = 0.0f;
+    own.attend_range(o, count, before);
+    before += count;
+    const Part part(args, broadcast(place.ranges().range));  // again: registers are few
+    own.store(args.parts + part.row() * LD, o, part.tile.count);
+    bar_sync(ALL, THREADS);
+  }
+}
+
+KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
+  SHARED_OPERANDS(shared);
+  const int warp = shfl(thread_index() / 32, 0);
+  const Place place = {shared, warp / 4 % 2, warp % 4, thread_index() & 31};
+  fill_rope_levels<THREADS>(args.rope_levels, shared + ROPE_LEVELS_AT);
+  for (int i = thread_index(); i < 32 * L_LEVELS; i += THREADS)  // a copy for each lane
+    ((u32*)(shared + LEVELS_AT))[i] = f32_to_f16(args.latent_levels[i / 32]);
+  if (thread_index() == 0) {
+    for (int i = 0; i < STAGES * (1 + OWN_CHUNKS); i++) mbarrier_init(place.full(0) + i, i < STAGES ? 4 : 8);
+    fence_mbarrier_init();
+  }
+  pdl_wait();
+  sync_threads();
+  if (warp >= 8) {
+    if (VALUE_REGISTERS > 128) setmaxnreg_inc<VALUE_REGISTERS>();
+    else setmaxnreg_dec<VALUE_REGISTERS>();
+    multiply_ranges(args, place);
+  } else {
+    if (SCORE_REGISTERS > 128) setmaxnreg_inc<SCORE_REGISTERS>();
+    else setmaxnreg_dec<SCORE_REGISTERS>();
+    score_ranges(args, place);
+  }
+}
+HOST_TESTABLE(attend, LatentArgs)

@@ -1,0 +1,52 @@
+// 16 tokens of a warp of columns.cu that scores: their codes in registers, and their scales.
+#pragma once
+#include "latent/wide_tokens.cuh"
+
+constexpr bool FEW = ROWS <= 32;  // so that registers are plenty
+constexpr int PARTS = !FEW && LD % 256 == 0 ? LD / 128 : 1, OF_PART = LATENT_SLICES / PARTS;  // of codes
+
+// A warp's 16 tokens as pages have them, of latents one part or two at a time. Loads have no conditions, which would
+// make them wait: what is beyond a sequence comes from any page, and no row sees it.
+struct PackedTokens {
+  Codes<L_BITS, LATENT_SLICES, false, PARTS> latent[PARTS > 1 ? 2 : 1];
+  RopeCodes rope;
+  u32 fields[2], rope_fields[2];  // scales of tokens g and g + 8
+  const u8* codes;
+
+  DEVICE_MEMBER void load(const u8* page, int place, int lane) {
+    codes = page + place / 16 * L_TILE;
+    rope.load(page + R_CODES + place / 16 * R_TILE, lane);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
+      const int token = place + (lane >> 2) + 8 * i;
+      fields[i] = field_bits(page + L_FIELDS, token);
+      rope_fields[i] = R_KIND == RAW ? 0 : field_bits(page + R_FIELDS, token);
+    }
+    load_part<0>(lane);
+  }
+  template <int P> DEVICE_MEMBER void load_part(int lane) {
+    if constexpr (P < PARTS) latent[P % 2].load(codes, lane, P);
+  }
+  DEVICE_MEMBER static void prefetch(const u8* page, int place, int lane) {
+    if (128 * lane < L_TILE) prefetch_l2(page + place / 16 * L_TILE + 128 * lane);
+    if (128 * lane < R_TILE) prefetch_l2(page + R_CODES + place / 16 * R_TILE + 128 * lane);
+  }
+  DEVICE_MEMBER void matrices(int k, Table table, const LevelTable& levels, u32 (&a)[4]) const {
+    const auto& own = latent[k / OF_PART % 2];
+    level_matrices(own.low(k % OF_PART), L_BITS > 4 ? own.high(k % OF_PART) : 0, table, a, levels);
+  }
+};
+
+// Of the lane's tokens g and g + 8: the scale of the latent, its reciprocal and base-2 logarithm, and the scale of the
+// rope part in units of the latent's.
+struct LaneScales {
+  float scale[2], inverse[2], log[2], rope[2];
+
+  DEVICE_MEMBER LaneScales(const PackedTokens& tokens) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const TokenScale own(tokens.fields[r], tokens.rope_fields[r]);
+      scale[r] = own.scale, inverse[r] = own.inverse, log[r] = own.log, rope[r] = own.rope;
+    }
+  }
+};

@@ -1,0 +1,66 @@
+// A warpgroup of columns.cu that multiplies values: every other 64 dimensions of the output.
+#pragma once
+#include "latent/columns_shape.cuh"
+#include "latent/wide_tokens.cuh"
+
+struct Multiplier : Place {
+  // Dimensions as rows, tokens 16 k and those behind it as columns.
+  DEVICE_MEMBER void start(Output& o, int number) const {
+    const u64 values = smem_descriptor(stage(number % STAGES) + group * CHUNK, CHUNK);
+    const u64 weights = smem_descriptor(probabilities(number % STAGES), 16);
+#pragma unroll
+    for (int c = 0; c < OWN_CHUNKS; c++) wgmma_fence_operand(o[c]);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < OWN_CHUNKS; c++) {
+#pragma unroll
+      for (int k = 0; k < KV_BLOCK / 16; k++)
+        if (CHUNKS % 2 == 0 || 2 * c + group < CHUNKS)
+          WgmmaNarrow<ROWS, false>::transposed_a(o[c], descriptor_behind(values, 2 * c * CHUNK + k * 2048),
+              descriptor_behind(weights, k * 32));
+      wgmma_commit();
+    }
+  }
+  // Gives back chunks from C on as their products end.
+  template <int C = 0> DEVICE_MEMBER void release(Output& o, int stage) const {
+    if constexpr (C < OWN_CHUNKS) {
+      wgmma_wait<OWN_CHUNKS - 1 - C>();
+      if (lane == 0) mbarrier_arrive(empty(stage, C));
+      release<C + 1>(o, stage);
+    } else {
+#pragma unroll
+      for (int c = 0; c < OWN_CHUNKS; c++) wgmma_fence_operand(o[c]);
+    }
+  }
+  DEVICE_MEMBER void rescale(Output& o, const float (&by)[ROWS]) const {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) {
+      const float own = by[i / 4 * 8 + 2 * (lane & 3) + i % 2];
+#pragma unroll
+      for (int c = 0; c < OWN_CHUNKS; c++) o[c][i] *= own;
+    }
+  }
+  DEVICE_MEMBER void attend_range(Output& o, int count, int before) const {
+    for (int number = before; number < before + count; number++) {
+      const int stage = number % STAGES;
+      mbarrier_wait(full(stage), (u32)(number / STAGES & 1));
+      fence_proxy_async();  // between stores of those that score, which the barrier has ordered before it, and products
+      if (shfl(columns().raised[stage], 0)) rescale(o, columns().by[stage]);
+      start(o, number);
+      release(o, stage);
+    }
+  }
+  // To rows of LD, in whole sectors of 8 dimensions.
+  DEVICE_MEMBER void store(float* to, const Output& o, int count) const {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) {
+      const int n = i / 4 * 8 + 2 * (lane & 3) + i % 2;
+      if (n >= count) continue;
+#pragma unroll
+      for (int c = 0; c < OWN_CHUNKS; c++)
+        if (CHUNKS % 2 == 0 || 2 * c + group < CHUNKS)
+          to[(i64)n * LD + place_of(64 * (2 * c + group) + 16 * warp + lane / 4 + 8 * (i / 2 % 2))] =
+              o[c][i] * LEVEL_UNIT;
+    }
+  }
+};
