@@ -17,7 +17,8 @@ struct StepCodes {
   const i32* table;
   i64 page_stride;
   int begin_tile, last_page, warp, lane;
-  i32 id;  // of tile `lane` of the next step to be loaded, its page
+  i64 place;  // of tile `lane` of the next step to be loaded, its page behind `pages`
+  int tile;  // and its number there
   u8* fields;  // of the warp's tile, of two steps
   KeyCodes keys;
   PartCodes values[NT];
@@ -29,24 +30,42 @@ struct StepCodes {
     begin_tile = range.s.begin / 16, last_page = (range.s.length - 1) / BLOCK_SIZE;
   }
   DEVICE_MEMBER void look_up(int step) {
-    id = ldg_i32(table + min_i32((begin_tile + NT * step + lane % NT) / PAGE_TILES, last_page));
+    const int number = begin_tile + NT * step + lane % NT;
+    place = ldg_i32(table + min_i32(number / PAGE_TILES, last_page)) * page_stride;
+    tile = number % PAGE_TILES;
   }
-  DEVICE_MEMBER const u8* page(int x) const { return pages + shfl(id, x) * page_stride; }
-  DEVICE_MEMBER int inside(int step, int x) const { return (begin_tile + NT * step + x) % PAGE_TILES; }
   DEVICE_MEMBER const u8* fields_of_step(u32 number) const { return fields + (number & 1) * STEP_FIELDS - FIELDS_AT; }
 
-  DEVICE_MEMBER void load_keys(int step, u32 number) {
-    const u8* from = page(warp);
-    const int tile = inside(step, warp), f = lane / 2;
-    keys.load(from + tile * K_TILE, lane);
-    if (f < FIELDS)
+  // Of step `number` of the range, if it is there.
+  DEVICE_MEMBER void load_keys(u32 number, bool real) {
+    const u8* from = pages + shfl(place, warp);
+    const int own = shfl(tile, warp), f = lane / 2;
+    if (real) keys.load(from + own * K_TILE, lane);
+    if (real && f < FIELDS)
       cp_async_16(fields + (number & 1) * STEP_FIELDS + f * FIELD_STRIDE + 16 * (lane % 2),
-          from + field_offset(f) + 32 * tile + 16 * (lane % 2));
+          from + field_offset(f) + 32 * own + 16 * (lane % 2));
     cp_async_commit();
   }
-  DEVICE_MEMBER void load_values(int step, int x) {
-    const u8* from = page(x) + V_CODES + inside(step, x) * V_TILE;
-    PartCodes::load_parts<1>(values + x, [&](int) { return from; }, lane, warp);
+  DEVICE_MEMBER void load_values(i64 behind, int x, bool real) {
+    const u8* from = pages + shfl(behind, x);
+    if (real) PartCodes::load_parts<1>(values + x, [&](int) { return from; }, lane, warp);
+  }
+  DEVICE_MEMBER i64 own_values() const { return place + (V_CODES + tile * V_TILE); }  // behind `pages`
+  // A step, as far as the L2 cache: each warp its tile.
+  DEVICE_MEMBER void prefetch(int step) {
+    look_up(step);
+    const u8* from = pages + shfl(place, warp);
+    const int own = shfl(tile, warp);
+    for (int at = 128 * lane; at < K_TILE; at += 4096) prefetch_l2(from + own * K_TILE + at);
+    for (int at = 128 * lane; at < V_TILE; at += 4096) prefetch_l2(from + V_CODES + own * V_TILE + at);
+  }
+  // The first step of a range.
+  DEVICE_MEMBER void load(const DecodeRange& range) {
+    load_keys(0, true);
+    const i64 behind = own_values();
+#pragma unroll
+    for (int x = 0; x < NT; x++) load_values(behind, x, true);
+    look_up(min_i32(range.first + 1, range.last - 1));
   }
 };
 
@@ -115,7 +134,7 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
     multiply_keys(codes.keys, shared, tables, lane, s);
     cp_async_wait<0>();
     sync_warp();
-    if (more) codes.load_keys(step + 1, taken + 1);
+    codes.load_keys(taken + 1, more);
     const u8* fields = codes.fields_of_step(taken);
     const int step_token = range.s.begin + step * STEP;
     TokenFields tokens;
@@ -150,12 +169,13 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
 #pragma unroll
     for (int c = 0; c < C; c++) acc.row_sum[c] += sums.sum[c], acc.shift[c] += sums.shift[c];
 
+    const i64 behind = codes.own_values();
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 a[OUT_SLICES][4];
 #pragma unroll
       for (int i = 0; i < OUT_SLICES; i++) value_halves(codes.values[x], i, tables, a[i]);
-      if (more) codes.load_values(step + 1, x);
+      codes.load_values(behind, x, more);
 #pragma unroll
       for (int n = 0; n < NG; n++) {
         const Words2 p = *(const Words2*)(operands + 256 * (NG * x + n) + 8 * lane);
@@ -181,20 +201,14 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   float query[QUERIES][QN];
   StepCodes codes;
   codes.warp = warp, codes.lane = lane, codes.fields = shared + RINGS_AT + 32 * warp;
-  auto begin_loading = [&](const DecodeRange& p) {
-#pragma unroll
-    for (int i = 0; i < QUERIES; i++) load_query(args, p, warp + i * WARPS, query[i], lane);
-    codes.open(args, p);
-    codes.look_up(p.first);
-    codes.load_keys(p.first, 0);
-#pragma unroll
-    for (int x = 0; x < NT; x++) codes.load_values(p.first, x);
-    codes.look_up(min_i32(p.first + 1, p.last - 1));
-  };
-  begin_loading(range);
   const LevelTables tables = load_tables(args, shared, lane);
   while (true) {
+    codes.open(args, range);
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++) load_query(args, range, warp + i * WARPS, query[i], lane);
+    codes.prefetch(range.first);  // while queries are prepared, registers are theirs
     prepare_queries(args, range, query, shared, warp, lane);
+    codes.load(range);
     sync_threads();
     RunningSoftmax acc;
     PairOutput output;
@@ -207,16 +221,11 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     sync_threads();
     leave_results(output, own, shared, lane, false);
     left -= range.last - range.first + TILE_COST;  // with what the next work tile takes
-    DecodeRange next = range;
-    if (left > 0) {
-      next = DecodeRange(args, next_range(args, range, left));
-      begin_loading(next);
-    }
     sync_threads();
     write_rows(args, range, shared, warp, lane);
     if (left <= 0) return;
+    range = DecodeRange(args, next_range(args, range, left));
     sync_threads();  // before results and states are written again
-    range = next;
   }
 }
 HOST_TESTABLE(attend, DecodeArgs)
