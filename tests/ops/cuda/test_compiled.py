@@ -65,14 +65,6 @@ def _prefill(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
     found = [config for kind in kinds for config in prefill_config.configs(spec, *kind)]
     if not device.warpgroups:
         found = [prefill_config.warp_config(spec, device)]
-        few = prefill_config.FEW_ROWS
-        if (
-            spec.key_dim in prefill_config.FEW_HEAD_DIMS
-            and prefill_defines.shared_bytes(spec, few) <= device.shared_of_block
-        ):
-            defines = prefill_defines.attend_defines(layout, few, BF16, BF16, True, True)
-            found.append(few)
-            yield Kernel(f"merge-{name}", prefill_config.MERGE, defines, few.threads, 0, kernel="merge", most_local=0)
     for config in found:
         defines = prefill_defines.attend_defines(layout, config, BF16, BF16, True, True)
         local = 80 if config.single_warps else MOST_LOCAL

@@ -33,7 +33,7 @@ SPLIT_TOKENS = 8192  # of a deterministic split: few results to merge, and 16 sp
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What a kernel is compiled for beside the pages. ``pairs``: verify.cu; ``team``: verify_warps.cu; else decode.cu."""
+    """What a kernel is compiled for beside the pages. ``pairs``: verify.cu, ``team``: verify_warps.cu."""
 
     rows: int  # query rows of a block: query heads of a KV head times queries
     block_tokens: int
@@ -172,7 +172,8 @@ def reachable(
 def takes_whole_tiles(device: Device, layout: PageLayout, config: DecodeConfig, tiles: int, tokens: int) -> bool:
     """Whether each of ``tiles`` work tiles of up to ``tokens`` tokens has a block of its own, in a single launch."""
     rounds = _WHOLE_ROUNDS if 2 * tiles > device.multiprocessors else _WHOLE_ROUNDS_OF_FEW
-    return config.source == DECODE and writes_whole_items(layout) and tokens <= rounds * config.block_tokens * config.warps
+    most = rounds * config.block_tokens * config.warps
+    return config.source == DECODE and writes_whole_items(layout) and tokens <= most
 
 
 def shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:

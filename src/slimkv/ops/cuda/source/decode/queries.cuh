@@ -87,7 +87,7 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
       const int in_slice = d % 16, place = K_IN_PAIRS ? in_slice : 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
       u16* to = (u16*)(operands +
           (WARPGROUPS ? operand_place(row, d / 16 * 16 + place)
-                  : operand_offset(row, d / 16 * 8 + place / 2) + 2 * (place % 2)));
+                      : operand_offset(row, d / 16 * 8 + place / 2) + 2 * (place % 2)));
       to[0] = (u16)high;
       sum += f16_to_f32(high);
       if (!WIDE) to[NEXT_ROW / 2] = (u16)f32_to_f16(x - f16_to_f32(high));

@@ -21,7 +21,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   WorkPartition partition;
   DecodeRange range(args, first_range(args, block_index(), args.blocks, lane, partition, left));
   if (left <= 0) return;
-  const PairWarp own = {worker / TEAM, worker % TEAM};
+  const TeamWarp own = {worker / TEAM, worker % TEAM};
   const PairMemory memory(shared, own.pair, lane, false);
   PairLoader loader;
   if (loads) loader.init(shared, memory, own.pair, lane);
@@ -41,7 +41,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     sync_threads();
     if (has_values) {
       setmaxnreg_dec<256 - KEY_REGISTERS>();
-      PairOutput acc;
+      TeamOutput acc;
       acc.clear();
       attend_values(range, PairMemory(shared, own.pair, lane, true), own, tables, lane, loader, taken, acc);
       sync_threads();

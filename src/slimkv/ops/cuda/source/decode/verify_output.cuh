@@ -6,9 +6,9 @@
 typedef Codes<V_BITS, VS, true, TEAM> PartCodes;  // those of a warp
 
 // A warp's slices of the output: out[i][n][2 r + j] is dimension 16 i + g + 8 r, from OUT_SLICES times the warp's place on, of column 8 n + 2 t + j.
-struct PairOutput {
+struct TeamOutput {
   float out[OUT_SLICES][NG][4];
-  // Of all groups: what a product of the warpgroup adds to.
+  // Of all groups: what a product of a warpgroup adds to.
   DEVICE_MEMBER float (&products(int i))[4 * NG] { return *(float (*)[4 * NG]) & out[i]; }
   DEVICE_MEMBER void clear() {
 #pragma unroll
@@ -21,7 +21,7 @@ struct PairOutput {
 };
 
 // The warp's part of the output, of all columns at once, when all states are there.
-DEVICE void leave_results(const PairOutput& acc, const PairWarp& warp, u8* shared, int lane, bool adds) {
+DEVICE void leave_results(const TeamOutput& acc, const TeamWarp& warp, u8* shared, int lane, bool adds) {
   const int g = lane >> 2, t = lane & 3, worker = warp.pair * TEAM + warp.member, place = worker % (TEAM * RESULT_SUMS);
   const float* states = (const float*)(shared + STATE_AT);
 #pragma unroll

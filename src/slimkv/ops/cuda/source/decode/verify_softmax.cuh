@@ -44,7 +44,7 @@ template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepSco
 }
 
 // Returns where a lane's part goes. AGAIN: the reference has moved; a column that has seen nothing yet has none.
-template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const PairWarp& warp, int lane,
+template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const TeamWarp& warp, int lane,
     const RunningSoftmax& acc, Weighing& w) {
   static_assert(NG > 1 || SCORED_TILES % 2 == 0, "two groups or two tiles at a time");
   w.largest = 0;
@@ -60,7 +60,7 @@ template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const PairWarp& 
 // Returns whether the reference must move.
 template <bool AGAIN>
 DEVICE bool publish_to_warpgroup(const StepScores& s, const u8* slot, const TokenFields& tokens, u8* operands,
-    const PairWarp& warp, int lane, const RunningSoftmax& acc, Weighing& w) {
+    const TeamWarp& warp, int lane, const RunningSoftmax& acc, Weighing& w) {
   const u32 place = begin_publishing<AGAIN>(operands, warp, lane, acc, w);
   publish_pieces<0, AGAIN>(place, s, slot, tokens, nullptr, lane >> 2, w);
   return is_behind(w.largest);

@@ -2,10 +2,9 @@
 #pragma once
 #include "decode/softmax.cuh"
 
-// The place of a warp in its pair of warpgroups: the number of the pair, and that of the warp among the four of its warpgroup.
-struct PairWarp {
+// The place of a warp: the number of its pair of warpgroups, if there are any, and its own among those that share a step.
+struct TeamWarp {
   int pair, member;
-  // Those of the warpgroup.
   DEVICE_MEMBER void sync() const { sync_team(1 + pair, 32 * TEAM); }
   DEVICE_MEMBER bool any(bool p) const { return team_any(p, 1 + pair, 32 * TEAM); }
 };
@@ -35,9 +34,9 @@ DEVICE void find_highest(const u8* slot, int g, const StepScores& s, const Token
   find_highest(slot, g, s, [&](int, int x, int r) { return TOKEN_UNITS ? tokens.unit[x][r] : 1.0f; }, highest);
 }
 
-// A warpgroup has one running maximum. `maxima`: of its warps, when it moves, where each will leave its state. `factors` gets what the
+// A team has one running maximum. `maxima`: of its warps, when it moves, where each will leave its state. `factors` gets what the
 // output is multiplied by. TILE_BY_TILE: `references` are those of the warp, for the columns of lanes t. Returns whether it moves.
-DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&highest)[C], const PairWarp& warp,
+DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&highest)[C], const TeamWarp& warp,
     float* maxima, float* factors, float* references, RunningSoftmax& acc) {
   bool moves = false;
 #pragma unroll

@@ -5,8 +5,8 @@
 #include "decode/verify_pair.cuh"
 
 // This warp's part of the values of the pair's steps.
-DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, const PairWarp& warp,
-    const LevelTables& tables, int lane, PairLoader& loader, u32& taken, PairOutput& acc) {
+DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, const TeamWarp& warp,
+    const LevelTables& tables, int lane, PairLoader& loader, u32& taken, TeamOutput& acc) {
   const int t = lane & 3;
   constexpr int WANTED = (NG > 4 ? 2 : 4) / OUT_SLICES,
                 AT_ONCE = WANTED < 1 ? 1

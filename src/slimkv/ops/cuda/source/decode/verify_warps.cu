@@ -123,8 +123,9 @@ template <bool AGAIN> DEVICE bool publish(const StepScores& s, const u8* fields,
 }
 
 // All steps of a range.
-DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairWarp& warp,
-    const ColumnState& columns, const LevelTables& tables, int lane, StepCodes& codes, RunningSoftmax& acc, PairOutput& output) {
+DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* shared, const TeamWarp& warp,
+    const ColumnState& columns, const LevelTables& tables, int lane, StepCodes& codes, RunningSoftmax& acc,
+    TeamOutput& output) {
   const int g = lane >> 2, t = lane & 3;
   u32 taken = 0;
   for (int step = range.first; step < range.last; step++, taken++) {
@@ -180,8 +181,7 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
       for (int n = 0; n < NG; n++) {
         const Words2 p = *(const Words2*)(operands + 256 * (NG * x + n) + 8 * lane);
 #pragma unroll
-        for (int i = 0; i < OUT_SLICES; i++)
-          mma_f16(output.out[i][n], a[i][0], a[i][1], a[i][2], a[i][3], p.x, p.y);
+        for (int i = 0; i < OUT_SLICES; i++) mma_f16(output.out[i][n], a[i][0], a[i][1], a[i][2], a[i][3], p.x, p.y);
       }
     }
     codes.look_up(min_i32(step + 2, range.last - 1));
@@ -196,7 +196,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   WorkPartition partition;
   DecodeRange range(args, first_range(args, block_index(), args.blocks, lane, partition, left));
   if (left <= 0) return;
-  const PairWarp own = {0, warp};
+  const TeamWarp own = {0, warp};
   constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
   float query[QUERIES][QN];
   StepCodes codes;
@@ -211,7 +211,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     codes.load(range);
     sync_threads();
     RunningSoftmax acc;
-    PairOutput output;
+    TeamOutput output;
     acc.clear(), output.clear();
     ColumnState columns;
     columns.load(args, range, shared, lane & 3);

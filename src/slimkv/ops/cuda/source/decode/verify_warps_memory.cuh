@@ -8,7 +8,8 @@ constexpr int QUERY_BYTES = 256 * NG * QI, PROBABILITY_BYTES = 256 * NG * NT;
 constexpr int QUERY_AT = LEVEL_BYTES, PROBABILITIES_AT = QUERY_AT + QUERY_BYTES;
 constexpr int OPERANDS_END = PROBABILITIES_AT + 2 * PROBABILITY_BYTES;
 // A row of 4 words more than a multiple of 16 keeps lanes in different banks.
-constexpr int RESULT_ROW = 16 * OUT_SLICES + 4, RESULT_SUMS = 1, RESULTS_END = QUERY_AT + 4 * RESULT_ROW * COLUMNS * TEAM;
+constexpr int RESULT_ROW = 16 * OUT_SLICES + 4, RESULT_SUMS = 1,
+              RESULTS_END = QUERY_AT + 4 * RESULT_ROW * COLUMNS * TEAM;
 constexpr int RINGS_AT = RESULTS_END > OPERANDS_END ? RESULTS_END : OPERANDS_END;  // fields
 constexpr int STEP_FIELDS = FIELDS * FIELD_STRIDE, COLUMN_AT = RINGS_AT + 2 * STEP_FIELDS;
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
