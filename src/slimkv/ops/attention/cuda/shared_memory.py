@@ -53,12 +53,13 @@ def verify_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
 def verify_warps_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     """As decode/verify_warps_memory.cuh counts."""
     spec, rows, warps = layout.spec, config.rows, config.warps
-    operands = 32 * rows * (spec.key_dim // SLICE_DIMS + 2 * warps)  # queries, probabilities twice
+    queries, probabilities = 2 * rows * spec.key_dim, 64 * rows * warps  # of two blocks
     slices = -(-spec.value_dim // (SLICE_DIMS * warps))
     results = 4 * (SLICE_DIMS * slices + 4) * rows * warps  # take their place
     fields = 4 * config.block_tokens * (spec.key.field_count + spec.value.field_count)
     states = rows * (16 + 12 * warps + 4)
-    total = _level_table_bytes(layout, True, True) + max(operands, results) + fields + states
+    operands = max(queries + max(probabilities, 4 * spec.key_dim * warps), results)  # queries are rotated there as well
+    total = _level_table_bytes(layout, True, True) + operands + fields + states
     if spec.value.rotated and not (_is_power_of_two(spec.value_dim) and spec.value_dim >= 32):
         total += 4 * spec.value_dim * warps  # the output is rotated back there
     return total
