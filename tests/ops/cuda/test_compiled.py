@@ -28,6 +28,7 @@ LAYOUTS = [("k4v4", 64), ("k4v4", 96), ("k4v4", 128), ("k4v4", 256), ("k6v5", 12
 BF16 = 1
 REGISTERS = 65536  # of a multiprocessor
 MOST_LOCAL = 160  # bytes a thread: spills outside of loops; hardly any where products are those of single warps
+MOST_LOCAL_OF_TEAMS = 320  # also sums of rows, which are read and written once a block of tokens
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def _decode(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
             32 * config.warps,
             defines["SHARED"],
             config.blocks_per_sm,
+            most_local=MOST_LOCAL_OF_TEAMS if config.team else MOST_LOCAL,
         )
 
 

@@ -262,6 +262,23 @@ def test_the_table(format, dim, group, queries, config):
     assert config_for(H200, PageLayout(CodecSpec.parse(format, dim), 64), group, queries) == config
 
 
+# The same with 99 KB of shared memory and no instructions of sm_90.
+@pytest.mark.parametrize(
+    ("format", "dim", "group", "queries", "config"),
+    [
+        ("k4v4", 128, 4, 1, DecodeConfig(4, 64, 8, 1)),
+        ("k4v4", 128, 8, 1, DecodeConfig(8, 32, 8, 1)),
+        ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 8, 1, team=True)),
+        ("k4v4", 256, 6, 1, DecodeConfig(8, 32, 8, 1)),
+        ("k4v4", 256, 6, 4, DecodeConfig(24, 128, 8, 1, team=True)),
+        ("k4v4", 256, 6, 8, DecodeConfig(48, 128, 8, 1, team=True)),
+        ("k5v5", 128, 4, 1, DecodeConfig(4, 32, 12, 1)),
+    ],
+)
+def test_the_table_of_a_smaller_gpu(format, dim, group, queries, config):
+    assert config_for(OLD_GPU, PageLayout(CodecSpec.parse(format, dim), 64), group, queries) == config
+
+
 @pytest.mark.parametrize(
     ("dim", "group", "bound", "config"),
     [

@@ -66,13 +66,14 @@ class _Entry(NamedTuple):
     seen_bytes: int = UNBOUNDED
 
 
-_SMALLEST = (_Entry(64, 4, 2), _Entry(32, 4, 2, 2), _Entry(32, 4, 2), _Entry(16, 4, 2))
-_WIDE = (_Entry(64, 8, 2), _Entry(32, 8, 2), _Entry(64, 4, 2, 2), *_SMALLEST)
+# Eight warps with one stage are faster than four with two.
+_SMALLEST = (_Entry(32, 8, 1), _Entry(32, 4, 2), _Entry(16, 4, 2))
+_WIDE = (_Entry(64, 8, 2), _Entry(32, 8, 2), *_SMALLEST)
 # Beside 12 warps of large blocks nothing is left to copy ahead, unless a token has few bytes.
-_BYTES = (_Entry(64, 8, 2), _Entry(32, 12, 2), _Entry(32, 8, 2), *_SMALLEST)
+_BYTES = (_Entry(64, 8, 2), _Entry(64, 8, 1, token_bytes=200), _Entry(32, 12, 2), _Entry(32, 8, 2), *_SMALLEST)
 _LUT = (
     *(_Entry(32, 16, 2), _Entry(32, 12, 2), _Entry(64, 8, 2), _Entry(32, 8, 2)),
-    *(_Entry(32, 12, 1), _Entry(32, 8, 1), *_SMALLEST),
+    *(_Entry(32, 12, 1), *_SMALLEST),
 )
 _PAIRS = (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2))
 _SHORT_PAIRS = (_Entry(64, 16, 4), _Entry(64, 16, 3))
@@ -100,7 +101,7 @@ _TABLE: dict[tuple[int, str, int], tuple[_Entry, ...]] = {
 FEWEST_PAIR_ROWS = 32
 _PAIR_TIMES = {32: 1.0, 40: 1.17, 48: 1.33, 64: 1.6}
 # The same without products of warpgroups, of a team of warps.
-_TEAM_TIMES = {16: 0.85, 24: 0.92, 32: 1.0, 48: 1.3, 64: 1.6}
+_TEAM_TIMES = {16: 0.76, 24: 0.89, 32: 1.0, 40: 1.16, 48: 1.36, 64: 1.75}
 
 
 def max_group(layout: PageLayout) -> int:
@@ -137,7 +138,7 @@ def config_for(
 def deterministic_config(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
     """One with the results of that of a single query: its blocks of tokens, warps and arithmetic, maybe more rows."""
     found = config_for(device, layout, group, 1)
-    if found is None or found.pairs:
+    if found is None or found.source != DECODE:
         return None
     one = replace(found, exact=True)
     if group * queries <= one.rows:
@@ -235,9 +236,9 @@ def _team(device: Device, layout: PageLayout, group: int, queries: int) -> Decod
     """By a team of warps, of as many rows as take the least time for all queries."""
 
     def fitting(rows: int) -> Iterator[DecodeConfig]:
-        for warps, blocks in ((8, 2), (8, 1), (4, 2), (4, 1)):
+        for warps, blocks in ((8, 1), (4, 2), (4, 1)):
             config = DecodeConfig(rows, 16 * warps, warps, 1, blocks, team=True)
-            if _values_in_parts(layout, warps) and _fits(device, layout, config) and (blocks == 1 or rows <= 32):
+            if _values_in_parts(layout, warps) and _fits(device, layout, config):
                 yield config
 
     rows_of_block = [rows for rows in _TEAM_TIMES if rows >= group]

@@ -1,7 +1,10 @@
-// Attention of more query rows of a KV head than decode.cu takes on packed pages, with products of single warps, from sm_80 on
-// (docs/design/kernels.md). A step is a tile of every warp of a block. A warp makes the scores of its tile and leaves its probabilities for
-// all; then it multiplies them with its slices of all values of the step. So every code is unpacked once for all rows, straight from the
-// registers it was loaded to while the step before was attended. Warps meet once a step: probabilities go through two buffers.
+// Attention of more query rows of a KV head than decode.cu takes on packed
+// pages, with products of single warps, from sm_80 on (docs/design/kernels.md).
+// A step is a tile of every warp of a block. A warp makes the scores of its
+// tile and leaves its probabilities for all; then it multiplies them with its
+// slices of all values of the step. So every code is unpacked once for all
+// rows, straight from the registers it was loaded to while the step before was
+// attended. Warps meet once a step: probabilities go through two buffers.
 #define VERIFY 1
 #define WARPGROUPS 0
 #include "decode/merge.cuh"
@@ -10,18 +13,19 @@
 #include "decode/verify_output.cuh"
 #include "decode/verify_queries.cuh"
 
-// What a warp has of a step: the codes of its tile of keys and of its slices of all values, and in shared memory its tile's fields.
+// What a warp has of a step: the codes of its tile of keys and of its slices of
+// all values, and in shared memory its tile's fields.
 struct StepCodes {
   static constexpr int PAGE_TILES = BLOCK_SIZE / 16;
   const u8* pages;
   const i32* table;
   i64 page_stride;
   int begin_tile, last_page, warp, lane;
-  i64 place;  // of tile `lane` of the next step to be loaded, its page behind `pages`
+  i32 id;  // of tile `lane` of the next step to be loaded, its page
   int tile;  // and its number there
-  u8* fields;  // of the warp's tile, of two steps
+  u8* fields; // of the warp's tile, of two steps
   KeyCodes keys;
-  PartCodes values[NT];
+  PartCodes values[NT], next_values[NT];
 
   DEVICE_MEMBER void open(const DecodeArgs& args, const DecodeRange& range) {
     page_stride = args.page_stride;
@@ -31,56 +35,68 @@ struct StepCodes {
   }
   DEVICE_MEMBER void look_up(int step) {
     const int number = begin_tile + NT * step + lane % NT;
-    place = ldg_i32(table + min_i32(number / PAGE_TILES, last_page)) * page_stride;
+    id = ldg_i32(table + min_i32(number / PAGE_TILES, last_page));
     tile = number % PAGE_TILES;
   }
   DEVICE_MEMBER const u8* fields_of_step(u32 number) const { return fields + (number & 1) * STEP_FIELDS - FIELDS_AT; }
 
-  // Of step `number` of the range, if it is there.
-  DEVICE_MEMBER void load_keys(u32 number, bool real) {
-    const u8* from = pages + shfl(place, warp);
+  // Step `number` of the range: everything at once, when a whole step is left
+  // until values are needed. Loads share a scoreboard, so that who waits for
+  // one waits for all before it.
+  DEVICE_MEMBER void load(u32 number) {
+    const u8* from = pages + shfl(id, warp) * page_stride;
     const int own = shfl(tile, warp), f = lane / 2;
-    if (real) keys.load(from + own * K_TILE, lane);
-    if (real && f < FIELDS)
+    keys.load(from + own * K_TILE, lane);
+    if (f < FIELDS)
       cp_async_16(fields + (number & 1) * STEP_FIELDS + f * FIELD_STRIDE + 16 * (lane % 2),
           from + field_offset(f) + 32 * own + 16 * (lane % 2));
     cp_async_commit();
+    const i64 of_values = id * page_stride + (V_CODES + tile * V_TILE);
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      const u8* at = pages + shfl(of_values, x);
+      PartCodes::load_parts<1>(next_values + x, [&](int) { return at; }, lane, warp);
+    }
   }
-  DEVICE_MEMBER void load_values(i64 behind, int x, bool real) {
-    const u8* from = pages + shfl(behind, x);
-    if (real) PartCodes::load_parts<1>(values + x, [&](int) { return from; }, lane, warp);
+  DEVICE_MEMBER void take_values() {
+#pragma unroll
+    for (int x = 0; x < NT; x++) values[x] = next_values[x];
   }
-  DEVICE_MEMBER i64 own_values() const { return place + (V_CODES + tile * V_TILE); }  // behind `pages`
   // A step, as far as the L2 cache: each warp its tile.
   DEVICE_MEMBER void prefetch(int step) {
     look_up(step);
-    const u8* from = pages + shfl(place, warp);
+    const u8* from = pages + shfl(id, warp) * page_stride;
     const int own = shfl(tile, warp);
     for (int at = 128 * lane; at < K_TILE; at += 4096) prefetch_l2(from + own * K_TILE + at);
     for (int at = 128 * lane; at < V_TILE; at += 4096) prefetch_l2(from + V_CODES + own * V_TILE + at);
   }
-  // The first step of a range.
-  DEVICE_MEMBER void load(const DecodeRange& range) {
-    load_keys(0, true);
-    const i64 behind = own_values();
-#pragma unroll
-    for (int x = 0; x < NT; x++) load_values(behind, x, true);
-    look_up(min_i32(range.first + 1, range.last - 1));
-  }
 };
+
+// Words of a lane for product i of PRODUCTS, of groups n and, if there is one,
+// n + 1.
+template <int PRODUCTS>
+DEVICE Words4 load_fragments(const u8* operands, int n, int i, int lane) {
+  const u8* at = operands + fragment_offset<PRODUCTS>(n, i, lane);
+  if (n + 1 < NG) return *(const Words4*)at;
+  const Words2 one = *(const Words2*)at;
+  return {one.x, one.y, 0, 0};
+}
 
 DEVICE void multiply_keys(const KeyCodes& codes, const u8* shared, const LevelTables& tables, int lane, StepScores& s) {
   float c[NG][4];
-  const u8* queries = shared + QUERY_AT + 8 * lane;
 #pragma unroll
   for (int i = 0; i < KS; i++) {
     u32 a[4];
     key_halves(codes, i, tables, a);
 #pragma unroll
-    for (int n = 0; n < NG; n++) {
-      const Words2 q = *(const Words2*)(queries + 256 * (n * QI + i));
-      if (i == 0) mma_f16_from_zero(c[n], a[0], a[1], a[2], a[3], q.x, q.y);
-      else mma_f16(c[n], a[0], a[1], a[2], a[3], q.x, q.y);
+    for (int n = 0; n < NG; n += 2) {
+      const Words4 q = load_fragments<QI>(shared + QUERY_AT, n, i, lane);
+#pragma unroll
+      for (int k = n; k < n + 2 && k < NG; k++) {
+        const u32 b0 = k > n ? q.z : q.x, b1 = k > n ? q.w : q.y;
+        if (i == 0) mma_f16_from_zero(c[k], a[0], a[1], a[2], a[3], b0, b1);
+        else mma_f16(c[k], a[0], a[1], a[2], a[3], b0, b1);
+      }
     }
   }
 #pragma unroll
@@ -94,14 +110,16 @@ struct StepSums {
   float sum[C], shift[C];
   u32 largest;
 };
-// Probabilities times their values' scales, for all warps, from the reference there is; returns whether it must move. AGAIN: it has; a
-// column that has seen nothing yet has none.
-template <bool AGAIN> DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& tokens,
-    u8* operands, int lane, const RunningSoftmax& acc, StepSums& sums) {
+// Probabilities times their values' scales, for all warps, from the reference
+// there is; returns whether it must move. AGAIN: it has; a column that has seen
+// nothing yet has none.
+template <bool AGAIN>
+DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& tokens, u8* operands, int tile, int lane,
+    const RunningSoftmax& acc, StepSums& sums) {
   sums.largest = 0;
+  u32 word[NG][2];
 #pragma unroll
   for (int n = 0; n < NG; n++) {
-    u32 word[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) sums.sum[2 * n + j] = -0.0f, sums.shift[2 * n + j] = -0.0f;
 #pragma unroll
@@ -114,10 +132,13 @@ template <bool AGAIN> DEVICE bool publish(const StepScores& s, const u8* fields,
         p[j] = weigh(fields, TOKEN_UNITS ? tokens.unit[0][r] : 1.0f, reference, tokens.scale[0][r], lane >> 2, 0, r,
             s[c][0][r], sums.sum[c], sums.shift[c]);
       }
-      word[r] = pack_f16x2(p[0], p[1]);
-      sums.largest = max_u16x2(sums.largest, word[r]);
+      word[n][r] = pack_f16x2(p[0], p[1]);
+      sums.largest = max_u16x2(sums.largest, word[n][r]);
+      word[n][r] = movmatrix_trans(word[n][r]);
     }
-    *(Words2*)(operands + 256 * n + 8 * lane) = {movmatrix_trans(word[0]), movmatrix_trans(word[1])};
+    u8* const at = operands + fragment_offset<NT>(n / 2 * 2, tile, lane);
+    if (n % 2) *(Words4*)at = {word[n - n % 2][0], word[n - n % 2][1], word[n][0], word[n][1]};
+    else if (n + 1 == NG) *(Words2*)at = {word[n][0], word[n][1]};
   }
   return is_behind(sums.largest);
 }
@@ -129,13 +150,13 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
   const int g = lane >> 2, t = lane & 3;
   u32 taken = 0;
   for (int step = range.first; step < range.last; step++, taken++) {
-    const bool more = step + 1 < range.last;
     u8* operands = shared + PROBABILITIES_AT + (taken & 1) * PROBABILITY_BYTES;
     StepScores s;
     multiply_keys(codes.keys, shared, tables, lane, s);
     cp_async_wait<0>();
     sync_warp();
-    codes.load_keys(taken + 1, more);
+    codes.load(taken + 1);  // the last step once more behind the last: a branch would wait for what it has loaded
+    codes.look_up(min_i32(step + 2, range.last - 1));
     const u8* fields = codes.fields_of_step(taken);
     const int step_token = range.s.begin + step * STEP;
     TokenFields tokens;
@@ -148,7 +169,7 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
     } else hide_tokens(fields, shared, step_token + 16 * warp.member, lane, s);
 
     StepSums sums;
-    const bool moves = publish<false>(s, fields, tokens, operands + 256 * NG * warp.member, lane, acc, sums);
+    const bool moves = publish<false>(s, fields, tokens, operands, warp.member, lane, acc, sums);
     if (warp.any(moves)) {
       float highest[C], *factors = (float*)(shared + FACTORS_AT);
 #pragma unroll
@@ -156,7 +177,7 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
       find_highest(fields, g, s, tokens, highest);
       const bool rescales =
           move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), factors, nullptr, acc);
-      publish<true>(s, fields, tokens, operands + 256 * NG * warp.member, lane, acc, sums);
+      publish<true>(s, fields, tokens, operands, warp.member, lane, acc, sums);
       warp.sync();
       if (rescales)
 #pragma unroll
@@ -170,21 +191,22 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
 #pragma unroll
     for (int c = 0; c < C; c++) acc.row_sum[c] += sums.sum[c], acc.shift[c] += sums.shift[c];
 
-    const i64 behind = codes.own_values();
 #pragma unroll
     for (int x = 0; x < NT; x++) {
       u32 a[OUT_SLICES][4];
 #pragma unroll
       for (int i = 0; i < OUT_SLICES; i++) value_halves(codes.values[x], i, tables, a[i]);
-      codes.load_values(behind, x, more);
 #pragma unroll
-      for (int n = 0; n < NG; n++) {
-        const Words2 p = *(const Words2*)(operands + 256 * (NG * x + n) + 8 * lane);
+      for (int n = 0; n < NG; n += 2) {
+        const Words4 p = load_fragments<NT>(operands, n, x, lane);
 #pragma unroll
-        for (int i = 0; i < OUT_SLICES; i++) mma_f16(output.out[i][n], a[i][0], a[i][1], a[i][2], a[i][3], p.x, p.y);
+        for (int i = 0; i < OUT_SLICES; i++) {
+          mma_f16(output.out[i][n], a[i][0], a[i][1], a[i][2], a[i][3], p.x, p.y);
+          if (n + 1 < NG) mma_f16(output.out[i][n + 1], a[i][0], a[i][1], a[i][2], a[i][3], p.z, p.w);
+        }
       }
     }
-    codes.look_up(min_i32(step + 2, range.last - 1));
+    codes.take_values();
   }
 }
 
@@ -206,9 +228,11 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     codes.open(args, range);
 #pragma unroll
     for (int i = 0; i < QUERIES; i++) load_query(args, range, warp + i * WARPS, query[i], lane);
-    codes.prefetch(range.first);  // while queries are prepared, registers are theirs
+    codes.prefetch(range.first); // while queries are prepared, registers are theirs
     prepare_queries(args, range, query, shared, warp, lane);
-    codes.load(range);
+    codes.load(0);
+    codes.take_values();
+    codes.look_up(min_i32(range.first + 1, range.last - 1));
     sync_threads();
     RunningSoftmax acc;
     TeamOutput output;
@@ -216,16 +240,16 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     ColumnState columns;
     columns.load(args, range, shared, lane & 3);
     attend_range(args, range, shared, own, columns, tables, lane, codes, acc, output);
-    sync_threads();  // nobody needs probabilities, or maxima where states go
+    sync_threads(); // nobody needs probabilities, or maxima where states go
     leave_states(columns, acc, (float*)(shared + STATE_AT), warp, lane);
     sync_threads();
     leave_results(output, own, shared, lane, false);
-    left -= range.last - range.first + TILE_COST;  // with what the next work tile takes
+    left -= range.last - range.first + TILE_COST; // with what the next work tile takes
     sync_threads();
     write_rows(args, range, shared, warp, lane);
     if (left <= 0) return;
     range = DecodeRange(args, next_range(args, range, left));
-    sync_threads();  // before results and states are written again
+    sync_threads(); // before results and states are written again
   }
 }
 HOST_TESTABLE(attend, DecodeArgs)
