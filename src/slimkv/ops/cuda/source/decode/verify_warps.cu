@@ -208,6 +208,7 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
     }
     codes.take_values();
   }
+  cp_async_wait<0>();  // of what nobody needs, before fields are copied again
 }
 
 KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
