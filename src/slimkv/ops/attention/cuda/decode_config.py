@@ -238,12 +238,19 @@ def _team(device: Device, layout: PageLayout, group: int, queries: int) -> Decod
     def fitting(rows: int) -> Iterator[DecodeConfig]:
         for warps, blocks in ((8, 1), (4, 2), (4, 1)):
             config = DecodeConfig(rows, 16 * warps, warps, 1, blocks, team=True)
-            if _values_in_parts(layout, warps) and _fits(device, layout, config):
+            if _values_in_parts(layout, warps) and _fits(device, layout, config) and _registers(layout, config) < 180:
                 yield config
 
     rows_of_block = [rows for rows in _TEAM_TIMES if rows >= group]
     by_time = sorted(rows_of_block, key=lambda rows: -(-queries // (rows // group)) * _TEAM_TIMES[rows])
     return next((config for rows in by_time for config in fitting(rows)), None)
+
+
+def _registers(layout: PageLayout, config: DecodeConfig) -> float:
+    """Of a thread of a team: codes, those of values twice; of all rows, outputs, scores, maxima and sums."""
+    spec = layout.spec
+    codes = (spec.key_dim * spec.key.bits + 2 * spec.value_dim * spec.value.bits) / 64
+    return codes + config.rows * (spec.value_dim / (32 * config.warps) + 1.25)
 
 
 def _values_in_parts(layout: PageLayout, parts: int) -> bool:
