@@ -336,7 +336,7 @@ TEAM = replace(DRAFTS, dim=256, group=6, lens=(300, 90, 7), queries=(4, 3, 1))
 TEAM_CASES = [
     (TEAM, 24),
     (replace(TEAM, queries=(2, 2, 1), num_kv_heads=2), 16),
-    (replace(TEAM, queries=(8, 3, 1), page=64, format="k5v6"), 48),
+    (replace(TEAM, queries=(8, 3, 1), page=64, format="k4v6"), 48),
     (replace(TEAM, format="ku4vfp8", lens=(260, 0, 70), queries=(5, 2, 4), window=80, sinks=True, page=128), 32),
     (replace(TEAM, dim=128, group=2, queries=(30, 17, 1), softcap=3.0, dtype="fp32", strided=True, scale=-0.2), 64),
     (replace(TEAM, queries=(4, 4, 4), causal=False, key_norm=1e3, query_norm=0.5, peaked=True), 24),
