@@ -27,6 +27,7 @@ LAYOUTS = [("k4v4", 64), ("k4v4", 96), ("k4v4", 128), ("k4v4", 256), ("k6v5", 12
 BF16 = 1
 REGISTERS = 65536  # of a multiprocessor
 MOST_LOCAL = 160  # bytes a thread: spills outside of loops; hardly any where products are those of single warps
+MOST_LOCAL_OF_TEAMS = 320  # also sums of rows, which are read and written once a block of tokens
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def _decode(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
             32 * config.warps,
             defines["SHARED"],
             config.blocks_per_sm,
+            most_local=MOST_LOCAL_OF_TEAMS if config.team else MOST_LOCAL,
         )
 
 
@@ -64,14 +66,6 @@ def _prefill(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
     found = [config for kind in kinds for config in prefill_config.configs(spec, *kind)]
     if not device.warpgroups:
         found = [prefill_config.warp_config(spec, device)]
-        few = prefill_config.FEW_ROWS
-        if (
-            spec.key_dim in prefill_config.FEW_HEAD_DIMS
-            and prefill_defines.shared_bytes(spec, few) <= device.shared_of_block
-        ):
-            defines = prefill_defines.attend_defines(layout, few, BF16, BF16, True, True)
-            found.append(few)
-            yield Kernel(f"merge-{name}", prefill_config.MERGE, defines, few.threads, 0, kernel="merge", most_local=0)
     for config in found:
         defines = prefill_defines.attend_defines(layout, config, BF16, BF16, True, True)
         local = 80 if config.single_warps else MOST_LOCAL

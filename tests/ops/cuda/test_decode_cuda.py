@@ -262,6 +262,23 @@ def test_the_table(format, dim, group, queries, config):
     assert config_for(H200, PageLayout(CodecSpec.parse(format, dim), 64), group, queries) == config
 
 
+# The same with 99 KB of shared memory and no instructions of sm_90.
+@pytest.mark.parametrize(
+    ("format", "dim", "group", "queries", "config"),
+    [
+        ("k4v4", 128, 4, 1, DecodeConfig(4, 64, 8, 1)),
+        ("k4v4", 128, 8, 1, DecodeConfig(8, 32, 8, 1)),
+        ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 8, 1, team=True)),
+        ("k4v4", 256, 6, 1, DecodeConfig(8, 32, 8, 1)),
+        ("k4v4", 256, 6, 4, DecodeConfig(24, 128, 8, 1, team=True)),
+        ("k4v4", 256, 6, 8, DecodeConfig(48, 128, 8, 1, team=True)),
+        ("k5v5", 128, 4, 1, DecodeConfig(4, 32, 12, 1)),
+    ],
+)
+def test_the_table_of_a_smaller_gpu(format, dim, group, queries, config):
+    assert config_for(OLD_GPU, PageLayout(CodecSpec.parse(format, dim), 64), group, queries) == config
+
+
 @pytest.mark.parametrize(
     ("dim", "group", "bound", "config"),
     [
@@ -314,17 +331,34 @@ def test_a_block_with_all_keys_of_its_tile_leaves_nothing_to_merge(change, launc
     check_rows(built, out, lse, lambda count: count <= MAX_DECODE_QUERIES)
 
 
-@pytest.mark.parametrize(
-    ("dim", "group", "rows"), [(128, 4, 16), (128, 12, 16), (80, 2, 16), (256, 4, 8), (256, 9, 16)]
-)
-def test_without_pairs_16_rows_at_a_time(dim, group, rows):
-    config = config_for(SMALL_GPU, PageLayout(CodecSpec.parse("k2v2", dim), 16), group, 32)
-    assert config is not None
-    assert (config.pairs, config.rows) == (False, rows)
+# Without products of warpgroups, more rows by a team of warps: cases, and the rows of a block.
+TEAM = replace(DRAFTS, dim=256, group=6, lens=(300, 90, 7), queries=(4, 3, 1))
+TEAM_CASES = [
+    (TEAM, 24),
+    (replace(TEAM, queries=(2, 2, 1), num_kv_heads=2), 16),
+    (replace(TEAM, queries=(8, 3, 1), page=64, format="k4v6"), 48),
+    (replace(TEAM, format="ku4vfp8", lens=(260, 0, 70), queries=(5, 2, 4), window=80, sinks=True, page=128), 32),
+    (replace(TEAM, dim=128, group=2, queries=(30, 17, 1), softcap=3.0, dtype="fp32", strided=True, scale=-0.2), 64),
+    (replace(TEAM, queries=(4, 4, 4), causal=False, key_norm=1e3, query_norm=0.5, peaked=True), 24),
+    (replace(TEAM, lens=(140,) * 7, queries=(4,) * 7), 24),  # most are whole in one block
+    (replace(TEAM, dim=192, format="k3v5", lens=(700, 33, 0), queries=(3, 3, 2)), 16),  # two tables
+    (replace(TEAM, dim=128, value_dim=80, format="k4v2"), 24),
+    (replace(TEAM, dim=112, format="k1v7", group=4, queries=(8, 5, 1)), 32),
+    (replace(TEAM, dim=64, format="k8v8", group=20, queries=(1, 1, 1)), 24),
+]
 
 
-def test_without_pairs_more_than_16_query_heads_are_refused():
-    case = replace(TINY, group=20)
+@emulated
+@pytest.mark.parametrize(("case", "rows"), sample(TEAM_CASES, 2), ids=str)
+def test_teams_of_warps(case, rows):
+    config = config_of(case, OLD_GPU)
+    assert config.team
+    assert config.rows == rows
+    check_emulated(case, OLD_GPU)
+
+
+def test_without_teams_more_than_16_query_heads_are_refused():
+    case = replace(TINY, group=20, dim=16)  # one slice of values, for four warps
     built = build(case, CPU)
     with pytest.raises(InputError, match="20 query heads per KV head are more than 16"):
         attend_cuda.attend_packed(request_of(built, *poisoned_out(case, built)), SMALL_GPU, launch)

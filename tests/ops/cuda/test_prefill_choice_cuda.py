@@ -116,9 +116,7 @@ def as_device(monkeypatch):
     ("change", "source", "decoded"),
     [
         ({}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),
-        ({"dim": 256, "group": 2}, prefill_config.FEW, 16),
-        ({"dim": 256, "group": 6, "queries": (8, 3)}, prefill_config.FEW, 5),
-        ({"dim": 256, "group": 6, "queries": (5, 5)}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),  # decode's
+        ({"dim": 256, "group": 6, "queries": (8, 3)}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),  # decode's
         ({"dim": 256, "group": 6}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),  # 240 rows are unpacked first
         ({"dim": 256, "queries": (8, 3), "format": "k6v6"}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),
     ],

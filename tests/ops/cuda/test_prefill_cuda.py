@@ -349,39 +349,6 @@ def test_attend_with_products_of_single_warps(case, config):
     attend_and_check(case, config=config, budget=2 * tile)  # in passes, which hand on the state of two blocks of rows
 
 
-FEW_CASES = [
-    replace(FEW, dim=256, lens=(300,), queries=(40,), group=1),
-    replace(FEW, dim=256, lens=(300, 90, 7), queries=(5, 3, 1), group=6, num_kv_heads=2, out_dtype="bf16"),
-    replace(FEW, dim=256, format="ku4vfp8", lens=(260, 0, 70), queries=(12, 2, 8), window=80, sinks=True, page=128),
-    replace(FEW, dim=256, lens=(130,), queries=(60,), softcap=3.0, dtype="fp32", strided=True, scale=-0.2),
-    replace(FEW, dim=256, lens=(200,), queries=(30,), causal=False, key_norm=1e3, query_norm=0.5, peaked=True),
-    replace(CENTRED, **SOFT_CAP, dim=256),
-]
-
-
-@emulated
-@pytest.mark.parametrize("multiprocessors", [1, 40])
-@pytest.mark.parametrize("case", sample(FEW_CASES, 2), ids=str)
-def test_few_rows_with_products_of_single_warps(case, multiprocessors, monkeypatch):
-    """Of which contexts are split, or not."""
-    monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda device: multiprocessors)
-    built, splits = build(case, CPU), []
-    out, lse = poisoned_out(case, built)
-    request = request_of(built, out, lse)
-
-    def noting(source, name, defines, grid, threads, shared, args):
-        splits.append(args.splits)
-        launch(source, name, defines, grid, threads, shared, args)
-
-    def run(request):
-        prefill_cuda.attend_prefill(request, noting, config=prefill_config.FEW_ROWS, most_queries=1)
-
-    request.run(SimpleNamespace(run=run))
-    check_rows(built, out, lse, lambda count: count > 1)
-    assert splits == [splits[0]] * 2
-    assert (splits[0] > 1) == (multiprocessors > 1)
-
-
 def test_products_of_single_warps_fit_every_device():
     for dim in prefill_config.HEAD_DIMS:
         spec = CodecSpec.parse("k4v4", dim)

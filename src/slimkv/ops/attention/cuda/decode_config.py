@@ -13,11 +13,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from slimkv.ops.attention.cuda.level_bytes import in_bytes
-from slimkv.ops.attention.cuda.shared_memory import decode_shared_bytes, padded_value_dim, verify_shared_bytes
+from slimkv.ops.attention.cuda.shared_memory import (
+    decode_shared_bytes,
+    padded_value_dim,
+    verify_shared_bytes,
+    verify_warps_shared_bytes,
+)
 from slimkv.ops.cuda.device import Device
 from slimkv.spec import FIELD_BYTES, SLICE_DIMS, Kind, PageLayout
 
-DECODE, VERIFY = "decode/decode.cu", "decode/verify.cu"
+DECODE, VERIFY, VERIFY_WARPS = "decode/decode.cu", "decode/verify.cu", "decode/verify_warps.cu"
 # Bytes of a KV head that a query may see: configurations are told apart by these bounds.
 FEW_BYTES, SHORT_BYTES, UNBOUNDED = 1 << 16, 3 << 19, 1 << 50
 # Blocks of KV that a warp takes after one another, up to which one block has all keys of a work tile and nothing is
@@ -28,7 +33,7 @@ SPLIT_TOKENS = 8192  # of a deterministic split: few results to merge, and 16 sp
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What a kernel is compiled for beside the pages. ``pairs``: verify.cu; otherwise decode.cu."""
+    """What a kernel is compiled for beside the pages. ``pairs``: verify.cu, ``team``: verify_warps.cu."""
 
     rows: int  # query rows of a block: query heads of a KV head times queries
     block_tokens: int
@@ -39,11 +44,12 @@ class DecodeConfig:
     bulk: bool = False  # blocks of tokens are whole pages, which the copy engine copies
     exact: bool = False  # results depend on a row's own sequence alone, to the last bit
     narrow: bool = False  # more than 4 rows in the arithmetic of 4
+    team: bool = False  # all warps share a block of tokens, a tile of keys each
 
     @property
     def source(self) -> str:
         """The file of the kernel."""
-        return VERIFY if self.pairs else DECODE
+        return VERIFY if self.pairs else VERIFY_WARPS if self.team else DECODE
 
 
 class _Entry(NamedTuple):
@@ -60,13 +66,14 @@ class _Entry(NamedTuple):
     seen_bytes: int = UNBOUNDED
 
 
-_SMALLEST = (_Entry(64, 4, 2), _Entry(32, 4, 2, 2), _Entry(32, 4, 2), _Entry(16, 4, 2))
-_WIDE = (_Entry(64, 8, 2), _Entry(32, 8, 2), _Entry(64, 4, 2, 2), *_SMALLEST)
+# Eight warps with one stage are faster than four with two.
+_SMALLEST = (_Entry(32, 8, 1), _Entry(32, 4, 2), _Entry(16, 4, 2))
+_WIDE = (_Entry(64, 8, 2), _Entry(32, 8, 2), *_SMALLEST)
 # Beside 12 warps of large blocks nothing is left to copy ahead, unless a token has few bytes.
-_BYTES = (_Entry(64, 8, 2), _Entry(32, 12, 2), _Entry(32, 8, 2), *_SMALLEST)
+_BYTES = (_Entry(64, 8, 2), _Entry(64, 8, 1, token_bytes=200), _Entry(32, 12, 2), _Entry(32, 8, 2), *_SMALLEST)
 _LUT = (
     *(_Entry(32, 16, 2), _Entry(32, 12, 2), _Entry(64, 8, 2), _Entry(32, 8, 2)),
-    *(_Entry(32, 12, 1), _Entry(32, 8, 1), *_SMALLEST),
+    *(_Entry(32, 12, 1), *_SMALLEST),
 )
 _PAIRS = (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2))
 _SHORT_PAIRS = (_Entry(64, 16, 4), _Entry(64, 16, 3))
@@ -93,6 +100,8 @@ _TABLE: dict[tuple[int, str, int], tuple[_Entry, ...]] = {
 # What blocks of so many rows take by pairs, measured.
 FEWEST_PAIR_ROWS = 32
 _PAIR_TIMES = {32: 1.0, 40: 1.17, 48: 1.33, 64: 1.6}
+# The same without products of warpgroups, of a team of warps.
+_TEAM_TIMES = {16: 0.76, 24: 0.89, 32: 1.0, 40: 1.16, 48: 1.36, 64: 1.75}
 
 
 def max_group(layout: PageLayout) -> int:
@@ -116,7 +125,7 @@ def config_for(
     # Of large heads 8 rows at a time, more often, take less time than 16, whose output fills the registers.
     most = 8 if _head_class(layout) == 256 and group <= 8 else 16
     if group * queries > most:
-        config = _pairs(device, layout, group, queries)
+        config = (_pairs if device.warpgroups else _team)(device, layout, group, queries)
         if config is not None or group > most:
             return config
     rows = next(n for n in (4, 8, 16) if n >= min(most, group * queries))
@@ -129,7 +138,7 @@ def config_for(
 def deterministic_config(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
     """One with the results of that of a single query: its blocks of tokens, warps and arithmetic, maybe more rows."""
     found = config_for(device, layout, group, 1)
-    if found is None or found.pairs:
+    if found is None or found.source != DECODE:
         return None
     one = replace(found, exact=True)
     if group * queries <= one.rows:
@@ -164,12 +173,14 @@ def reachable(
 def takes_whole_tiles(device: Device, layout: PageLayout, config: DecodeConfig, tiles: int, tokens: int) -> bool:
     """Whether each of ``tiles`` work tiles of up to ``tokens`` tokens has a block of its own, in a single launch."""
     rounds = _WHOLE_ROUNDS if 2 * tiles > device.multiprocessors else _WHOLE_ROUNDS_OF_FEW
-    return not config.pairs and writes_whole_items(layout) and tokens <= rounds * config.block_tokens * config.warps
+    most = rounds * config.block_tokens * config.warps
+    return config.source == DECODE and writes_whole_items(layout) and tokens <= most
 
 
 def shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     """Shared memory of a block."""
-    return verify_shared_bytes(layout, config) if config.pairs else decode_shared_bytes(layout, config)
+    count = {DECODE: decode_shared_bytes, VERIFY: verify_shared_bytes, VERIFY_WARPS: verify_warps_shared_bytes}
+    return count[config.source](layout, config)
 
 
 def writes_whole_items(layout: PageLayout) -> bool:
@@ -207,7 +218,7 @@ def _fitting(
 
 def _pairs(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
     """By pairs of warpgroups, of as many rows as take the least time for all queries."""
-    if not device.warpgroups or not _values_in_quarters(layout):
+    if not _values_in_parts(layout, 4):
         return None
 
     def fitting(rows: int, entries: tuple[_Entry, ...]) -> Iterator[DecodeConfig]:
@@ -221,16 +232,37 @@ def _pairs(device: Device, layout: PageLayout, group: int, queries: int) -> Deco
     return next((config for rows in by_time for config in fitting(rows, _PAIRS)), None)
 
 
-def _values_in_quarters(layout: PageLayout) -> bool:
-    """Whether warps of a warpgroup share the value slices, each with whole words of every plane or a fraction of one.
+def _team(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
+    """By a team of warps, of as many rows as take the least time for all queries."""
+
+    def fitting(rows: int) -> Iterator[DecodeConfig]:
+        for warps, blocks in ((8, 1), (4, 2), (4, 1)):
+            config = DecodeConfig(rows, 16 * warps, warps, 1, blocks, team=True)
+            if _values_in_parts(layout, warps) and _fits(device, layout, config) and _registers(layout, config) < 180:
+                yield config
+
+    rows_of_block = [rows for rows in _TEAM_TIMES if rows >= group]
+    by_time = sorted(rows_of_block, key=lambda rows: -(-queries // (rows // group)) * _TEAM_TIMES[rows])
+    return next((config for rows in by_time for config in fitting(rows)), None)
+
+
+def _registers(layout: PageLayout, config: DecodeConfig) -> float:
+    """Of a thread of a team: codes, those of values twice; of all rows, outputs, scores, maxima and sums."""
+    spec = layout.spec
+    codes = (spec.key_dim * spec.key.bits + 2 * spec.value_dim * spec.value.bits) / 64
+    return codes + config.rows * (spec.value_dim / (32 * config.warps) + 1.25)
+
+
+def _values_in_parts(layout: PageLayout, parts: int) -> bool:
+    """Whether so many warps can share the value slices, each with whole words of every plane or a fraction of one.
 
     The last ones may have fewer or none, but products are made of as many: at least five of eight are to be there.
     """
     slices = layout.spec.value_dim // SLICE_DIMS
-    each = -(-slices // 4)
+    each = -(-slices // parts)
     slices_of_words = [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4]
     whole = all(n % each == 0 or (each % n == 0 and slices % n == 0) for n in slices_of_words)
-    return whole and 8 * slices >= 5 * 4 * each
+    return whole and 8 * slices >= 5 * parts * each
 
 
 def _is_in_pages(device: Device, layout: PageLayout, block_tokens: int) -> bool:

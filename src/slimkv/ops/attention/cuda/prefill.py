@@ -23,7 +23,6 @@ from slimkv.ops.attention.api import MAX_DECODE_QUERIES, NO_WINDOW, AttendReques
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
 from slimkv.ops.attention.cuda.prefill_config import (
     ATTEND,
-    MERGE,
     UNPACK,
     Part,
     PrefillConfig,
@@ -81,10 +80,7 @@ def attend_prefill(
         args = launches[0].args
         args.tiles, args.ranks = -(-max(1, request.max_seq_len) // first.tile_tokens), most_long
         args.section, args.first_pass, args.last_pass = args.num_kv_heads, 1, 1
-        if first.single_warps:
-            _attend_split(request, launches[0], most_long)
-        else:
-            launches[0].start()
+        launches[0].start()
     elif first.ahead:
         cut = cut_ahead(request, first, most_long, multiprocessors(request.query.device), budget)
         space = lay_out(launches[0].args, cut, first, request.layout.spec.key_dim, request.query.device)
@@ -110,11 +106,11 @@ class _Attend:
         args, config, dim = self.args, self.part.config, self.request.layout.spec.key_dim
         return args.query_blocks * args.num_kv_heads * 2 * config.rows * (-(-dim // 32) * 16 + 4)
 
-    def defines(self, hands_on: bool = False, out_dtype: torch.dtype | None = None) -> Defines:
+    def defines(self, hands_on: bool = False) -> Defines:
         request = self.request
         return attend_defines(
             request.layout, self.part.config, DTYPE_NUMBERS[request.query.dtype],
-            DTYPE_NUMBERS[out_dtype or request.out.dtype],
+            DTYPE_NUMBERS[request.out.dtype],
             request.options.sliding_window is not None, request.options.softcap > 0,
             request.score_shift is not None, self.part.beside, hands_on,
         )  # fmt: skip
@@ -130,22 +126,6 @@ class _Attend:
         args, defines = self.args, self.defines(hands_on)
         grid, threads = (args.query_blocks * args.num_kv_heads, 1), self.part.config.threads
         self.launch(self.part.config.source, "attend", defines, grid, threads, defines["SHARED"], args)
-
-
-def _attend_split(request: AttendRequest, whole: _Attend, most_long: int) -> None:
-    """Parts of contexts, as many as keep the device busy, and what puts them together."""
-    (total, heads, dim), config = request.query.shape, whole.part.config
-    items = most_long * request.pages.shape[1] * -(-request.max_query_len * request.group // config.rows)
-    splits = max(1, min(multiprocessors(request.query.device) // items, seen_tiles(request, config.tile_tokens)))
-    space = torch.empty(splits * total * heads, dim + 1, dtype=torch.float32, device=request.query.device)
-    merged = whole.args
-    merged.splits, merged.total, merged.state = splits, total, space.data_ptr()
-    merged.part_lse = merged.state + 4 * splits * total * heads * dim
-    args = PrefillArgs.from_buffer_copy(merged)
-    args.out, args.out_stride, args.out_head_stride, args.aligned = merged.state, heads * dim, dim, merged.aligned | 1
-    grid, defines = args.query_blocks * args.num_kv_heads, whole.defines(out_dtype=torch.float32)
-    whole.launch(config.source, "attend", defines, (grid, splits), config.threads, defines["SHARED"], args)
-    whole.launch(MERGE, "merge", whole.defines(), (grid, 1), config.threads, 0, merged)
 
 
 def _attend_in_passes(

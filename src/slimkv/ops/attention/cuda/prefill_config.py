@@ -4,8 +4,7 @@ Tiles of keys and values reach a block of ``attend`` in one of three ways:
 
 - FIRST: a launch of ``unpack`` writes them to the workspace; the only way where products are those of single warps;
 - AHEAD: spare warps of earlier blocks write them there (source/prefill/ahead.cuh);
-- FUSED: producer warpgroups of the block unpack pages into shared memory (source/prefill/producer.cuh); where products
-  are those of single warps, all warps do, and contexts are split (source/prefill/few.cu).
+- FUSED: producer warpgroups of the block unpack pages into shared memory (source/prefill/producer.cuh).
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from slimkv.ops.cuda.device import Device, device_of
 from slimkv.spec import CodecSpec, Kind
 
 ATTEND, ATTEND_WARPS, UNPACK = "prefill/attend.cu", "prefill/attend_warps.cu", "prefill/unpack.cu"
-FEW, MERGE = "prefill/few.cu", "prefill/merge.cu"
 
 
 class Unpack(Enum):
@@ -69,7 +67,7 @@ class PrefillConfig:
     @property
     def source(self) -> str:
         """The file of ``attend``."""
-        return ATTEND if not self.single_warps else FEW if self.fused else ATTEND_WARPS
+        return ATTEND_WARPS if self.single_warps else ATTEND
 
     @property
     def rows(self) -> int:
@@ -137,9 +135,6 @@ WARP_CONFIGS: tuple[tuple[tuple[int, ...], PrefillConfig], ...] = (
     ((80, 96, 112, 128), _of_warps(64, 2, 2, 1)),
     (_TO_256, _of_warps(32, 2, 1, 1, held=True)),
 )
-# Few rows without them: at head sizes of which decode reads pages again for every 8 rows; it gains from FEW_FROM on.
-FEW_ROWS, FEW_HEAD_DIMS = PrefillConfig(FUSED, 64, 1, consumers=1, single_warps=True), (256,)
-FEW_FROM, FEW_UP_TO = 33, 128
 HEAD_DIMS = tuple(sorted({dim for dims, _, _ in CONFIGS for dim in dims}))
 EIGHT_BIT_HEAD_DIMS = tuple(sorted({dim for dims, _, config in CONFIGS if config.eight_bit for dim in dims}))
 MOST_GROUP = 64
@@ -223,20 +218,9 @@ def warp_config(spec: CodecSpec, device: Device) -> PrefillConfig:
     return next(config for dims, config in WARP_CONFIGS if spec.key_dim in dims and fits(config))
 
 
-def takes_few_rows(request: AttendRequest) -> bool:
-    """Whether sequences of a few dozen rows have a kernel of their own."""
-    spec, device = request.layout.spec, device_of(request.query.device)
-    rows = request.max_query_len * request.group
-    if request.options.deterministic or device.warpgroups or spec.key_dim not in FEW_HEAD_DIMS:
-        return False
-    return FEW_FROM <= rows <= FEW_UP_TO and shared_bytes(spec, FEW_ROWS) <= device.shared_of_block
-
-
 def config_for(request: AttendRequest) -> PrefillConfig:
     """The configuration of a request that is not refused."""
     spec, exact = request.layout.spec, request.options.deterministic
-    if takes_few_rows(request):
-        return FEW_ROWS
     if not has_warpgroups(request.query.device):
         return replace(warp_config(spec, device_of(request.query.device)), by_row=exact)
     if exact:
@@ -313,8 +297,6 @@ def most_packed_queries(request: AttendRequest) -> int:
         prompt = request.options.prompt
         return MAX_DECODE_QUERIES if prompt is None else 0 if prompt else request.max_query_len
     group, device, rows = request.group, request.query.device, request.max_query_len * request.group
-    if refusal(request) is None and takes_few_rows(request):
-        return (FEW_FROM - 1) // group
     few = max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // group)) - 1
     if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not has_warpgroups(device):
         return MAX_DECODE_QUERIES

@@ -50,14 +50,13 @@ def _shared_memory(spec: CodecSpec, config: PrefillConfig, packed: int) -> dict[
     """Sizes and offsets of ``attend``'s shared memory, from a boundary of 1,024 bytes, and all it takes (SHARED)."""
     tile = config.tile_bytes(spec.key_dim)
     query = 64 * 128 * (1 if config.eight_bit else -(-spec.key_dim // 64))
-    few = config.fused and config.single_warps
     sizes = {
         "QUERIES": 0 if config.held_queries else config.rows // 64 * query,
         "KEYS": config.stages * tile,
         "VALUES": config.stages * tile,
         "TOTALS": 4 * config.rows * spec.key_dim if config.eight_bit else 0,
         "BARRIERS": 0 if config.single_warps else 4 * 8 * config.stages,
-        "SCALES": 4 * 64 * 5 if few else 16 * config.stages,
+        "SCALES": 16 * config.stages,
         "LEVELS": tables_bytes(spec) if config.fused or config.ahead else 0,
         "PACKED": packed,
     }
@@ -80,7 +79,7 @@ def attend_defines(
     In 8 bits only kernels of several passes have code that hands on a state: it takes registers of the loop.
     """
     spec, stages, packed = layout.spec, 0, 0
-    if config.fused and not config.single_warps:
+    if config.fused:
         stages, packed = packed_stages(spec, config), packed_bytes(spec, config)
     unpacks = config.fused or config.ahead
     levels = (_level_entries(spec.key), _level_entries(spec.value)) if unpacks else (0, 0)
@@ -89,7 +88,7 @@ def attend_defines(
         "FUSED": int(config.fused), "AHEAD": int(config.ahead), "BESIDE": int(beside), "CONSUMERS": config.consumers,
         "PRODUCERS": config.producers, "PRODUCER_REGISTERS": config.producer_registers,
         "ROW_BLOCKS": config.row_blocks, "STAGES": config.stages, "BLOCKS_PER_SM": config.blocks_per_sm,
-        "HELD_QUERIES": int(config.held_queries), "SPLITS": int(config.fused and config.single_warps),
+        "HELD_QUERIES": int(config.held_queries),
         **_shared_memory(spec, config, stages * packed),
         "PACKED_STAGES": stages, "PACKED_BYTES": packed,
         "K_LEVELS": levels[0], "V_LEVELS": levels[1], "ONE_TABLE": int(not unpacks or spec.key == spec.value),

@@ -49,6 +49,22 @@ def verify_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     return total
 
 
+@lru_cache(maxsize=1024)
+def verify_warps_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
+    """As decode/verify_warps_memory.cuh counts."""
+    spec, rows, warps = layout.spec, config.rows, config.warps
+    queries, probabilities = 2 * rows * spec.key_dim, 64 * rows * warps  # of two blocks
+    slices = -(-spec.value_dim // (SLICE_DIMS * warps))
+    results = 4 * (SLICE_DIMS * slices + 4) * rows * warps  # take their place
+    fields = 4 * config.block_tokens * (spec.key.field_count + spec.value.field_count)
+    states = rows * (16 + 12 * warps + 4)
+    operands = max(queries + max(probabilities, 4 * spec.key_dim * warps), results)  # queries are rotated there as well
+    total = _level_table_bytes(layout, True, True) + operands + fields + states
+    if spec.value.rotated and not (_is_power_of_two(spec.value_dim) and spec.value_dim >= 32):
+        total += 4 * spec.value_dim * warps  # the output is rotated back there
+    return total
+
+
 def padded_value_dim(layout: PageLayout) -> int:
     """Dimensions of the output that the warps of a warpgroup have together: of each as many slices."""
     each = _TEAM * SLICE_DIMS
@@ -62,7 +78,7 @@ def _block_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     return config.block_tokens * ((spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields)
 
 
-def _level_table_bytes(layout: PageLayout, wide: bool) -> int:
+def _level_table_bytes(layout: PageLayout, wide: bool, team: bool = False) -> int:
     """Levels in shared memory, 4 bytes an entry for each lane; one table where K and V have the same levels."""
     spec = layout.spec
 
@@ -71,7 +87,7 @@ def _level_table_bytes(layout: PageLayout, wide: bool) -> int:
             return 0
         return 256 if fmt.bits <= 5 else 1 << fmt.bits  # up to 5 bits by pairs of codes
 
-    keys, values = entries(spec.key, wide and spec.key_dim == 256), entries(spec.value, wide)
+    keys, values = entries(spec.key, wide and (team or spec.key_dim == 256)), entries(spec.value, wide)
     alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)
     return 128 * (keys if alike else keys + values)
 

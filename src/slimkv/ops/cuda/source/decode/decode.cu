@@ -11,6 +11,7 @@
 // More columns (wide groups of 8): integer products become dear, and what is done for every score counts more than what
 // is done for every level. Everything is in halves, and the output stays in the products' accumulators.
 #define VERIFY 0
+#define WARPGROUPS 0
 #include "decode/decode_combine.cuh"
 #include "decode/decode_scores.cuh"
 #include "decode/decode_values.cuh"

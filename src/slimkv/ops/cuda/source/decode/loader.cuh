@@ -122,8 +122,4 @@ struct Loader {
       if (i + 32 <= LANES || i + lane < LANES) cp_async_16(to + f * FIELD_STRIDE + at, page + field_offset(f) + at);
     }
   }
-  DEVICE_MEMBER static int field_offset(int f) {
-    return f < K_NUMBER_OF_FIELDS ? K_FIELDS + 2 * BLOCK_SIZE * f
-                                  : V_FIELDS + 2 * BLOCK_SIZE * (f - K_NUMBER_OF_FIELDS);
-  }
 };

@@ -1,11 +1,13 @@
-// Queries from global memory to operands: rotated, scaled by their largest coordinate, cut into bytes or halves.
+// Queries from global memory to operands: rotated, scaled by their largest
+// coordinate, cut into bytes or halves.
 #pragma once
 #include "common/rotation.cuh"
 #include "decode/schedule.cuh"
 
 constexpr int QN = (KD + 31) / 32;
 
-// The query of column c of a range: dimension lane + 32 i. A negative scale of scores is a negative query.
+// The query of column c of a range: dimension lane + 32 i. A negative scale of
+// scores is a negative query.
 DEVICE void load_query(const DecodeArgs& args, const DecodeRange& range, int c, float (&y)[QN], int lane) {
   const int query = range.chunk * args.queries_of_chunk + by_group(args, c),
             head = range.head * args.group_size + in_group(args, c);
@@ -19,18 +21,23 @@ DEVICE void load_query(const DecodeArgs& args, const DecodeRange& range, int c, 
   }
 }
 
-// Where word `word` of a column of the products is in the queries' operands: a lane's two words of a product side by side.
+// Where word `word` of a column of the products is in the queries' operands: a
+// lane's two words of a product side by side.
 DEVICE int operand_offset(int row, int word) {
+#if VERIFY && !WARPGROUPS
+  return fragment_offset<QI>(row / 8, word / 8, 4 * (row % 8) + word % 4) + word % 8 / 4 * 4;
+#endif
   return 8 * (32 * (row / 8 * QI + word / 8) + 4 * (row % 8) + word % 4) + word % 8 / 4 * 4;
 }
-constexpr int NEXT_ROW = 32;  // bytes
+constexpr int NEXT_ROW = 32; // bytes
 // The same of a half of a warpgroup's operands, whose rows have 64 of them.
 DEVICE int operand_place(int row, int number) {
   return number / 64 * 128 * COLUMNS + 128 * row + ((number % 64 / 8 ^ (row & 7)) << 4) + 2 * (number % 8);
 }
 
-// What is known of a column of the block: what makes its products scores (without the softmax's scale), the sum of its query's
-// coordinates, and which tokens it sees.
+// What is known of a column of the block: what makes its products scores
+// (without the softmax's scale), the sum of its query's coordinates, and which
+// tokens it sees.
 struct Column {
   float unit, sum;
   int visible_begin, visible_end;
@@ -38,7 +45,8 @@ struct Column {
 DEVICE Column* column_at(u8* shared, int c) { return (Column*)(shared + COLUMN_AT) + c; }
 DEVICE const Column* column_at(const u8* shared, int c) { return (const Column*)(shared + COLUMN_AT) + c; }
 
-// One warp: rotates a query. Returns its largest magnitude; what is not finite counts as that.
+// One warp: rotates a query. Returns its largest magnitude; what is not finite
+// counts as that.
 DEVICE float rotate_query(const DecodeArgs& args, float (&y)[QN], float* scratch, int lane) {
   if (K_ROTATED)
     rotate<KD, K_ROTATED ? K_CORE : 1>(y, args.key_sign_bits, args.key_core, (const u16*)args.key_signs, args.key_norm,
@@ -64,12 +72,13 @@ DEVICE i32 write_bytes(float x, u8* to) {
   return n;
 }
 
-// One warp: leaves the rotated query of column c in `operands` in their order, and the rest in `shared`. All coordinates are divided by
-// `row_max`: the column's own or, in pairs, the largest of all. Columns that are smaller than others by many powers of two then lose
-// no more than their scores can show.
+// One warp: leaves the rotated query of column c in `operands` in their order,
+// and the rest in `shared`. All coordinates are divided by `row_max`: the
+// column's own or, in pairs, the largest of all. Columns that are smaller than
+// others by many powers of two then lose no more than their scores can show.
 DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c, const float (&y)[QN], float row_max,
     bool finite, u8* shared, u8* operands, int lane) {
-  const float largest = K_BYTES ? 16256.0f : VERIFY ? 32768.0f : 1.0f;  // 127 * 128: what two signed bytes hold
+  const float largest = K_BYTES ? 16256.0f : VERIFY ? 32768.0f : 1.0f; // 127 * 128: what two signed bytes hold
   const float up = row_max > 1e-30f && finite ? largest / row_max : 0.0f;
   const int row = c / GROUP * 8 + (WIDE ? c % GROUP : 2 * (c % GROUP));
   float sum = 0.0f;
@@ -83,11 +92,12 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
       sum += (float)write_bytes(x, operands + operand_offset(row, word) + byte);
     } else {
       const u32 high = VERIFY && !finite ? 0x7E00u : f32_to_f16(x);
-      // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or side by side, as `pair_halves` does.
+      // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or
+      // side by side, as `pair_halves` does.
       const int in_slice = d % 16, place = K_IN_PAIRS ? in_slice : 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
       u16* to = (u16*)(operands +
-          (VERIFY ? operand_place(row, d / 16 * 16 + place)
-                  : operand_offset(row, d / 16 * 8 + place / 2) + 2 * (place % 2)));
+          (WARPGROUPS ? operand_place(row, d / 16 * 16 + place)
+                      : operand_offset(row, d / 16 * 8 + place / 2) + 2 * (place % 2)));
       to[0] = (u16)high;
       sum += f16_to_f32(high);
       if (!WIDE) to[NEXT_ROW / 2] = (u16)f32_to_f16(x - f16_to_f32(high));

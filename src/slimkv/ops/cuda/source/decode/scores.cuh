@@ -18,7 +18,7 @@ DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tabl
     u32 pair[4];
     pair_halves<false>(codes, slice, tables.key_levels, pair);
     a[0] = pair[0], a[1] = pair[2], a[2] = pair[1], a[3] = pair[3];
-    if (VERIFY && K_BITS == 5)
+    if (WARPGROUPS && K_BITS == 5)
       wgmma_fence_operand(a);  // signs are there before products begin, or each would wait for the one before
   } else code_halves<K_KIND, K_BITS, false>(codes.low(slice), codes.high(slice), tables.key, tables.key_levels, a);
 }

@@ -1,7 +1,8 @@
 // What the attention kernels for few queries are compiled for, and their argument.
 // Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_CORE (the pages; a core
 // of 0: not rotated), COLUMNS, BLOCK_TOKENS, WARPS, STAGES, BULK, BLOCKS_PER_SM, SHARED (decode_config.py), EXACT (results depend on a row's own sequence alone; 0: no, 1: SPLITS, 2: and NARROW), Q_TYPE, OUT_TYPE
-// (types.cuh), WINDOW, SOFTCAP (the options). VERIFY: 0 in decode.cu, 1 in verify.cu.
+// (types.cuh), WINDOW, SOFTCAP (the options). VERIFY: warps share a step (verify.cu, verify_warps.cu); WARPGROUPS: with products of
+// warpgroups (verify.cu).
 //
 // A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
 // group (up to 4 columns; NARROW: of more as well, whose results are then those of 4) each of 4 columns takes two of them, a high and a low byte (or half): lane 4 g + t finds both of column t side by
@@ -20,12 +21,12 @@ constexpr int OWN = WIDE ? 2 : 1;  // columns of a group that a lane has
 constexpr int GROUP = 4 * OWN;
 static_assert(COLUMNS == NG * GROUP, "whole groups");
 
-// Warps that share a step: each of the four of a warpgroup has scores of every fourth tile, and slices of the values.
-constexpr int TEAM = VERIFY ? 4 : 1;
-constexpr int RINGS = VERIFY ? WARPS / 8 : WARPS;  // steps of a block at a time
-constexpr int WORKERS = VERIFY ? WARPS / 2 : WARPS;  // warps that have scores
+// Warps that share a step, the four of a warpgroup or all: each has scores of every so many tiles, and slices of the values.
+constexpr int TEAM = WARPGROUPS ? 4 : VERIFY ? WARPS : 1;
+constexpr int RINGS = WARPGROUPS ? WARPS / 8 : WARPS / TEAM;  // steps of a block at a time
+constexpr int WORKERS = WARPGROUPS ? WARPS / 2 : WARPS;  // warps that have scores
 constexpr int OWN_TILES = NT / TEAM, TILES_APART = TEAM;  // tiles of a step that a warp has scores of
-constexpr bool TILE_BY_TILE = VERIFY && NG > 5;  // registers hold the scores of one tile
+constexpr bool TILE_BY_TILE = WARPGROUPS && NG > 5;  // registers hold the scores of one tile
 constexpr int SCORED_TILES = TILE_BY_TILE ? 1 : OWN_TILES;  // at a time
 
 constexpr bool K_BYTES = !WIDE && in_bytes<K_KIND, K_BITS>(), V_BYTES = !WIDE && in_bytes<V_KIND, V_BITS>();
@@ -51,6 +52,11 @@ constexpr int fields_of(int x) {
   return PIECES == 1 ? FIELDS_AT + 32 * x : x / PIECE_TILES * PIECE + FIELDS_AT + 32 * (x % PIECE_TILES);
 }
 
+// Field f in a page.
+constexpr int field_offset(int f) {
+  return f < K_NUMBER_OF_FIELDS ? K_FIELDS + 2 * BLOCK_SIZE * f : V_FIELDS + 2 * BLOCK_SIZE * (f - K_NUMBER_OF_FIELDS);
+}
+
 constexpr int OUT_SLICES =
     (VS + TEAM - 1) / TEAM;  // of the output that a warp has; the last of a team may have more than there are
 constexpr int OUT_ROW = 16 * OUT_SLICES + 8 / OWN;  // floats; keeps the columns of a warp's result in different banks
@@ -58,8 +64,8 @@ constexpr int RESULT_BYTES = 4 * GROUP * (16 * OUT_SLICES + 8),
               SLOT = FIELDS_END > RESULT_BYTES ? FIELDS_END : RESULT_BYTES;
 
 // Levels as halves from tables in shared memory, by pairs of codes up to 5 bits. PERMUTED: 4 bits by permutations instead, so that logic
-// and shared memory share the work; values, which have to be put across anyway (pair_halves), and of the largest heads keys as well.
-constexpr bool K_PERMUTED = WIDE && K_KIND == LLOYD && K_BITS == 4 && KD == 256;
+// and shared memory share the work; values, which have to be put across anyway (pair_halves), and keys as well of the largest heads, or where they would leave no memory.
+constexpr bool K_PERMUTED = WIDE && K_KIND == LLOYD && K_BITS == 4 && (KD == 256 || (VERIFY && !WARPGROUPS));
 constexpr bool V_PERMUTED = WIDE && V_KIND == LLOYD && V_BITS == 4;
 constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES && !K_PERMUTED;
 constexpr bool V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES && !V_PERMUTED;
@@ -79,8 +85,10 @@ constexpr int BARRIERS = STAGES > 1 ? STAGES : 2;  // of a ring: one a slot, or 
 // Rotations that are no butterflies of a warp's registers take shared memory.
 constexpr bool QUERIES_TAKE_SCRATCH = !(POWER_OF_TWO(KD) && KD >= 32);
 constexpr bool OUTPUT_TAKES_SCRATCH = V_ROTATED && !(POWER_OF_TWO(VD) && VD >= 32);
-#if VERIFY
+#if WARPGROUPS
 #include "decode/verify_memory.cuh"
+#elif VERIFY
+#include "decode/verify_warps_memory.cuh"
 #else
 #include "decode/decode_memory.cuh"
 #endif

@@ -7,7 +7,7 @@ template <class C> DEVICE void value_halves(const C& codes, int slice, const Lev
   if constexpr (V_PERMUTED) denormal_halves<true>(codes.low(slice), tables.value, a);
   else if constexpr (V_IN_PAIRS) {
     pair_halves<true>(codes, slice, tables.value_levels, a);
-    if (VERIFY && V_BITS == 5) wgmma_fence_operand(a);  // as of keys
+    if (WARPGROUPS && V_BITS == 5) wgmma_fence_operand(a);  // as of keys
   } else if constexpr (V_KIND == LLOYD && V_BITS > 5) joined_halves(codes, slice, tables.value_levels, a);
   else code_halves<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), tables.value, tables.value_levels, a);
 }

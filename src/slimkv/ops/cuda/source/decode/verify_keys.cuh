@@ -3,7 +3,7 @@
 #include "decode/verify_softmax.cuh"
 
 // All probabilities of a step are there, and whether the output is to be rescaled for them.
-DEVICE void end_publishing(const PairMemory& memory, const PairWarp& warp, int lane, u32 taken, bool rescales,
+DEVICE void end_publishing(const PairMemory& memory, const TeamWarp& warp, int lane, u32 taken, bool rescales,
     const Weighing& weighing, RunningSoftmax& acc) {
   if (warp.member == 0 && lane == 0) {
     memory.factors_of(taken)[COLUMNS] = rescales ? 1.0f : 0.0f;
@@ -15,7 +15,7 @@ DEVICE void end_publishing(const PairMemory& memory, const PairWarp& warp, int l
 
 // Scores and probabilities of the pair's steps of a range.
 DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
-    const PairWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
+    const TeamWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
     RunningSoftmax& acc) {
   const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member),
             field_offset = fields_of(warp.member) - FIELDS_AT;
@@ -74,7 +74,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
 
 // The same of so many columns that scores of one tile at a time are all that registers hold, and the reference is in shared memory.
 DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
-    const PairWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
+    const TeamWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
     RunningSoftmax& acc) {
   const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member),
             field_offset = fields_of(warp.member) - FIELDS_AT;

@@ -4,7 +4,7 @@
 // go through two buffers with a barrier each for being there and for having been used.
 #pragma once
 #include "decode/loader.cuh"
-#include "decode/warp_state.cuh"
+#include "decode/verify_team.cuh"
 
 // What a pair of warpgroups shares.
 struct PairMemory {
@@ -77,14 +77,6 @@ struct PairLoader {
     filled += count, next += count * RINGS;
     loader.look_up(min_i32(next, last - 1));
   }
-};
-
-// The place of a warp in its pair of warpgroups: the number of the pair, and that of the warp among the four of its warpgroup.
-struct PairWarp {
-  int pair, member;
-  // Those of the warpgroup.
-  DEVICE_MEMBER void sync() const { sync_team(1 + pair, 32 * TEAM); }
-  DEVICE_MEMBER bool any(bool p) const { return team_any(p, 1 + pair, 32 * TEAM); }
 };
 
 // Products of a warpgroup, with as many columns.

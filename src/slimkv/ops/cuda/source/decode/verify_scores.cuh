@@ -3,12 +3,6 @@
 #include "decode/scores.cuh"
 #include "decode/verify_pair.cuh"
 
-// What a lane's tokens have in common for all columns: what multiplies their scores (with TOKEN_UNITS), their values'
-// scales, and the largest of some fields of the warp, two at a time.
-struct TokenFields {
-  float unit[SCORED_TILES][2], scale[SCORED_TILES][2];
-  u32 largest;
-};
 // Fields of a warp's own tile x behind those of its first one.
 DEVICE int fields_behind(int x) { return fields_of(TILES_APART * x) - FIELDS_AT; }
 // A warp's references of the softmax, from the first of the columns of lanes t on.
@@ -68,17 +62,3 @@ struct KeyOperands {
     take_scores(c, s);
   }
 };
-
-// `slot`: behind it lie the fields of the lane's own tokens.
-DEVICE void load_token_fields(const u8* slot, const ColumnState& columns, TokenFields& tokens) {
-#pragma unroll
-  for (int x = 0; x < SCORED_TILES; x++) {
-    const u8* fields = slot + fields_of(TILES_APART * x);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {  // zero times minus infinity would not be a number
-      tokens.unit[x][r] =
-          TOKEN_UNITS ? max_f32(small_scale_of(field_bits(fields, 8 * r)) * columns.unit_of(0), 1e-37f) : 1.0f;
-      tokens.scale[x][r] = scale_of(field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, 8 * r));
-    }
-  }
-}

@@ -1,48 +1,7 @@
 // From a pair's scores to the probabilities that its other warpgroup multiplies values with.
 #pragma once
-#include "decode/softmax.cuh"
 #include "decode/verify_scores.cuh"
 
-DEVICE void find_highest(const u8* slot, int g, const StepScores& s, const TokenFields& tokens, float (&highest)[C]) {
-  find_highest(slot, g, s, [&](int, int x, int r) { return TOKEN_UNITS ? tokens.unit[x][r] : 1.0f; }, highest);
-}
-
-// A warpgroup has one running maximum. `maxima`: of its warps, when it moves, where each will leave its state. `factors` gets what the
-// output is multiplied by. TILE_BY_TILE: `references` are those of the warp, for the columns of lanes t. Returns whether it moves.
-DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&highest)[C], const PairWarp& warp,
-    float* maxima, float* factors, float* references, RunningSoftmax& acc) {
-  bool moves = false;
-#pragma unroll
-  for (int c = 0; c < C; c++) {
-    if (TILE_BY_TILE) acc.row_max[c] = references[own_column(c, 0)];
-    highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
-    moves = moves || highest[c] > acc.row_max[c] + RESCALE_THRESHOLD;
-  }
-  const bool any_moves = warp.any(moves);
-  if (any_moves) {
-#pragma unroll
-    for (int c = 0; c < C; c++) {
-#pragma unroll
-      for (int d = 4; d < 32; d <<= 1) highest[c] = max_f32(highest[c], shfl_xor(highest[c], d));
-      if (g == 0) maxima[STATE_WORDS * ((warp.pair * TEAM + warp.member) * COLUMNS + own_column(c, t))] = highest[c];
-    }
-    warp.sync();
-#pragma unroll
-    for (int c = 0; c < C; c++) {
-      float higher = max_f32(highest[c], acc.row_max[c]);
-#pragma unroll
-      for (int w = 0; w < TEAM; w++)
-        higher = max_f32(higher, maxima[STATE_WORDS * ((warp.pair * TEAM + w) * COLUMNS + own_column(c, t))]);
-      const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - higher);
-      acc.row_max[c] = higher;
-      if (TILE_BY_TILE && g == 0) references[own_column(c, 0)] = higher;
-      acc.row_sum[c] *= factor, acc.shift[c] *= factor;
-      if (warp.member == 0 && g == 0) factors[own_column(c, t)] = factor;
-    }
-    if (TILE_BY_TILE) sync_warp();
-  }
-  return any_moves;
-}
 // Of a warpgroup: for every tile an operand with a row of 64 tokens, 16 of each warp, for every column. Probabilities are taken from
 // the reference there is; `largest` shows, two halves at a time, whether it has to move. Four matrices at a time: both halves of
 // a tile, of two groups or of two tiles. Sums are those of the step.
@@ -85,7 +44,7 @@ template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepSco
 }
 
 // Returns where a lane's part goes. AGAIN: the reference has moved; a column that has seen nothing yet has none.
-template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const PairWarp& warp, int lane,
+template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const TeamWarp& warp, int lane,
     const RunningSoftmax& acc, Weighing& w) {
   static_assert(NG > 1 || SCORED_TILES % 2 == 0, "two groups or two tiles at a time");
   w.largest = 0;
@@ -101,7 +60,7 @@ template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const PairWarp& 
 // Returns whether the reference must move.
 template <bool AGAIN>
 DEVICE bool publish_to_warpgroup(const StepScores& s, const u8* slot, const TokenFields& tokens, u8* operands,
-    const PairWarp& warp, int lane, const RunningSoftmax& acc, Weighing& w) {
+    const TeamWarp& warp, int lane, const RunningSoftmax& acc, Weighing& w) {
   const u32 place = begin_publishing<AGAIN>(operands, warp, lane, acc, w);
   publish_pieces<0, AGAIN>(place, s, slot, tokens, nullptr, lane >> 2, w);
   return is_behind(w.largest);

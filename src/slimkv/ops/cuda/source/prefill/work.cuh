@@ -7,8 +7,7 @@
 //   PRODUCER_REGISTERS, STAGES;
 // BY_ROW (a row's result depends on its own sequence alone, to the last bit);
 // WINDOW, SOFTCAP, SCORE_SHIFT (of SOFTCAP: something is added to scores before it);
-// HANDS_ON (there may be several passes, between which the state of the softmax is in device memory),
-// SPLITS (block y of the grid has a part of the context);
+// HANDS_ON (there may be several passes, between which the state of the softmax is in device memory);
 // BESIDE (follows another launch on the same tiles, whose end it need not wait for).
 // Shared memory, from a boundary of 1,024 bytes: queries of all blocks of rows, QUERY_BYTES each | KEYS_AT: ring of tiles, KEYS_BYTES
 //   each | VALUES_AT: likewise | TOTALS_AT: EIGHT_BIT, of the output | BARRIERS_AT | SCALES_AT: ring of tiles' scales | LEVELS_AT: of
@@ -113,10 +112,6 @@ struct PrefillArgs {
   i32* attended;  // by so many blocks, each item
   i32 lead;  // items that are unpacked before the first block
   i32 slots;  // items that the workspace has room for
-  // SPLITS:
-  i32 splits,
-      total;  // parts that contexts are cut into, and queries of all sequences; `state` has outputs of parts, `part_lse` the rest
-  float* part_lse;
 };
 
 // What a block does.
@@ -193,11 +188,6 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
             high = min_i32(end_tile, w.origin + args.first_tile + args.tiles);
   w.tile = high - 1;
   w.count = max_i32(0, high - low);
-  if (SPLITS) {
-    const int of_part = (w.count + args.splits - 1) / args.splits, behind = block_index_y() * of_part;
-    w.tile -= behind;
-    w.count = max_i32(0, min_i32(of_part, w.count - behind));
-  }
   return true;
 }
 

@@ -1,0 +1,256 @@
+// Attention of more query rows of a KV head than decode.cu takes on packed
+// pages, with products of single warps, from sm_80 on (docs/design/kernels.md).
+// A step is a tile of every warp of a block. A warp makes the scores of its
+// tile and leaves its probabilities for all; then it multiplies them with its
+// slices of all values of the step. So every code is unpacked once for all
+// rows, straight from the registers it was loaded to while the step before was
+// attended. Warps meet once a step: probabilities go through two buffers.
+#define VERIFY 1
+#define WARPGROUPS 0
+#include "decode/merge.cuh"
+#include "decode/scores.cuh"
+#include "decode/values.cuh"
+#include "decode/verify_output.cuh"
+#include "decode/verify_queries.cuh"
+
+// What a warp has of a step: the codes of its tile of keys and of its slices of
+// all values, and in shared memory its tile's fields.
+struct StepCodes {
+  static constexpr int PAGE_TILES = BLOCK_SIZE / 16;
+  const u8* pages;
+  const i32* table;
+  i64 page_stride;
+  int begin_tile, last_page, warp, lane;
+  i32 id;  // of tile `lane` of the next step to be loaded, its page
+  int tile;  // and its number there
+  u8* fields; // of the warp's tile, of two steps
+  KeyCodes keys;
+  PartCodes values[NT], next_values[NT];
+
+  DEVICE_MEMBER void open(const DecodeArgs& args, const DecodeRange& range) {
+    page_stride = args.page_stride;
+    pages = args.pages + (i64)range.head * args.page_head_stride;
+    table = args.block_table + (i64)range.b * args.table_stride;
+    begin_tile = range.s.begin / 16, last_page = (range.s.length - 1) / BLOCK_SIZE;
+  }
+  DEVICE_MEMBER void look_up(int step) {
+    const int number = begin_tile + NT * step + lane % NT;
+    id = ldg_i32(table + min_i32(number / PAGE_TILES, last_page));
+    tile = number % PAGE_TILES;
+  }
+  DEVICE_MEMBER const u8* fields_of_step(u32 number) const { return fields + (number & 1) * STEP_FIELDS - FIELDS_AT; }
+
+  // Step `number` of the range: everything at once, when a whole step is left
+  // until values are needed. Loads share a scoreboard, so that who waits for
+  // one waits for all before it.
+  DEVICE_MEMBER void load(u32 number) {
+    const u8* from = pages + shfl(id, warp) * page_stride;
+    const int own = shfl(tile, warp), f = lane / 2;
+    keys.load(from + own * K_TILE, lane);
+    if (f < FIELDS)
+      cp_async_16(fields + (number & 1) * STEP_FIELDS + f * FIELD_STRIDE + 16 * (lane % 2),
+          from + field_offset(f) + 32 * own + 16 * (lane % 2));
+    cp_async_commit();
+    const i64 of_values = id * page_stride + (V_CODES + tile * V_TILE);
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      const u8* at = pages + shfl(of_values, x);
+      PartCodes::load_parts<1>(next_values + x, [&](int) { return at; }, lane, warp);
+    }
+  }
+  DEVICE_MEMBER void take_values() {
+#pragma unroll
+    for (int x = 0; x < NT; x++) values[x] = next_values[x];
+  }
+  // A step, as far as the L2 cache: each warp its tile.
+  DEVICE_MEMBER void prefetch(int step) {
+    look_up(step);
+    const u8* from = pages + shfl(id, warp) * page_stride;
+    const int own = shfl(tile, warp);
+    for (int at = 128 * lane; at < K_TILE; at += 4096) prefetch_l2(from + own * K_TILE + at);
+    for (int at = 128 * lane; at < V_TILE; at += 4096) prefetch_l2(from + V_CODES + own * V_TILE + at);
+  }
+};
+
+// Words of a lane for product i of PRODUCTS, of groups n and, if there is one,
+// n + 1.
+template <int PRODUCTS>
+DEVICE Words4 load_fragments(const u8* operands, int n, int i, int lane) {
+  const u8* at = operands + fragment_offset<PRODUCTS>(n, i, lane);
+  if (n + 1 < NG) return *(const Words4*)at;
+  const Words2 one = *(const Words2*)at;
+  return {one.x, one.y, 0, 0};
+}
+
+DEVICE void multiply_keys(const KeyCodes& codes, const u8* shared, const LevelTables& tables, int lane, StepScores& s) {
+  float c[NG][4];
+#pragma unroll
+  for (int i = 0; i < KS; i++) {
+    u32 a[4];
+    key_halves(codes, i, tables, a);
+#pragma unroll
+    for (int n = 0; n < NG; n += 2) {
+      const Words4 q = load_fragments<QI>(shared + QUERY_AT, n, i, lane);
+#pragma unroll
+      for (int k = n; k < n + 2 && k < NG; k++) {
+        const u32 b0 = k > n ? q.z : q.x, b1 = k > n ? q.w : q.y;
+        if (i == 0) mma_f16_from_zero(c[k], a[0], a[1], a[2], a[3], b0, b1);
+        else mma_f16(c[k], a[0], a[1], a[2], a[3], b0, b1);
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < NG; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[2 * n + i % 2][0][i / 2] = c[n][i];
+}
+
+// Sums of a step, and the largest of its probabilities, two halves at a time.
+struct StepSums {
+  float sum[C], shift[C];
+  u32 largest;
+};
+// Probabilities times their values' scales, for all warps, from the reference
+// there is; returns whether it must move. AGAIN: it has; a column that has seen
+// nothing yet has none.
+template <bool AGAIN>
+DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& tokens, u8* operands, int tile, int lane,
+    const RunningSoftmax& acc, StepSums& sums) {
+  sums.largest = 0;
+  u32 word[NG][2];
+#pragma unroll
+  for (int n = 0; n < NG; n++) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) sums.sum[2 * n + j] = -0.0f, sums.shift[2 * n + j] = -0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float p[2];
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int c = 2 * n + j;
+        const float reference = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+        p[j] = weigh(fields, TOKEN_UNITS ? tokens.unit[0][r] : 1.0f, reference, tokens.scale[0][r], lane >> 2, 0, r,
+            s[c][0][r], sums.sum[c], sums.shift[c]);
+      }
+      word[n][r] = pack_f16x2(p[0], p[1]);
+      sums.largest = max_u16x2(sums.largest, word[n][r]);
+      word[n][r] = movmatrix_trans(word[n][r]);
+    }
+    u8* const at = operands + fragment_offset<NT>(n / 2 * 2, tile, lane);
+    if (n % 2) *(Words4*)at = {word[n - n % 2][0], word[n - n % 2][1], word[n][0], word[n][1]};
+    else if (n + 1 == NG) *(Words2*)at = {word[n][0], word[n][1]};
+  }
+  return is_behind(sums.largest);
+}
+
+// All steps of a range.
+DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* shared, const TeamWarp& warp,
+    const ColumnState& columns, const LevelTables& tables, int lane, StepCodes& codes, RunningSoftmax& acc,
+    TeamOutput& output) {
+  const int g = lane >> 2, t = lane & 3;
+  u32 taken = 0;
+  for (int step = range.first; step < range.last; step++, taken++) {
+    u8* operands = shared + PROBABILITIES_AT + (taken & 1) * PROBABILITY_BYTES;
+    StepScores s;
+    multiply_keys(codes.keys, shared, tables, lane, s);
+    cp_async_wait<0>();
+    sync_warp();
+    codes.load(taken + 1);  // the last step once more behind the last: a branch would wait for what it has loaded
+    codes.look_up(min_i32(step + 2, range.last - 1));
+    const u8* fields = codes.fields_of_step(taken);
+    const int step_token = range.s.begin + step * STEP;
+    TokenFields tokens;
+    load_token_fields(fields + 2 * g, columns, tokens);
+    if (!TOKEN_UNITS) scale_scores(args, fields, columns, g, s);
+    if (step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin) {
+      if (lane < 8 * FIELDS)
+        acc.largest_fields = max_u16x2(acc.largest_fields,
+            *(const u32*)(fields + FIELDS_AT + FIELD_STRIDE * (lane / 8) + 4 * (lane % 8)));
+    } else hide_tokens(fields, shared, step_token + 16 * warp.member, lane, s);
+
+    StepSums sums;
+    const bool moves = publish<false>(s, fields, tokens, operands, warp.member, lane, acc, sums);
+    if (warp.any(moves)) {
+      float highest[C], *factors = (float*)(shared + FACTORS_AT);
+#pragma unroll
+      for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
+      find_highest(fields, g, s, tokens, highest);
+      const bool rescales =
+          move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), factors, nullptr, acc);
+      publish<true>(s, fields, tokens, operands, warp.member, lane, acc, sums);
+      warp.sync();
+      if (rescales)
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+          const float factor = factors[own_column(c, t)];
+#pragma unroll
+          for (int i = 0; i < OUT_SLICES; i++)
+            output.out[i][c / 2][c % 2] *= factor, output.out[i][c / 2][2 + c % 2] *= factor;
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < C; c++) acc.row_sum[c] += sums.sum[c], acc.shift[c] += sums.shift[c];
+
+#pragma unroll
+    for (int x = 0; x < NT; x++) {
+      u32 a[OUT_SLICES][4];
+#pragma unroll
+      for (int i = 0; i < OUT_SLICES; i++) value_halves(codes.values[x], i, tables, a[i]);
+#pragma unroll
+      for (int n = 0; n < NG; n += 2) {
+        const Words4 p = load_fragments<NT>(operands, n, x, lane);
+#pragma unroll
+        for (int i = 0; i < OUT_SLICES; i++) {
+          mma_f16(output.out[i][n], a[i][0], a[i][1], a[i][2], a[i][3], p.x, p.y);
+          if (n + 1 < NG) mma_f16(output.out[i][n + 1], a[i][0], a[i][1], a[i][2], a[i][3], p.z, p.w);
+        }
+      }
+    }
+    codes.take_values();
+  }
+  cp_async_wait<0>();  // of what nobody needs, before fields are copied again
+}
+
+KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
+  SHARED_MEMORY(shared);
+  const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31;
+  pdl_wait();
+  int left;
+  WorkPartition partition;
+  DecodeRange range(args, first_range(args, block_index(), args.blocks, lane, partition, left));
+  if (left <= 0) return;
+  const TeamWarp own = {0, warp};
+  constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
+  float query[QUERIES][QN];
+  StepCodes codes;
+  codes.warp = warp, codes.lane = lane, codes.fields = shared + RINGS_AT + 32 * warp;
+  const LevelTables tables = load_tables(args, shared, lane);
+  while (true) {
+    codes.open(args, range);
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++) load_query(args, range, warp + i * WARPS, query[i], lane);
+    codes.prefetch(range.first); // while queries are prepared, registers are theirs
+    prepare_queries(args, range, query, shared, warp, lane);
+    codes.load(0);
+    codes.take_values();
+    codes.look_up(min_i32(range.first + 1, range.last - 1));
+    sync_threads();
+    RunningSoftmax acc;
+    TeamOutput output;
+    acc.clear(), output.clear();
+    ColumnState columns;
+    columns.load(args, range, shared, lane & 3);
+    attend_range(args, range, shared, own, columns, tables, lane, codes, acc, output);
+    sync_threads(); // nobody needs probabilities, or maxima where states go
+    leave_states(columns, acc, (float*)(shared + STATE_AT), warp, lane);
+    sync_threads();
+    leave_results(output, own, shared, lane, false);
+    left -= range.last - range.first + TILE_COST; // with what the next work tile takes
+    sync_threads();
+    write_rows(args, range, shared, warp, lane);
+    if (left <= 0) return;
+    range = DecodeRange(args, next_range(args, range, left));
+    sync_threads(); // before results and states are written again
+  }
+}
+HOST_TESTABLE(attend, DecodeArgs)
