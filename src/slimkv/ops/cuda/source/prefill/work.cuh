@@ -32,7 +32,8 @@ DEVICE float cap_factor(float softcap) { return 2.0f * LOG2E * rcp_approx(softca
 
 constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * ROW_BLOCKS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS),
               N = STEP / 2, OWN = PLACES / 4;
-// Powers of two. A warp asks when a probability of some row is 2^8 or more; BY_ROW: none of another row may then be between the two, however it rounds.
+// In powers of two. A warp asks for it when a probability of some row is 2^8 or more. BY_ROW: a row that did not ask must not be above
+// it, however its scores round.
 constexpr float RESCALE_THRESHOLD = BY_ROW ? 8.5f : 8.0f;
 // What producers leave of the registers that threads begin with.
 constexpr int WARPGROUPS = PRODUCERS + CONSUMERS;
