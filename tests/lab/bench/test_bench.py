@@ -169,6 +169,22 @@ def test_the_fastest_configuration_counts_and_failures_are_told(monkeypatch):
     assert absent.detail == "broken: RuntimeError: no kernel for this"
 
 
+def test_deterministic_cells_ask_for_it_and_for_one_split(monkeypatch):
+    (cell,) = choose(MORE_ATTEND_CELLS, ["decode-1x128K-deterministic"], None)
+    assert baselines.cell_options(cell, CPU).deterministic
+    small, asked = replace(cell, context=256), []
+
+    class FlashAttention3:
+        @staticmethod
+        def flash_attn_varlen_func(*_, num_splits, **__):
+            asked.append(num_splits)
+
+    monkeypatch.setattr(baselines, "flash_attention_3", FlashAttention3)
+    for _, call in baselines.fa3(baselines.DenseInputs.random(small, CPU), False):
+        call()
+    assert asked == [1, 1]
+
+
 def test_sdpa_computes_the_same_attention():
     """The baseline must do the work it is timed for: the same mask, the same heads."""
     cell = AttendCell("", batch=2, context=32, queries=4, num_heads=6, num_kv_heads=2, head_dim=16)

@@ -1,5 +1,8 @@
 """Acceptance of n-gram drafts: what is drafted, the steps an answer takes, a packed cache beside the stock one."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 
 from slimkv.lab.evals.acceptance import measure_acceptance, ngram_draft, verifications
@@ -18,6 +21,18 @@ def test_every_step_gives_what_it_accepts_and_one_more():
     assert verifications(prompt, [3, 4, 5, 6, 7, 8]) == 2, "four drafted and one, then one"
     assert verifications(prompt, [3, 4, 0, 0, 1]) == 3, "two accepted and one, then two steps"
     assert verifications(prompt, []) == 0
+
+
+def test_so_does_a_draft_model_that_reads_along():
+    path = Path(__file__).parents[3] / "benchmarks" / "acceptance.py"
+    spec = importlib.util.spec_from_file_location("acceptance", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert [script.matching_steps([said] * 5) for said in (False, True)] == [5, 1], "four drafted and one"
+    assert script.matching_steps([True, False, True, True, False, True]) == 3
+    assert script.ratio_of([4, 4, 4], [5, 5, 5])[0] == 0.8
 
 
 def test_a_lossless_cache_accepts_as_many():

@@ -28,7 +28,10 @@ LARGER_GPU = replace(SMALL_GPU, multiprocessors=7)
 class Cache:
     """Sequences in pages, scales of whose tokens differ by many powers of two, and a query for every token."""
 
-    def __init__(self, format="k4v4", dim=64, group=4, lengths=LENGTHS, sinks=False, **options) -> None:
+    def __init__(
+        self, format="k4v4", dim=64, group=4, lengths=LENGTHS, sinks=False, quiet=None, **options
+    ) -> None:  # fmt: skip
+        """``quiet``: tokens 2^16 below the others; without it norms are log-normal."""
         g = torch.Generator().manual_seed(5)
         spec, kv_heads = CodecSpec.parse(format, dim), 2
         codec, layout = Codec(spec, CPU), PageLayout(spec, PAGE)
@@ -43,7 +46,11 @@ class Cache:
             slots = self.table[i].long().repeat_interleave(PAGE)[:length] * PAGE + torch.arange(length) % PAGE
             key, value = (
                 torch.randn(length, kv_heads, dim, generator=g)
-                * torch.exp(spread * torch.randn(length, 1, 1, generator=g))
+                * (
+                    torch.exp(spread * torch.randn(length, 1, 1, generator=g))
+                    if quiet is None
+                    else torch.tensor([2.0**-16 if i in quiet else 1.0 for i in range(length)])[:, None, None]
+                )
                 for spread in (0.7, 2.0)
             )
             ops.store_kv(key, value, self.kv, slots, backend="reference")
@@ -170,6 +177,36 @@ def test_a_row_of_a_prompt_gets_one_result(case):
     assert torch.equal(crowded[1], whole[: 129 - first])
     for at in (first, length - 1):
         assert torch.equal(cache.prompts((1, at, length), budget=1)[0], whole[at - first :])
+
+
+def with_single_warps(request) -> list[prefill_config.Part]:
+    config = prefill_config.warp_config(request.layout.spec, SMALL_GPU)
+    return [prefill_config.Part(replace(config, by_row=True))]
+
+
+@pytest.mark.parametrize("single_warps", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    sample(
+        [
+            {"format": "k8v8", "group": 2, "sinks": True, "sliding_window": 100}, {"group": 1},
+            {"format": "ku4vu4", "group": 3, "dim": 96, "softcap": 20.0},
+            {"dim": 128, "group": 1, "sliding_window": 33},
+        ],
+        4,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_chunks_of_any_size_of_tokens_far_apart(case, single_warps, monkeypatch):
+    """Tokens of a tile 2^16 apart: those that a row does not see must not decide how the others are rounded."""
+    if single_warps:
+        monkeypatch.setattr(prefill, "parts_of", with_single_warps)
+    length = 260
+    cache = Cache(**case, lengths=(length,), quiet=range(20 if "sliding_window" in case else 0, 245))
+    whole = cache.prompts((0, 0, length))[0]
+    for chunk, begin in ((100, 0), (33, 100), (17, 205), (1, 250)):
+        cut = [cache.prompts((0, at, min(at + chunk, length)))[0] for at in range(begin, length, chunk)]
+        assert torch.equal(torch.cat(cut), whole[begin:]), chunk
 
 
 def test_the_order_of_tiles_and_their_units_must_not_reach_a_row(monkeypatch):

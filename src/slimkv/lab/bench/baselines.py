@@ -57,7 +57,10 @@ class DenseInputs:
 def cell_options(cell: AttendCell, device: torch.device) -> AttendOptions:
     """The arguments of ``attend`` in this cell."""
     sinks = torch.linspace(-1, 1, cell.num_heads, device=device) if cell.sinks else None
-    return AttendOptions(sliding_window=cell.sliding_window, softcap=cell.softcap, sinks=sinks, prefill=cell.prefill)
+    return AttendOptions(
+        sliding_window=cell.sliding_window, softcap=cell.softcap, sinks=sinks, prefill=cell.prefill,
+        deterministic=cell.deterministic,
+    )  # fmt: skip
 
 
 def _refuse_options(cell: AttendCell, *names: str) -> None:
@@ -109,7 +112,10 @@ def flash_attention_3() -> Any:
 
 
 def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
-    """Paged FlashAttention-3 as vLLM calls it, with and without a precomputed schedule, in pages of 16 and 128."""
+    """Paged FlashAttention-3 as vLLM calls it, with and without a precomputed schedule, in pages of 16 and 128.
+
+    Deterministic: one split, as VLLM_BATCH_INVARIANT=1 asks for.
+    """
     module, cell = flash_attention_3(), inputs.cell
     query, key, value = inputs.query, inputs.key, inputs.value
     device = query.device
@@ -128,17 +134,17 @@ def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
         count = cell.context // page
         table = torch.randperm(cell.batch * count, device=device).to(torch.int32).view(cell.batch, count)
         pages = [x.view(-1, page, cell.num_kv_heads, cell.head_dim) for x in (key, value)]
-        for num_splits in (0, 32):
+        for num_splits in (1,) if cell.deterministic else (0, 32):
             schedule = None
-            if num_splits:
+            if num_splits > 1:
                 schedule = module.get_scheduler_metadata(
                     cell.batch, cell.queries, cell.context, cell.num_heads, cell.num_kv_heads, cell.head_dim, lens,
                     qkv_dtype=query.dtype, cu_seqlens_q=starts, page_size=page, causal=True, num_splits=num_splits,
                     window_size=window, has_softcap=cell.softcap > 0,
                 )  # fmt: skip
             yield (
-                f"pages of {page}, " + (f"schedule of up to {num_splits} num_splits" if num_splits else "own split "
-                "heuristic"),
+                f"pages of {page}, " + {0: "own split heuristic", 1: "one split"}.get(
+                    num_splits, f"schedule of up to {num_splits} num_splits"),
                 functools.partial(
                     module.flash_attn_varlen_func, query, *pages, cell.queries, starts, cell.context, seqused_k=lens,
                     causal=True, block_table=table, out=out, scheduler_metadata=schedule, num_splits=num_splits,
@@ -193,7 +199,7 @@ def turboquant_attend(inputs: DenseInputs) -> Candidates:
     from vllm.v1.attention.ops.triton_turboquant_decode import triton_turboquant_decode_attention
 
     cell, device = inputs.cell, inputs.query.device
-    _refuse_options(cell, "shortest", "sliding_window", "softcap", "sinks")
+    _refuse_options(cell, "shortest", "sliding_window", "softcap", "sinks", "deterministic")
     if cell.queries > 1:
         raise UnsupportedError("its decode takes one query per sequence")
     turbo = TurboQuant.create(cell.head_dim, device)

@@ -16,7 +16,7 @@ class AttendCell:
     """``batch`` sequences of ``context`` tokens in pages, each with ``queries`` queries at its end.
 
     ``shortest``: the lengths are a geometric series from this to ``context``, in random order. The rest are options
-    of ``attend``; ``sinks`` gives every query head one.
+    of ``attend``; ``sinks`` gives every query head one. The baselines of ``deterministic`` do not split sequences.
     """
 
     name: str
@@ -33,6 +33,7 @@ class AttendCell:
     softcap: float = 0.0
     sinks: bool = False
     prefill: str = "16bit"
+    deterministic: bool = False
 
     @property
     def layout(self) -> PageLayout:
@@ -132,6 +133,7 @@ ATTEND_CELLS = (
 MORE_ATTEND_CELLS = (
     *(replace(_BIG, name=f"decode-32x32K-{f}", format=f) for f in ("k5v5", "k6v4", "k6v6", "k7v7", "k8v8")),
     replace(_BIG, name="decode-16x32K-64q8kv", batch=16, num_heads=64),
+    replace(_BIG, name="decode-8x32K-24q4kv-d256", batch=8, num_heads=24, num_kv_heads=4, head_dim=256),
     replace(_BIG, name="decode-32x16K-28q4kv", context=16384, num_heads=28, num_kv_heads=4),
     replace(_BIG, name="decode-32x16K-28q4kv-k5v5", context=16384, num_heads=28, num_kv_heads=4, format="k5v5"),
     replace(_BIG, name="decode-8x8K-32q32kv", batch=8, context=8192, num_kv_heads=32),
@@ -172,10 +174,19 @@ _PREFILLED = (
     "chunk-512q-16x8K",
     "prefill-2048q-1x16K-d64",
 )
+_DETERMINISTIC = (
+    *("decode-32x32K", "decode-8x32K", "decode-1x128K", "decode-8x32K-24q4kv-d256", "decode-256x1K"),
+    *("decode-ragged-64x256-64K", "decode-32x16K-64q8kv-d64-window128", "verify-4q-32x32K", "verify-8q-16x16K"),
+    *("chunk-64q-32x8K", "prefill-2048q-1x32K"),
+)
 MORE_ATTEND_CELLS += tuple(
-    replace(cell, name=f"{cell.name}-8bit", prefill="8bit")
+    replace(cell, name=f"{cell.name}-{how}", **options)
+    for how, names, options in (
+        ("8bit", _PREFILLED, {"prefill": "8bit"}),
+        ("deterministic", _DETERMINISTIC, {"deterministic": True}),
+    )
     for cell in ATTEND_CELLS + MORE_ATTEND_CELLS
-    if cell.name in _PREFILLED
+    if cell.name in names
 )
 
 _CHUNK = StoreCell("", tokens=8192)

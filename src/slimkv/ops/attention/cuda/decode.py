@@ -33,6 +33,7 @@ from slimkv.ops.attention.cuda.decode_config import (
     DecodeConfig,
     bound_of,
     config_for,
+    deterministic_bound,
     deterministic_config,
     max_group,
     reachable,
@@ -113,7 +114,8 @@ def _deterministic_refusal(request: AttendRequest) -> str | None:
     if request.max_query_len > most:
         if (reason := prefill.refusal(request)) is not None:
             return f"deterministic prompts are beyond it: {reason}; use backend='reference'"
-    if most and deterministic_config(device_of(device), request.layout, request.group, 1) is None:
+    bound = deterministic_bound(request.layout, request.options.sliding_window)
+    if most and deterministic_config(device_of(device), request.layout, request.group, 1, bound) is None:
         return f"of a deterministic step {_lacking(request.layout, request.group)}; use backend='reference'"
     return None
 
@@ -242,16 +244,17 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
     # Rows of others, if there are more queries than that: a few places a sequence are looked at then, not every row.
     rows, tiles, seen = min(total, sequences * most_queries), sequences * num_kv_heads, _seen_tokens(request)
-    exact = options.deterministic
+    exact, window = options.deterministic, options.sliding_window
+    bound = deterministic_bound(layout, window) if exact else bound_of(device, layout, tiles, seen)
     plan = _plan(
-        device, layout, group, _cut_for(request, most_queries), bound_of(device, layout, tiles, seen), exact,
-        query.dtype, out.dtype, options.sliding_window is not None, options.softcap > 0,
+        device, layout, group, _cut_for(request, most_queries), bound, exact,
+        query.dtype, out.dtype, window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
         raise InputError(_lacking(layout, group))
     config = plan.config
-    steps = split_steps(config, options.sliding_window) if exact else 0
-    splits = -(-seen // SPLIT_TOKENS) + (options.sliding_window is not None) if 0 < steps <= SPLIT_TOKENS else 1
+    steps = split_steps(config, window) if exact else 0
+    splits = -(-seen // SPLIT_TOKENS) + (window is not None) if 0 < steps <= SPLIT_TOKENS else 1
     # One chunk of queries a sequence, and no prefill beside it.
     whole = request.max_query_len <= min(most_queries, config.rows // group) and (
         splits == 1 and writes_whole_items(layout) if exact else takes_whole_tiles(device, layout, config, tiles, seen)
@@ -316,11 +319,7 @@ def _plan(
     q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
     """Of sequences of mostly ``queries``."""
-    config = (
-        deterministic_config(device, layout, group, queries)
-        if deterministic
-        else config_for(device, layout, group, queries, bound)
-    )
+    config = (deterministic_config if deterministic else config_for)(device, layout, group, queries, bound)
     if config is None:
         return None
     spec = layout.spec

@@ -113,6 +113,15 @@ def bound_of(device: Device, layout: PageLayout, tiles: int, tokens: int) -> int
     """The bound that tells configurations apart, of ``tiles`` work tiles whose queries see up to ``tokens`` tokens."""
     if 2 * tiles <= device.multiprocessors and _head_class(layout) == 128:
         return UNBOUNDED
+    return _bound(layout, tokens)
+
+
+def deterministic_bound(layout: PageLayout, window: int | None) -> int:
+    """Likewise, of any call: the layer's window alone decides."""
+    return UNBOUNDED if window is None else _bound(layout, window)
+
+
+def _bound(layout: PageLayout, tokens: int) -> int:
     seen = tokens * layout.page_bytes // layout.block_size
     return next(bound for bound in (FEW_BYTES, SHORT_BYTES, UNBOUNDED) if seen <= bound)
 
@@ -135,9 +144,11 @@ def config_for(
 
 
 @lru_cache(maxsize=256)
-def deterministic_config(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
+def deterministic_config(
+    device: Device, layout: PageLayout, group: int, queries: int, bound: int = UNBOUNDED
+) -> DecodeConfig | None:
     """One with the results of that of a single query: its blocks of tokens, warps and arithmetic, maybe more rows."""
-    found = config_for(device, layout, group, 1)
+    found = config_for(device, layout, group, 1, bound)
     if found is None or found.source != DECODE:
         return None
     one = replace(found, exact=True)
@@ -160,7 +171,8 @@ def reachable(
 ) -> tuple[DecodeConfig, ...]:  # fmt: skip
     """All configurations for up to ``max_queries`` queries of a sequence, which see up to ``tokens`` tokens."""
     if deterministic:
-        exact = (deterministic_config(device, layout, group, queries) for queries in range(1, max_queries + 1))
+        bound = deterministic_bound(layout, tokens)
+        exact = (deterministic_config(device, layout, group, queries, bound) for queries in range(1, max_queries + 1))
         return tuple(dict.fromkeys(config for config in exact if config is not None))
     most = UNBOUNDED if tokens is None else bound_of(device, layout, device.multiprocessors, tokens + max_queries)
     bounds = [bound for bound in (UNBOUNDED, SHORT_BYTES, FEW_BYTES) if bound <= most or bound == UNBOUNDED]

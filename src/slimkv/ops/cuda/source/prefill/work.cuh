@@ -31,7 +31,9 @@ DEVICE float cap_factor(float softcap) { return 2.0f * LOG2E * rcp_approx(softca
 
 constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * ROW_BLOCKS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS),
               N = STEP / 2, OWN = PLACES / 4;
-constexpr float RESCALE_THRESHOLD = 8.0f;
+// In powers of two. A warp asks for it when a probability of some row is 2^8 or more. BY_ROW: a row that did not ask must not be above
+// it, however its scores round.
+constexpr float RESCALE_THRESHOLD = BY_ROW ? 8.5f : 8.0f;
 // What producers leave of the registers that threads begin with.
 constexpr int WARPGROUPS = PRODUCERS + CONSUMERS;
 constexpr int CONSUMER_REGISTERS =
