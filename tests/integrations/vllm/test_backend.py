@@ -63,6 +63,10 @@ def test_a_page_has_the_bytes_of_the_layout(format, dim, block_size):
     assert packed(format, spec).dtype == torch.uint8
 
 
+def test_blocks_are_small_enough_for_prefix_hits():
+    assert [SlimKVBackend.get_preferred_block_size(n) for n in (16, 64, 128, 48)] == [32, 64, 128, 32]
+
+
 def test_four_bits_take_132_bytes():
     assert slot_bytes(CodecSpec.parse("k4v4", 128)) == 132
     assert full().page_size_bytes / packed("k4v4", full()).page_size_bytes == pytest.approx(512 / 132)

@@ -205,6 +205,13 @@ def test_sessions_get_a_share_of_the_memory_that_holds_them(tmp_path):
             ServeSettings(**wrong)
 
 
+def test_the_offload_phase_has_one_tier(tmp_path):
+    settings = ServeSettings(phases=("offload",), offload_gib=2)
+    plans = {x: engine_plan(x, settings, tmp_path)["arguments"] for x in ("bf16", "bf16+cold", "k4v4@LBHNC")}
+    assert [plan.get("kv_offloading_size") for plan in plans.values()] == [2, None, 2]
+    assert plans["bf16+cold"]["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"] == 2 << 30
+
+
 def test_a_tier_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(serve, "COLD", "slimkv.not_there")
     with pytest.raises(InputError, match=r"'bf16\+cold' needs slimkv.not_there"):

@@ -203,13 +203,14 @@ def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str,
     longest = min(settings.context + settings.output + 64, text_field(shape, "max_position_embeddings"))
     own = _vllm_arguments if settings.engine == "vllm" else _sglang_arguments
     layout = system.partition("@")[2]
+    tier = "+host" if OFFLOAD in settings.phases and "+" not in system else system
     return {
         "engine": settings.engine,
         "system": system,
         "environment": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
         "arguments": {
             **own(settings, str(folder), longest), **cache_arguments(system, settings.engine, settings.prefill),
-            **tier_arguments(system, settings.offload_gib), **dict(settings.extra),
+            **tier_arguments(tier, settings.offload_gib), **dict(settings.extra),
         },
         "vocabulary": text_field(shape, "vocab_size"),
         **{name: getattr(settings, name) for name in
@@ -219,16 +220,14 @@ def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str,
 
 
 def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
-    host: dict[str, Any] = {}
-    if OFFLOAD in settings.phases:
-        host = tier_arguments("+host", settings.offload_gib)
+    sized: dict[str, Any] = {}
     if SESSIONS in settings.phases:
-        host["kv_cache_memory_bytes"] = session_bytes(settings, shape_of(shape_config(settings.shape)))
+        sized["kv_cache_memory_bytes"] = session_bytes(settings, shape_of(shape_config(settings.shape)))
     return {
         "model": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": settings.dtype,
         "max_model_len": longest, "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens, "enforce_eager": settings.eager,
-        "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed, **host,
+        "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed, **sized,
         **({"speculative_config": {"method": "ngram", "num_speculative_tokens": settings.drafts, **NGRAMS}}
            if settings.drafts else {}),
     }  # fmt: skip

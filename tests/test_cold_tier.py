@@ -1,0 +1,29 @@
+"""The round trip of ``benchmarks/cold_tier.py``: what the pages give back."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("cold_tier", ROOT / "benchmarks" / "cold_tier.py")
+assert spec is not None
+assert spec.loader is not None
+cold_tier = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(cold_tier)
+
+
+@pytest.mark.parametrize(("format", "most"), [("k8v8", 0.01), ("k4v4", 0.11), ("k2v2", 0.4)])
+def test_a_prefix_comes_back(format, most):
+    source = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(1, 2, 48, 64, generator=source) for _ in "kv")
+    got = cold_tier.round_trip(key + 5, value, 0, format, None)
+    for one, right in zip(got, (key + 5, value), strict=True):
+        assert one.shape == right.shape
+        error = (one - right).norm() / (right - right.mean(2, keepdim=True)).norm()
+        assert most / 4 < error < most
