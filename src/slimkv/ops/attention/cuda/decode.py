@@ -315,7 +315,7 @@ def _plan(
     device: Device, layout: PageLayout, group: int, queries: int, bound: int, deterministic: bool,
     q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
-    """Of sequences of mostly ``queries``."""
+    """The plan for sequences with mostly ``queries`` queries."""
     config = (
         deterministic_config(device, layout, group, queries)
         if deterministic
