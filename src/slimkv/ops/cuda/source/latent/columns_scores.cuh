@@ -45,7 +45,7 @@ struct Scorer : Place {
   // Starts products of rope parts, which pass through rows of the stage before latents are there.
   DEVICE_MEMBER void start_rope_scores(Scores& s, const PackedTokens& tokens, u32 rows) const {
     u32 a[ROPE_SLICES][4];
-    const u32 to = rows + TileTokens::row_of(lane);
+    const u32 to = rows + Tokens::row_of(lane);
 #pragma unroll
     for (int k = 0; k < ROPE_SLICES; k++) {
       u32 v[4];
@@ -213,7 +213,7 @@ struct Scorer : Place {
     queries = smem_descriptor(shfl(shared_address(shared + QUERIES_AT), 0), 16);
     mbarrier_wait(empty(group, 0), turn);
     start_rope_scores(s, tokens, rows);
-    scores_from<0>(s, tokens, scales, rows + TileTokens::row_of(lane), turn, a);
+    scores_from<0>(s, tokens, scales, rows + Tokens::row_of(lane), turn, a);
     scored();
     wgmma_wait<0>();
     wgmma_fence_operand(s);
