@@ -22,10 +22,10 @@ START = "<!-- figures: benchmarks/readme.py -->"
 SYSTEMS = {"bf16": "bf16", "fp8": "fp8", "turboquant_4bit_nc": "vLLM 4-bit", "k4v4": "slimkv k4v4"}
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1c2330; } .soft { fill: #5d6879; } .title { font-weight: 600; }
-.bar { fill: #a9b4c4; } .ours { fill: #1f6feb; }
+.bar { fill: #a9b4c4; } .ours { fill: #1f6feb; } .ground { fill: #fff; }
 @media (prefers-color-scheme: dark) { text { fill: #e6eaf2; } .soft { fill: #9aa5b8; } .bar { fill: #4a5568; }
-  .ours { fill: #6ea8ff; } }
-"""
+  .ours { fill: #6ea8ff; } .ground { fill: #1e2129; } }
+"""  # with a background of its own: pages may have another scheme than the one that browsers give to an image
 _WIDTH, _PANEL, _LABEL, _BAR, _GAP = 860, 420, 104, 26, 10
 
 
@@ -83,9 +83,10 @@ def chart() -> str:
         f"{settings['context'] // 1024}K tokens, at most {settings['most_requests']} at once"
     )
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" '
-        'aria-label="Tokens per second and tokens that fit, by cache">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -8 {_WIDTH + 20} {height + 16}" width="{_WIDTH}" '
+        'role="img" aria-label="Tokens per second and tokens that fit, by cache">',
         f"<style>{_STYLE}</style>",
+        f'<rect class="ground" x="-10" y="-8" width="{_WIDTH + 20}" height="{height + 16}" rx="4"/>',
         *_panel(0, "Tokens per second, as many requests as fit", speed),
         *_panel(_PANEL + 20, "Tokens that fit into the same memory", _tokens_that_fit(systems)),
         f'<g transform="translate(0 {below})">',
