@@ -12,7 +12,7 @@ from slimkv.paths import cache_dir
 
 
 def files_key(name: str) -> str:
-    """Of the configuration and weights of model ``name`` (a folder or a hub name): 32 hexadecimal digits."""
+    """A digest of configuration and weights of model ``name`` (a folder or a hub name): 32 hexadecimal digits."""
     folder = model_folder(name)
     if folder is None:
         raise InputError(f"the files of {name!r} are not on this machine: give a folder, or load the model once")

@@ -37,7 +37,7 @@ def text_fields(config: Any) -> Mapping[str, Any]:
 
 
 def _defaults(fields: Mapping[str, Any]) -> dict[str, int]:
-    """What every engine takes a field to be where the configuration leaves it out; some write it in, some do not."""
+    """The value that every engine assumes for a missing configuration field; some engines write it in, some do not."""
     hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         return {}

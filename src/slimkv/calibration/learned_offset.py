@@ -126,7 +126,7 @@ def _files_key(model: str) -> str | None:
 
 
 def read_offset(path: Path, num_kv_heads: int, dim: int) -> Tensor | None:
-    """What ``write_offset`` wrote, bfloat16 [num_kv_heads, dim]; None where there is no whole file of that shape."""
+    """The offset that ``write_offset`` wrote, bfloat16 [num_kv_heads, dim]; None without a valid file of that shape."""
     if not path.is_file():
         return None
     try:

@@ -39,7 +39,7 @@ class LayerStatistics:
         return self.rotary.mean_moment(self.query_moment.double(), start, stop)
 
     def key_offset(self, positions: int, codec: Codec) -> Tensor | None:
-        """What is subtracted from keys in contexts of up to ``positions``: bfloat16 [num_kv_heads, key_dim]."""
+        """The key offset for contexts of up to ``positions`` tokens: bfloat16 [num_kv_heads, key_dim]."""
         if self.key_mean is None or self.first_key is None:
             return None
         return offset_of_keys(self.rotary.mean_of_contexts(self.key_mean, positions), self.first_key, codec)

@@ -32,7 +32,7 @@ Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
 
 
 def _geometry(x: Tensor) -> Geometry:
-    """What a prepared launch depends on beside the address, which must be as aligned as it was."""
+    """The properties that a prepared launch depends on, besides the address, whose alignment must not change."""
     try:
         return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
     except (AttributeError, RuntimeError) as error:

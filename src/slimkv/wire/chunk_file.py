@@ -22,7 +22,7 @@ STALE_SECONDS = 3600.0  # an unfinished file of that age has no writer any more
 
 
 def trailer(chunk: memoryview, key: bytes, fingerprint: str) -> bytes:
-    """What follows the bytes of a chunk."""
+    """The footer after the bytes of a chunk."""
     digest = hashlib.blake2b(key, digest_size=DIGEST_BYTES, person=b"slimkv cold")
     digest.update(fingerprint.encode())
     digest.update(chunk)

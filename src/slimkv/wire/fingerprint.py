@@ -30,7 +30,7 @@ _DIGEST = 64  # hex digits of a sha256
 
 @dataclass(frozen=True)
 class LayerFingerprint:
-    """What the pages of one layer hold."""
+    """The contents of one layer's pages."""
 
     number: int  # in the model
     format: str  # canonical, with the dtype of raw sides spelled out

@@ -11,7 +11,7 @@ _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor
 
 
 def model_fields(config: Any) -> dict[str, Any]:
-    """What of a transformers configuration (or one as a mapping) decides K and V, beside the weights."""
+    """The fields of a transformers configuration (or mapping) that determine K and V, besides the weights."""
     return {**ModelIdentity.of(config).to_fields(), "rope": _rope(text_fields(config))}
 
 

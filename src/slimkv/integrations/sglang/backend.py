@@ -50,7 +50,7 @@ class SlimKVAttnBackend(PackedBackend):
         compile_kernels(kinds, self._tables.width * self._tables.page_size, verified)
 
     def _layer_kinds(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[LayerKind]:
-        """What the model's layers ask of the kernels."""
+        """The attention options that the model's layers need."""
         for layer in refusals.attention_layers(model):
             pool, index, _ = self._pool_of(layer.layer_id)
             kv = pool.packed(index)
@@ -157,7 +157,7 @@ class SlimKVAttnBackend(PackedBackend):
         return pool, layer_id - pool.start_layer, False
 
     def _attend_options(self, layer: Any, sinks: Tensor | None, prompt: bool | None = None) -> ops.AttendOptions:
-        """What a layer asks of its attention. SGLang's windows do not count the query's own token."""
+        """The attention options of a layer. SGLang's windows do not count the query's own token."""
         found = self._options.get((id(layer), prompt))
         if found is None or found.sinks is not sinks:
             window = layer.sliding_window_size

@@ -14,7 +14,7 @@ from slimkv.integrations.sglang.names import HOST_POOL
 
 
 def device_pool_infos(pool: Any) -> tuple[Any, ...]:
-    """What SGLang asks a device pool for: where its rows are."""
+    """The interface that SGLang expects of a device pool: where its rows are."""
     check_hooks((HOST_POOL,))
     if not isinstance(pool, MHATokenToKVPool):
         raise UnsupportedError("packed latents have no host memory in SGLang: leave out --enable-hierarchical-cache")

@@ -1,4 +1,4 @@
-"""What is refused at start-up, by name: options and layers that would bypass slimkv's pages or that it cannot serve."""
+"""Checks at start-up: rejects options and layers that would bypass slimkv's pages or that it does not support."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def attention_layers(model: Any) -> Iterator[Any]:
 
 
 def _unsupported(layer: Any, max_head_dim: float) -> str | None:
-    """What of a layer slimkv does not do."""
+    """The feature of a layer that slimkv does not support, or None."""
     if layer.is_cross_attention:
         return "cross attention"
     if layer.attn_type != AttentionType.DECODER:

@@ -68,7 +68,7 @@ class Costs:
 
 
 def costs_of(layouts: Sequence[PageLayout], heads: int, layers: int, raw_token: int) -> Costs:
-    """Of layers that are all alike."""
+    """The costs of layers that are all alike."""
     formats = [(x.spec.key, x.spec.value) for x in layouts]
     return Costs(
         tuple(x.pool_bytes(1, heads) * layers for x in layouts),
@@ -230,7 +230,7 @@ def in_tiers(settings: KVCacheConfig, format: str) -> bool:
 
 
 def make_ladder(settings: KVCacheConfig, kinds: Any, formats: list[str], block_size: int, offloading: bool) -> Ladder:
-    """What moves tokens between formats; raises where it cannot."""
+    """The ladder that moves tokens between formats; raises for settings it does not support."""
     given = "memory" if settings.memory is not None else "age" if settings.age else None
     if given is not None:
         said = f"{given}={getattr(settings, given)!r}"

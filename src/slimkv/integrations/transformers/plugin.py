@@ -33,7 +33,7 @@ from slimkv.integrations.transformers.switching import NAME, count, stock_of
 from slimkv.ops import AttendOptions
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES
 
-# What an attention function may be called with. Anything else that is set is refused: it may change the result.
+# The arguments of an attention function. Any other argument that is set raises an error: it may change the result.
 _HANDLED = {"position_bias", "output_attentions", "softcap", "s_aux", "sliding_window"}
 _NO_INFLUENCE = {"cache_position", "deterministic", "use_cache", "return_dict", "labels", "logits_to_keep"}
 # transformers' function for torch's attention has neither soft cap nor sinks: a model that uses it gets none anywhere.
@@ -110,7 +110,7 @@ def _check_arguments(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _packed(key: Tensor, value: Tensor) -> LazyKV | None:
-    """What is behind the keys and values of one packed layer."""
+    """The packed layer behind the keys and values of a call."""
     if not (isinstance(key, PackedStates) and isinstance(value, PackedStates)):
         return None
     return key.kv if key.kv is value.kv and (key.side, value.side) == (0, 1) else None
@@ -119,7 +119,7 @@ def _packed(key: Tensor, value: Tensor) -> LazyKV | None:
 def _pattern(
     module: torch.nn.Module, query: Tensor, kv: LazyKV, mask: Tensor | None, is_causal: bool | None, stock: str | None
 ) -> Pattern | None:
-    """What the model's own attention would do with ``mask``, if pages can be attended so."""
+    """The pattern equivalent to ``mask``, or None if pages cannot be attended that way."""
     if query.shape[2] != kv.new or query.shape[0] != len(kv.pads):
         return None
     if mask is not None:

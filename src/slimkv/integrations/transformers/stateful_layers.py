@@ -88,7 +88,7 @@ class PackedHybridLayer(LinearAttentionLayer, PackedLayer):
         return self.packed.__repr__(self)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of the packed part with K and V; of the linear states with keywords."""
+        """Initializes the packed part, given K and V, or the linear states, given keywords."""
         if args:
             self.packed.lazy_initialization(self, *args)
         else:

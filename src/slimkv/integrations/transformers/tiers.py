@@ -137,7 +137,7 @@ class Tier(PackedLayer):
         self.tier = tier
 
     def layout_of(self, key_states: Tensor, value_states: Tensor) -> PageLayout:
-        """Of its pages, for keys and values like these."""
+        """The layout of its pages, for keys and values like these."""
         return page_layout(self._spec(key_states, value_states), self.settings.block_size)
 
     def fit(self, dropped: int = 0) -> None:
@@ -171,7 +171,7 @@ class TieredLayer(PackedLayer):
 
     @property
     def ladder(self) -> Ladder:
-        """What says which token is in which tier, for all layers of the cache."""
+        """The ladder, which knows the tier of each token, for all layers of the cache."""
         return self.settings.tables.ladder
 
     @property

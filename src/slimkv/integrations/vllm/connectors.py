@@ -149,7 +149,7 @@ def _check_stated(name: str, extra: Mapping[str, Any], fingerprint: Fingerprint)
 
 
 def engine_fingerprint(vllm_config: Any, block_size: int) -> Fingerprint:
-    """Of the packed layers that this process has loaded, with the KV heads of all ranks."""
+    """The fingerprint of the packed layers of this process, with the KV heads of all ranks."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         raise UnsupportedError(

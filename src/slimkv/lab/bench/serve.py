@@ -322,7 +322,7 @@ def _show_progress(log: Path, system: str, shown: int, step: Callable[[str], Non
 
 
 def _environment() -> dict[str, str]:
-    """Of an engine's process. Requests are greedy: nothing needs a sampler that FlashInfer compiles for minutes."""
+    """The environment of an engine's process. Requests are greedy, so FlashInfer's sampler need not be compiled."""
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     return {**ours, "PYTHONUNBUFFERED": "1", **os.environ}
 

@@ -169,7 +169,7 @@ class Load(ABC):
         }
 
     def _served(self, arrivals: list[Any], follow: Follow | None = None) -> dict[str, Any]:
-        """What arrivals (and those that follow) waited for."""
+        """The waiting times of arrivals and follow-ups."""
         start = time.perf_counter()
         answers = self.serve_arrivals(arrivals, self.plan["output"], follow)
         total = time.perf_counter() - start

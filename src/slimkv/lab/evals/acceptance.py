@@ -43,7 +43,7 @@ class AcceptanceReport:
 
 
 def ngram_draft(tokens: Sequence[int], drafted: int = DRAFTED) -> list[int]:
-    """What followed the longest of the last n-grams when it stood in ``tokens`` last; empty where none did."""
+    """The tokens after the previous occurrence of the longest matching n-gram of ``tokens``; empty without a match."""
     for size in range(LONGEST, SHORTEST - 1, -1):
         tail = list(tokens[-size:])
         for start in range(len(tokens) - size - 1, -1, -1):

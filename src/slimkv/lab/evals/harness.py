@@ -192,7 +192,7 @@ def each_window(
 
 
 def greedy(model: Any, tokenizer: Any, kind: CacheKind, mode: str, ids: Tensor, new_tokens: int) -> list[int]:
-    """What greedy decoding adds to ids [1, tokens]: up to ``new_tokens`` tokens."""
+    """Greedy decoding from ids [1, tokens]: up to ``new_tokens`` new tokens."""
     ids = ids.to(model.device)
     with attending(model, kind.format):
         out = model.generate(

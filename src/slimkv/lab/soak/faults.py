@@ -39,11 +39,11 @@ class Store(ABC):
 
     @abstractmethod
     def load(self, entry: int) -> bytes | None:
-        """What is found of an entry; None is a miss."""
+        """The bytes found for an entry; None is a miss."""
 
     @abstractmethod
     def truth(self, entry: int) -> bytes:
-        """What it must be."""
+        """The bytes that an entry must have."""
 
 
 class Chunks(Store):

@@ -1,4 +1,4 @@
-"""What a run of the suite measures: three sizes, on a CPU and on a GPU, and what a user may change."""
+"""The settings of a suite run: three sizes, on a CPU and on a GPU, and the options of the command."""
 
 from __future__ import annotations
 

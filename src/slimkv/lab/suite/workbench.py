@@ -167,7 +167,7 @@ class Workbench:
 
     @cached_property
     def model_digest(self) -> str:
-        """Of the model's weights and configurations, in files or loaded."""
+        """A digest of the model's weights and configurations, in files or loaded."""
         folder = Path(self.model_source)
         if not folder.is_dir():
             from slimkv.integrations.transformers.calibration.cached import fingerprint

@@ -129,7 +129,7 @@ def _in_eight_bits(request: AttendRequest, sequence: int, length: int, rows: sli
 
 
 def _slots(request: AttendRequest, sequence: int, length: int) -> Tensor:
-    """Of a sequence's tokens: int64 [length]."""
+    """The slots of a sequence's tokens: int64 [length]."""
     tokens = request.layout.block_size
     position = torch.arange(length, device=request.pages.device)
     blocks = request.block_table[sequence, position // tokens].long()

@@ -1,4 +1,4 @@
-"""What kernels and their configurations depend on of a device: one record, which every choice asks."""
+"""The device properties that kernels and their configurations depend on, in one record."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NAMED = {"a100": (8, 0), "rtx4090": (8, 9), "rtx5090": (12, 0), "b300": (10, 3)}
 
 
 def record_of(capability: tuple[int, int], multiprocessors: int) -> Device:
-    """Of a compute capability; of one that is not in the table, that of the nearest older one."""
+    """The record of a compute capability, or of the nearest older one in the table."""
     known = max((c for c in _BY_CAPABILITY if c <= capability), default=(8, 0))
     return Device(multiprocessors, **_BY_CAPABILITY[known] | ({} if known == capability else {"warpgroups": False}))
 

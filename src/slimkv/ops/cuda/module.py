@@ -130,7 +130,7 @@ class Module:
 
 
 class Defines(dict[str, int]):
-    """What a source is compiled with. Made once for a kind of request, and then looked up as the object that it is."""
+    """The compile-time defines of a source. Made once per kind of request, and then compared by identity."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""What store and gather share where a warp takes one vector (source/vectors)."""
+"""Shared by store and gather with one warp per vector (source/vectors)."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ def resident_blocks(device: torch.device, blocks: int) -> int:
 
 
 def grid(tokens: int, heads: int, resident: int) -> tuple[int, int]:
-    """Of either side as many blocks as run at a time: the shorter one soon makes room."""
+    """As many blocks for each side as run at a time: the shorter side soon makes room."""
     return min(-(-tokens // WARPS), max(1, resident // heads)), 2 * heads

@@ -1,4 +1,4 @@
-"""What slimkv takes of SGLang's latent attention.
+"""The parts of SGLang's latent attention that slimkv uses.
 
 Importing this module is the check: a version whose parts are other ones is refused here.
 """

@@ -37,7 +37,7 @@ class Band:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block of these layers."""
+        """Bytes of one block of these layers."""
         return self.pages * self.heads * self.layout.page_bytes
 
 
@@ -55,7 +55,7 @@ def bands_of(layers: Sequence[ColdLayer], block_tokens: int) -> tuple[Band, ...]
 
 
 def block_bytes(bands: Sequence[Band]) -> int:
-    """Of one block of all bands in host memory."""
+    """Bytes of one block of all bands in host memory."""
     return bands[-1].offset + bands[-1].block_bytes
 
 
@@ -84,7 +84,7 @@ class BandCodec:
         self._warming = False
 
     def token_bytes(self) -> int:
-        """Of one token's K and V in the model's dtype."""
+        """Bytes of one token's K and V in the model's dtype."""
         spec = self.band.layout.spec
         return self.band.heads * (spec.key_dim + spec.value_dim) * self._dtype.itemsize
 

@@ -1,4 +1,4 @@
-"""What the cold tier takes of vLLM's offloading, which has its present form since vLLM 0.32. Importing is the check."""
+"""The parts of vLLM's offloading that the cold tier uses, in their form since vLLM 0.32. Importing checks them."""
 
 from __future__ import annotations
 

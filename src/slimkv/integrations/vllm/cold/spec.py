@@ -105,7 +105,7 @@ class SlimKVOffloadingSpec(TieringOffloadingSpec):
         ]
 
     def _fingerprint(self, config: Any) -> str | None:
-        """Of the blocks, where files outlive the engine."""
+        """The fingerprint of the blocks, if their files outlive the engine."""
         if not config.extra_config.get("secondary_tiers"):
             return None
         sizes = {band.layout.block_size for bands in self._groups for band in bands}
@@ -184,7 +184,7 @@ class SlimKVOffloadingSpec(TieringOffloadingSpec):
 
 
 def _fingerprint(vllm_config: Any, served: ServedModel, layers: Sequence[ColdLayer], page_tokens: int) -> Fingerprint:
-    """Of packed blocks in files. Numbers that an fp8 cache has rounded are not the model's: its dtype counts."""
+    """The fingerprint of packed blocks in files. It includes the cache's dtype, because an fp8 cache rounds K and V."""
     model = vllm_config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     found = []

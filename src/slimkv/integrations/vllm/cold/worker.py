@@ -206,7 +206,7 @@ class ColdWorker(OffloadingWorker):
         return int(sum(x.sum() for x in sizes))
 
     def get_finished(self) -> list[TransferResult]:
-        """What is done since the last call."""
+        """The transfers that have finished since the last call."""
         return [*self._stores.finished(), *self._loads.finished()]
 
     def wait(self, job_ids: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""What slimkv takes of vLLM's latent attention, which has its present form since vLLM 0.32.
+"""The parts of vLLM's latent attention that slimkv uses, in their form since vLLM 0.32.
 
 Importing this module is the check: an older vLLM, and one whose parts are other ones, is refused here by its version.
 """

@@ -1,4 +1,4 @@
-"""What the CUDA decode kernels are compiled with."""
+"""The compile-time defines of the CUDA decode kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimkv.spec import PageLayout, SideLayout
 def kernel_defines(
     layout: PageLayout, config: DecodeConfig, q_type: int, out_type: int, window: bool, softcap: bool
 ) -> Defines:
-    """Of ``config.source``; decode/shape.cuh says what each is."""
+    """The defines of ``config.source``; decode/shape.cuh explains them."""
 
     def side(prefix: str, s: SideLayout) -> dict[str, int]:
         return {

@@ -76,7 +76,7 @@ class PrefillConfig:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return 128 * (self.consumers + self.producers)
 
     @property
@@ -90,7 +90,7 @@ class PrefillConfig:
         return self.unpack == Unpack.AHEAD
 
     def tile_bytes(self, dim: int) -> int:
-        """Of a tile of keys, and of one of values (source/prefill/tiles.cuh)."""
+        """Bytes of a tile of keys, and of a tile of values (source/prefill/tiles.cuh)."""
         return self.tile_tokens * (dim + 8) if self.eight_bit else 128 * self.tile_tokens * -(-dim // 64)
 
 
@@ -202,7 +202,7 @@ def has_warpgroups(device: torch.device) -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 2 for the CPU, where tests run the kernels."""
+    """Multiprocessors of a GPU; 2 for the CPU, where tests run the kernels."""
     return device_of(device).multiprocessors
 
 
@@ -250,7 +250,7 @@ def unpacked_config(request: AttendRequest) -> tuple[PrefillConfig, float]:
 
 
 def _fused_time(request: AttendRequest, config: PrefillConfig) -> float:
-    """Of all blocks, if sequences are alike."""
+    """The time of all blocks, if sequences are alike."""
     items, available = request.seq_lens.shape[0] * request.pages.shape[1], multiprocessors(request.query.device)
     blocks, rest = divmod(request.max_query_len * request.group, config.rows)
     part = 0 < rest <= config.rows - config.rows // config.row_blocks
@@ -316,7 +316,7 @@ def eight_bit_config(request: AttendRequest) -> PrefillConfig:
 
 
 def _rounds(request: AttendRequest, queries: int, config: PrefillConfig) -> int:
-    """Of blocks on all multiprocessors."""
+    """How many waves of blocks the multiprocessors run."""
     blocks = -(-queries // (config.rows // request.group)) * request.pages.shape[1]
     return -(-blocks // multiprocessors(request.query.device))
 

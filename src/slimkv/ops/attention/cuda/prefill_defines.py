@@ -1,4 +1,4 @@
-"""What the prefill kernels are compiled with. Their shared memory is laid out here; kernels get every offset."""
+"""The compile-time defines of the prefill kernels. They include every offset into shared memory."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def packed_stages(spec: CodecSpec, config: PrefillConfig) -> int:
 
 
 def shared_bytes(spec: CodecSpec, config: PrefillConfig) -> int:
-    """Of a block of ``attend``, but for pages on their way (FUSED)."""
+    """Shared memory of a block of ``attend``, without pages in flight (FUSED)."""
     return _shared_memory(spec, config, packed=0)["SHARED"]
 
 
 def tables_bytes(spec: CodecSpec) -> int:
-    """Of the levels that ``attend`` looks up: one table if keys and values are alike."""
+    """Bytes of the centroid tables of ``attend``: one table if keys and values are alike."""
     return 128 * (_level_entries(spec.key) + (0 if spec.key == spec.value else _level_entries(spec.value)))
 
 
 def _level_entries(fmt: TensorFormat) -> int:
-    """Of the table that ``attend`` looks levels up in, if it does."""
+    """Entries of the centroid table of ``attend``, or 0."""
     return 1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > MOST_BITS else 0
 
 

@@ -29,7 +29,7 @@ class Batch:
 
 
 def seen_tokens(request: AttendRequest, queries: int) -> int:
-    """Of a sequence, by so many queries side by side, at most."""
+    """The most tokens of a sequence that ``queries`` consecutive queries see."""
     window = request.options.sliding_window
     return max(1, request.max_seq_len if window is None else min(request.max_seq_len, queries + window - 1))
 
@@ -70,7 +70,7 @@ def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
 
 @dataclass(frozen=True)
 class AheadCut:
-    """Of configurations whose blocks unpack ahead (source/prefill/ahead.cuh). Items are the KV heads of sequences."""
+    """How blocks unpack ahead (source/prefill/ahead.cuh). An item is a KV head of a sequence."""
 
     items: int
     blocks: int  # of an item, if sequences are alike

@@ -157,7 +157,7 @@ class PageFormat:
 
 @lru_cache(maxsize=256)
 def page_format(layout: PageLayout) -> PageFormat:
-    """Of the pages of a layout."""
+    """The page format of a layout."""
     return PageFormat(**format_constants(layout))
 
 

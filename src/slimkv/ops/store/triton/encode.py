@@ -68,7 +68,7 @@ def _encode_signed(x):
 
 @triton.jit
 def _largest_exponent(x):
-    """Of every row: the bits of the largest magnitude, its exponent, where that is tiny, where it is not finite."""
+    """Per row: the bits of the largest magnitude, its exponent, whether it is tiny, whether it is not finite."""
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = tl.minimum(largest >> 23, 254)
     return largest, tl.maximum(exponent, _LEAST), exponent < _LEAST, largest >= 0x7F800000
