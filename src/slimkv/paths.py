@@ -1,4 +1,4 @@
-"""Where slimkv keeps what it fetched or made once."""
+"""The folders where slimkv caches downloads and compiled kernels, and atomic writes to them."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Tier(PackedLayer):
         return page_layout(self._spec(key_states, value_states), self.settings.block_size)
 
     def fit(self, dropped: int = 0) -> None:
-        """Makes the pages as many as the tables say, without the first ``dropped`` rows of blocks."""
+        """Resizes the pages to the tables, without the first ``dropped`` rows of blocks."""
         have, skip = self.pool.pages.shape[0], dropped * self.tables.batch
         blocks = self.tables.blocks
         if dropped or blocks != have:

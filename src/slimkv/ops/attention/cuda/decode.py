@@ -318,7 +318,7 @@ def _plan(
     device: Device, layout: PageLayout, group: int, queries: int, bound: int, deterministic: bool,
     q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
-    """Of sequences of mostly ``queries``."""
+    """The plan for sequences with mostly ``queries`` queries."""
     config = (deterministic_config if deterministic else config_for)(device, layout, group, queries, bound)
     if config is None:
         return None

@@ -2,7 +2,7 @@
 
 Many queries a sequence: two launches a pass (source/prefill/unpack.cu and attend.cu or, where there are no products of
 warpgroups, attend_warps.cu). More than the workspace holds takes several passes: over the sequences, or over a part of
-all contexts at a time, which hand on the state of the softmax. Hopper has two other ways. If sequences are alike,
+all contexts at a time, which pass on the softmax state. Hopper has two other ways. If sequences are alike,
 blocks of ``attend`` unpack what later ones attend instead, all in one pass (source/prefill/ahead.cuh). Few queries: one
 launch of ``attend``, whose blocks unpack for themselves (source/prefill/producer.cuh). ``prefill_config`` says which.
 """
