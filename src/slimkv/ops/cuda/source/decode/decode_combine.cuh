@@ -1,4 +1,5 @@
-// The results of a block's warps together: the output of an item of which it has had all keys, else a part of the workspace.
+// Combines the results of a block's warps: writes the output if the block had all keys of the work tile, otherwise a
+// partial result to the workspace.
 #pragma once
 #include "decode/decode_softmax.cuh"
 #include "decode/states.cuh"

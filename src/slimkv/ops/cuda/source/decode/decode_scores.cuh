@@ -98,7 +98,7 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
   else multiply_key_halves(codes, shared, queries, tables, lane, s);
 }
 
-// Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step, so that the rest of it is a single run of instructions.
+// Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step keeps the rest free of branches.
 DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s,
     u32& largest_fields) {
   if (clear) {

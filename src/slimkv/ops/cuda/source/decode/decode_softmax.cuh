@@ -5,13 +5,13 @@
 constexpr bool V_AS_STORED = !WIDE && V_IN_PAIRS;
 constexpr int OUT_NUMBERS = OUT_IN_PRODUCTS ? 4 : 2;
 
-// Narrow bytes: exponents are raised, so that exponentials can be multiplied by fields as they are, and the maximum follows one that is so
-// high.
+// Narrow bytes: exponents are raised, so that exponentials can be multiplied by fields as stored; the maximum is
+// updated when one gets too high.
 constexpr float RAISED_BY = 16.0f, RAISED = 65536.0f, MOST_RAISED = RAISED_BY + 24.0f;
 
-// The output beside the running softmax. Of bytes out[n][i][r] is dimension 16 i + g + 8 r of column n. Wide: out[n][i][2 r + j], column
-// 8 n + 2 t + j. Narrow halves: the sum of out[n][i][2 r] and
-// out[n][i][2 r + 1], or, of values as they are stored, dimensions g of slices i and i + 1 in out[n][i] and g + 8 in out[n][i + 1].
+// The output and the online softmax. Bytes: out[n][i][r] is dimension 16 i + g + 8 r of column n. Wide: out[n][i][2 r +
+// j], column 8 n + 2 t + j. Narrow halves: the sum of out[n][i][2 r] and out[n][i][2 r + 1], or, for values in stored
+// order, dimensions g of slices i and i + 1 in out[n][i] and g + 8 in out[n][i + 1].
 struct Accumulator : RunningSoftmax {
   static constexpr int SLICES = V_AS_STORED ? (VS + 1) / 2 * 2 : VS;
   float out[NG][SLICES][OUT_NUMBERS];
@@ -43,8 +43,8 @@ struct Probabilities {
   i32 offset[NG];  // bytes: minus the levels' offset, 63.5, times the sum of the probabilities
 };
 
-// The maximum of columns follows the scores of a step, and what is relative to it changes with it. `moves`: which of the lane's columns
-// have fallen behind, a bit for each; a column stays or moves for its own scores alone.
+// Updates the running maximum of columns from the scores of a step, and rescales what is relative to it. `moves`: the
+// lane's columns that lag, one bit each; a column depends on its own scores alone.
 DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const StepScores& s, Accumulator& acc,
     u32 moves = 0) {
   float highest[C];
@@ -96,9 +96,9 @@ DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, Step
   }
 }
 
-// Narrow bytes: exponents of probabilities, raised, from the reference there is, whatever it is: they will be relative to the largest of the
-// step. Returns which columns' has to move: one of them is MOST_RAISED or more, or there is none yet. Numbers above zero are in the order
-// of their bits, of which three are compared at once.
+// Narrow bytes: raised exponents of probabilities, from the current running maximum: they become relative to the
+// largest of the step. Returns the columns whose maximum must be updated: an exponent is MOST_RAISED or more, or there
+// is no maximum yet. Positive floats are ordered as their bits, of which three are compared at once.
 DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, const Accumulator& acc,
     StepScores& exponents) {
   u32 moves = 0;
@@ -183,9 +183,9 @@ DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
   }
 }
 
-// Narrow halves: a probability is two of them, of which the second one is what the first one leaves. They are taken from the reference
-// there is; returns which columns' has to move: one of them is 2^RESCALE_THRESHOLD or more. AGAIN: it has; a column that
-// has seen nothing yet has none.
+// Narrow halves: a probability is the sum of two halves, the second being the rounding remainder of the first. They use
+// the current running maximum. Returns the columns whose maximum must be updated: one is 2^RESCALE_THRESHOLD or more.
+// AGAIN: after the update; a column that has seen no token has no maximum.
 template <bool AGAIN>
 DEVICE u32 weigh_in_halves(const u8* slot, const ColumnState& columns, int g, const StepScores& s,
     const Accumulator& acc, Probabilities& w, float (&sum)[C], float (&shift)[C]) {

@@ -19,8 +19,9 @@ DEVICE void add_products(const i32 (&c)[NG][4], const Probabilities& w, int slic
           fma_rn((float)(256 * c[n][2 * j] + (c[n][2 * j + 1] + w.offset[n])), w.fold[n], acc.out[n][slice][j]);
 }
 
-// The bytes of a word alternate between dimensions g and g + 8. They are put apart, and two tiles are one operand. Up to 4 bits codes are,
-// before they are turned into bytes: then the tokens of both tiles alternate, and so do probabilities.
+// The bytes of a word alternate between dimensions g and g + 8. They are separated, and two tiles form one operand. Up
+// to 4 bits, codes are separated before they become bytes: then the tokens of both tiles alternate, and so do
+// probabilities.
 template <class PackedCodes> DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabilities& w,
     Table table, Accumulator& acc) {
   u32 b[NG][NT / 2][2];
@@ -98,8 +99,8 @@ DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities&
     }
 }
 
-// Narrow, values by pairs: dimensions g and g + 8 of a token. As above they are used as they lie; two slices are one operand,
-// eight tokens a product.
+// Narrow, values by pairs: dimensions g and g + 8 of a token, used in their stored order as above. Two slices form one
+// operand, with eight tokens per product.
 template <class PairCodes>
 DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
     Accumulator& acc) {

@@ -1,9 +1,9 @@
-// Puts the parts of a (query, head) together and writes its output, unless a single block has done that. Blocks are small: they fit
-// beside those of `attend` and have looked everything up when the last of these is done.
+// Merges the partial results of a (query, head) and writes its output, unless a single block has done so. Blocks are
+// small: they fit beside those of `attend` and have loaded their metadata when the last of these ends.
 //
-// `merge` looks at all rows; `merge_split` warps share the parts of one, so that few rows with many parts do not wait for one load
-// after the other. `merge_cuts` looks at the boundaries between the blocks of `attend`: of many items most are whole in one block,
-// and what is cut is at a boundary.
+// `merge` visits all rows. In `merge_split`, several warps share the parts of a row, so that few rows with many parts
+// do not load serially. `merge_cuts` visits the boundaries between the blocks of `attend`: with many work tiles most
+// lie within one block, and the others cross a boundary.
 #pragma once
 #include "decode/output.cuh"
 
@@ -75,7 +75,8 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
 }
 HOST_TESTABLE(merge, DecodeArgs)
 
-// Block x: the item that is cut first between blocks x and x + 1 of `attend`, and sequences without keys, which no block has seen.
+// Block x: the first work tile that crosses the boundary between blocks x and x + 1 of `attend`, and sequences without
+// keys, which no block has.
 KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, cut = block_index() + 1;

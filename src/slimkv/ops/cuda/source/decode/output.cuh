@@ -46,7 +46,8 @@ struct MergedState {
   }
 };
 
-// One warp; x: dimensions lane + 32 i of the sum, relative to `highest`, a power of two. scratch: VD floats of the warp's own.
+// One warp; x: dimensions lane + 32 i of the sum, relative to `highest`, a power of two. scratch: VD floats of this
+// warp.
 DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, float row_sum, const float (&sums)[VN],
     float* scratch, int lane) {
   float factor = 1.0f;

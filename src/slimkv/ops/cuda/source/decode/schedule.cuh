@@ -1,9 +1,10 @@
-// Work of the decode kernels: a work tile is a KV head of a sequence and of a chunk of its queries. A step is STEP tokens, and a KV block
-// of the schedule a step.
+// Work of the decode kernels: a work tile is a KV head of a sequence and of a chunk of its queries. A step is STEP
+// tokens, and a KV block of the schedule is a step.
 //
-// SPLITS: a KV block is a split of args.split_steps steps instead, from the sequence's first token on. Its partial result is the same
-// in every call, whatever else is attended and whichever thread block has it (docs/design/kernels.md). A warp has every WARPS-th step of
-// a split, counted from the split's first one: those before a window's begin are left out.
+// SPLITS: a KV block is a split of args.split_steps steps instead, counted from the sequence's first token. Its partial
+// result is the same in every call, whatever else is attended and whichever thread block computes it
+// (docs/design/kernels.md). A warp takes every WARPS-th step of a split, counted from the split's first step; steps
+// before a window are skipped.
 #pragma once
 #include "decode/shape.cuh"
 
@@ -53,7 +54,8 @@ DEVICE WorkCosts costs_of(const DecodeArgs&) {
   return SPLITS ? WorkCosts{0, 0, 1} : WorkCosts{TILE_COST, TILE_SWITCH_COST, MIN_SHARE};
 }
 
-// KV blocks of a work tile, and whose they are. Steps `from` to `to` are attended before a result is left: all, or those of the first split.
+// The KV blocks of a work tile, and whose they are. Steps `from` to `to` are attended before a result is written: all,
+// or those of the first split.
 struct DecodeRange : WorkRange {
   int chunk, head;  // of queries; KV head
   int base, from, to;  // base: where warps count steps from

@@ -2,8 +2,9 @@
 #pragma once
 #include "decode/scores.cuh"
 
-// The running maximum moves rarely. Values as halves: of the score and the logarithm of the value's scale, so that their product
-// stays within what halves hold. A field is about 1024 times that logarithm, plus 40. `unit(c, x, r)` makes a number of `s` a score.
+// The running maximum is updated rarely. With fp16 values it is the maximum of the score plus the logarithm of the
+// value's scale, so that their product stays within fp16's range. A field is about 1024 times that logarithm, plus 40.
+// `unit(c, x, r)` turns a value of `s` into a score.
 template <class Unit> DEVICE void find_highest(const u8* slot, int g, const StepScores& s, const Unit& unit,
     float (&highest)[C]) {
   float magnitude[SCORED_TILES][2];

@@ -11,8 +11,8 @@ constexpr int QUERY_AT = LEVEL_BYTES;
 static_assert(QUERY_AT % 1024 == 0, "rows are exchanged within 1024 bytes");
 constexpr int PROBABILITIES_AT = QUERY_AT + QUERY_BYTES;
 constexpr int OPERANDS_END = PROBABILITIES_AT + WORKERS / 2 * OWN_TILES * OPERAND_BYTES;
-// Results take the place of queries and probabilities, of all pairs at once or added up by one after the other; a row of 4 words more than
-// a multiple of 16 keeps lanes in different banks.
+// Results reuse the memory of queries and probabilities, of all pairs at once or one after the other. A row of 4 words
+// more than a multiple of 16 avoids bank conflicts.
 constexpr int RESULT_ROW = 16 * OUT_SLICES + 4, PAIR_RESULT_BYTES = 4 * RESULT_ROW * COLUMNS * TEAM;
 constexpr int RESULT_SUMS = RINGS * PAIR_RESULT_BYTES <= OPERANDS_END - QUERY_AT ? RINGS : 1;
 constexpr int RINGS_AT = QUERY_AT + PAIR_RESULT_BYTES > OPERANDS_END ? QUERY_AT + PAIR_RESULT_BYTES : OPERANDS_END;

@@ -11,15 +11,15 @@ DEVICE int own_column(int c, int t) { return c / OWN * GROUP + OWN * t + c % OWN
 // Narrow scores and their maximum are kept without the query's unit, which joins them inside the exponential. Wide ones
 // get it where they are used.
 constexpr bool LATE_UNIT = !SOFTCAP && !VERIFY, MAX_WITHOUT_UNIT = !WIDE && V_BYTES && LATE_UNIT;
-// Values as bytes: probabilities are relative to the largest of a step, and the output is multiplied and added step by step. Values
-// as halves: the output stays in the products' accumulators, and the maximum counts the values' scales.
+// 8-bit values: probabilities are relative to the largest of a step, and the output is multiplied and added step by
+// step. fp16 values: the output stays in the accumulators, and the maximum includes the values' scales.
 constexpr bool OUT_IN_PRODUCTS = WIDE || !V_BYTES;
 
-// With one unit, a token's scale and that make products scores in one multiplication, which joins them inside the exponential.
+// With one unit for all columns, one multiplication by it and the token's scale turns products into scores, fused into
+// the exponential.
 constexpr bool TOKEN_UNITS = VERIFY && !SOFTCAP && K_KIND != UNIFORM;
 
-// The maximum that exponents are taken from follows only when it has fallen behind by so many powers of two: then output is
-// seldom rescaled.
+// The running maximum is updated only when it lags by this many powers of two, so that the output is seldom rescaled.
 constexpr float RESCALE_THRESHOLD = 8.0f;
 
 // What is added to the scores of a column before the cap, times log2(e).

@@ -1,12 +1,12 @@
 // Attention of few query rows (queries x heads) on packed latents: scores from latents and rope parts, values from the
 // same latents.
 //
-// A thread block has up to 16 rows of a sequence and some of its tokens. Eight warps attend, in two teams that take
-// turns with KV blocks; warps of a third warpgroup have the copy engine bring the KV blocks of each team to its ring in
-// shared memory. Each warp of a team has as much of the latent's dimensions, for scores and for values: it unpacks their
-// codes once, in the order in which products of scores take them, and transposes them for products of values. A warp's
-// scores are sums over its own dimensions; they are added up in shared memory, 8 tokens by each warp, which makes
-// probabilities of them for all.
+// A thread block has up to 16 rows of a sequence and some of its tokens. Eight warps attend, in two teams that
+// alternate between KV blocks. The warps of a third warpgroup issue bulk copies of the KV blocks into each team's ring
+// in shared memory. The warps of a team share the latent's dimensions equally, for scores and for values: each unpacks
+// its codes once, in the operand order of the scores, and transposes them for the values. A warp's scores are partial
+// sums over its own dimensions. They are added up in shared memory, 8 tokens per warp, and that warp computes the
+// probabilities for all.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 

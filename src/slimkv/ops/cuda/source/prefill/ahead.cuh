@@ -1,10 +1,10 @@
-// Tiles that later blocks attend, unpacked into the workspace by warps that have nothing else to do (AHEAD).
+// Unpacks the tiles of later blocks into the workspace, with warps that have nothing else to do (AHEAD).
 //
-// An item is a sequence and a KV head. Items are numbered in the order in which blocks attend them: head by head, the last sequence
-// first. The first `lead` of them are unpacked by a launch of their own (unpack_first), each of the others by the blocks of the
-// item that is `lead` before it, each block a share of the tiles. The workspace has room for `slots` items, more than `lead`: the tiles of an
-// item take the place of those `slots` before it, when all blocks have attended these. So a block waits for blocks of lower number only,
-// which have begun when it begins.
+// An item is a sequence and a KV head. Items are numbered in the order in which blocks attend them: head by head, the
+// last sequence first. A separate launch (unpack_first) unpacks the first `lead` items. Each other item is unpacked by
+// the blocks of the item `lead` before it, each block taking a share of the tiles. The workspace holds `slots` items,
+// more than `lead`: the tiles of an item replace those of the item `slots` before it, once all blocks have attended
+// these. A block therefore waits only for blocks of lower number, which have already started.
 #pragma once
 #include "prefill/unpacker.cuh"
 
@@ -101,7 +101,8 @@ DEVICE void wait_for_tiles(const PrefillArgs& args, const Work& w, int item) {
   fence_proxy_async_global();
 }
 
-// The same thread, when it has begun to copy all tiles: until they are in shared memory, and nobody needs them in the workspace.
+// Runs in the same thread after it has issued all copies: waits until the tiles are in shared memory, and then frees
+// them in the workspace.
 DEVICE void release_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, int item) {
   for (int i = max_i32(0, w.count - STAGES); i < w.count; i++) {
     mbarrier_wait(rings.keys_full + i % STAGES, i / STAGES & 1);

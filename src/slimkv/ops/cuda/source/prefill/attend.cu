@@ -1,9 +1,10 @@
-// Attention of many queries a sequence on unpacked keys and values (tiles.cuh), for sm_90a.
+// Attention of many queries per sequence on unpacked keys and values (tiles.cuh), for sm_90a.
 //
-// A block has 64 CONSUMERS ROW_BLOCKS rows of queries (queries x heads of a group) of one KV head and goes through its tiles from the last
-// to the first. One warp copies tiles into two rings of shared memory, or (FUSED) warpgroups unpack them there from their pages;
-// warpgroups of 64 rows each multiply and keep scores, probabilities and output in registers. A warpgroup starts the scores of the
-// next tile and the output of this one before the softmax of the next, which the output's products run beside.
+// A block has 64 CONSUMERS ROW_BLOCKS query rows (queries x heads of a group) of one KV head and visits its tiles from
+// last to first. One warp copies tiles into two rings in shared memory, or (FUSED) warpgroups unpack them there from
+// their pages. Warpgroups of 64 rows each multiply, and keep scores, probabilities and output in registers. A warpgroup
+// issues the scores of the next tile and the output of this one before the softmax of the next, which overlaps the
+// output's products.
 #include "common/hopper.cuh"
 #include "prefill/rows.cuh"
 #if EIGHT_BIT
@@ -78,8 +79,8 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   const LevelTable value_levels = {key_levels.address + 128 * (ONE_TABLE ? 0 : K_LEVELS)};
 #endif
   sync_threads();
-  // BESIDE: what the launch before has waited for has ended, so tiles are there. This one ends no earlier, for those who wait for it:
-  // some block has work if that one had.
+  // BESIDE: what the previous launch waited for has ended, so its tiles are ready. This launch ends no earlier than
+  // that one, for later launches that wait for it: some block has work if that one had.
   if (BESIDE) griddepcontrol_launch_dependents();
   else pdl_wait();
   Work w;

@@ -1,4 +1,5 @@
-// The rows of a warpgroup, before, between and after their tiles. Behind the header of the products, whose attend_tiles it calls.
+// The rows of a warpgroup, before, between and after their tiles. Include it after the header of the products, whose
+// attend_tiles it calls.
 #pragma once
 #include "prefill/lane_rows.cuh"
 
@@ -26,7 +27,8 @@ struct PassState {
   }
 };
 
-// Block of rows b of a warpgroup is its warpgroup's one of the b-th CONSUMERS blocks: few rows leave the last ones of all of them empty.
+// Block of rows b of a warpgroup is its share of the b-th CONSUMERS blocks, so that few rows leave the last blocks of
+// all warpgroups empty.
 DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operands, int warpgroup,
     int lane) {
   const int warp = thread_index() / 32 % 4;

@@ -1,6 +1,6 @@
-// Attention of many queries a sequence on unpacked keys and values (tiles.cuh), from sm_80 on: what attend.cu does, with products of
-// single warps and copies by all threads. A block has 64 CONSUMERS ROW_BLOCKS rows, a warp 16 of each block of 64.
-// Compile-time beside that of work.cuh: BLOCKS_PER_SM (that registers are to suffice for).
+// Attention of many queries per sequence on unpacked keys and values (tiles.cuh), from sm_80 on: attend.cu with
+// mma.sync, where all threads copy. A block has 64 CONSUMERS ROW_BLOCKS rows, a warp 16 of each block of 64.
+// Compile-time in addition to work.cuh: BLOCKS_PER_SM (limits registers).
 #include "prefill/warp_products.cuh"
 #include "prefill/attend_rows.cuh"
 

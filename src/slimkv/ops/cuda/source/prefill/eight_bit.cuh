@@ -1,12 +1,14 @@
-// 8-bit tensor cores: int8 scores, e4m3 weights and the output of the rows of a warpgroup, half a tile (TOKENS) at a time.
+// 8-bit tensor cores: int8 scores, e4m3 probabilities and the output of a warpgroup's rows, half a tile (TOKENS) at a
+// time.
 #pragma once
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
 constexpr int OUTPUTS = D / 2, TOKENS = STEP / 2, SCORES = TOKENS / 2, WORDS = SCORES / 4;
-// Weights, by their exponents. The largest of e4m3 is what 432 and more are rounded to. A tile with one of those is weighed again,
-// from a reference that brings its largest below 2^FRESH_WEIGHT. LARGE ones are good, but the next tile's may not be: the reference
-// is raised by LIFT for it: by 2 a third less often than by 1.
+// Limits of probabilities, as exponents. 432 and more round to the largest e4m3. A tile with such a probability is
+// computed again, from a running maximum that brings its largest below 2^FRESH_WEIGHT. LARGE ones are valid, but those
+// of the next tile may not be: the running maximum is raised by LIFT for them. A LIFT of 2 recomputes a third less
+// often than 1.
 constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 7.0f, LIFT = 2.0f;
 constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u,
               TOP_BITS = 0x80808080u;  // to bit 7 of a byte: from 0x7E, from 2^7
@@ -17,8 +19,8 @@ using Sums = u32[SCORES];
 struct Yes { static constexpr bool VALUE = true; };
 struct No { static constexpr bool VALUE = false; };
 
-// Queries of a warpgroup, and the rings of keys and values, as operands. Beyond head size 64 the compiler does not hold them in a loop, but
-// computes them anew: there they are sums with one of them, which are fewer instructions.
+// Queries of a warpgroup, and the rings of keys and values, as operands. Beyond head size 64 the compiler recomputes
+// descriptors in the loop instead of keeping them; there they are sums with one of them, which take fewer instructions.
 struct Operands {
   u64 queries, keys, values;
   DEVICE_MEMBER Operands(u32 own_queries, const Rings& rings, int warpgroup) {
@@ -60,7 +62,7 @@ DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)
   wgmma_commit();
 }
 
-// Output so far, out of the way of the tensor cores' short sums: each thread's own, with the references it is relative to.
+// The output so far, promoted from the tensor cores' short sums: per thread, with the running maxima it is relative to.
 struct Totals {
   float* mine;  // by fours, those of all threads side by side
   float row_max[2];
@@ -155,8 +157,9 @@ struct Softmax {
     return warp_any(behind);
   }
 
-  // Weights as e4m3, four in a word, in the order of the operand; `scales`: of the first four tokens. `large` gets one of TOP_BITS if some of
-  // the lane's weights of a row are LARGE, or not a number, as all are of a row that has no reference yet.
+  // Probabilities as e4m3, four per word, in operand order; `scales`: of the first four tokens. `large` gets one of
+  // TOP_BITS if one of the lane's probabilities of a row is LARGE, or NaN, as all are in a row without a running
+  // maximum.
   DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, int t, float softcap,
       u32 none, u32 (&p)[WORDS], u32 (&large)[2]) const {
     const float from[2] = {-row_max[0], -row_max[1]};

@@ -1,9 +1,10 @@
-// The loop over a block's tiles on 8-bit tensor cores, half a tile at a time: scores of 64 tokens leave registers for three warpgroups,
-// and weights of a tile's halves have registers of their own, so that none are copied.
+// The loop over a block's tiles on 8-bit tensor cores, half a tile at a time. Scores of 64 tokens leave enough
+// registers for three warpgroups, and the probabilities of a tile's halves have registers of their own, so that none
+// are copied.
 //
-// All halves but the first go through one loop. What is not like the others in it (masks, weights that are large, totals, the end) is
-// behind one branch of each half: the warp's vote has bits of what is known beforehand as well. What needs no scores (places in rings,
-// barriers) stands where their products are waited for.
+// All halves but the first run through one loop. Its exceptions (masks, large probabilities, totals, the end) are
+// behind one branch per half: the warp's vote also carries the bits that are known beforehand. Work that needs no
+// scores (ring positions, barriers) overlaps their products.
 #pragma once
 #include "prefill/eight_bit.cuh"
 
@@ -48,7 +49,8 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     add_output(release);  // while the vote is on its way
     return look;
   };
-  // Hides weights that rows do not see; weighs again (the FIRST: at all) where one is too large. References are raised for large ones.
+  // Masks probabilities; computes them again (the FIRST: for the first time) where one is too large. Raises the running
+  // maximum for large ones.
   auto look_at = [&](auto very_first, int i, const Place& at, int half, u32(&to)[WORDS]) {
     constexpr bool FIRST = decltype(very_first)::VALUE;
     const u8* numbers = numbers_of(at, half) + none;

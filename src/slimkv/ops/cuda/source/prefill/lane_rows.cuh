@@ -1,5 +1,5 @@
-// A lane's two rows of a block of 64, before and after their tiles. Behind the header of the arithmetic (sixteen_bit.cuh, eight_bit.cuh), whose softmax
-// it takes.
+// A lane's two rows of a block of 64, before and after their tiles. Include it after the header of the arithmetic
+// (sixteen_bit.cuh, eight_bit.cuh), whose softmax it uses.
 #pragma once
 #include "prefill/rows.cuh"
 

@@ -34,8 +34,8 @@ struct Producer : Unpacker {
     }
   }
 
-  // Pages come by way of shared memory, several tiles ahead: of loads into registers, those that are under way from one tile to the next
-  // are waited for together, and the last of them has just begun.
+  // Pages pass through shared memory, several tiles ahead: register loads in flight across tiles would all be waited
+  // for together, including the one just issued.
   DEVICE_MEMBER void run() const {
     constexpr int IN_FLIGHT = PACKED_STAGES - 1;
     if (w.count == 0) return;

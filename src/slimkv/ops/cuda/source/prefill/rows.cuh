@@ -25,7 +25,8 @@ DEVICE void hadamard_of_quad(float (&x)[OWN], int t) {
   }
 }
 
-// Which dimensions of a query lane t of its quad has: two bits of their number are those of t. The others number what it holds.
+// The dimensions of a query that lane t of its quad holds: two bits of the dimension's index are those of t. The other
+// bits index the lane's values.
 constexpr int LANE_LOW = EIGHT_BIT ? 4 : D == 64 ? 2 : 5, LANE_HIGH = EIGHT_BIT || D == 64 ? 5 : 6;
 constexpr int BELOW = (1 << LANE_LOW) - 1, BETWEEN = (1 << (LANE_HIGH - 1)) - 1 - BELOW;
 DEVICE int dimension_of(int held, int t) {
@@ -54,8 +55,8 @@ DEVICE void load_row(const PrefillArgs& args, bool valid, i64 at, int t, float (
   if (K_ROTATED) hadamard_of_quad(x, t);
 }
 
-// Two rows of 16-bit queries of a quad. Of the number of a dimension, four bits (the lowest, the two of lanes, and another) are
-// transformed by the tensor cores: products with +-1 are exact, and nothing is exchanged between lanes.
+// Two rows of 16-bit queries of a quad. The tensor cores transform four bits of the dimension's index (the lowest, the
+// two lane bits, and another): products with +-1 are exact, and lanes exchange nothing.
 DEVICE void load_rows_by_products(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], int g, int t,
     float (&x)[2][OWN]) {
   u32 words[2][OWN / 2];
@@ -92,7 +93,8 @@ DEVICE void load_rows_by_products(const PrefillArgs& args, const bool (&valid)[2
 #pragma unroll
     for (int k = 0; k < RUN; k++) words[0][i + k] ^= signs.pair(k), words[1][i + k] ^= signs.pair(k);
   }
-  // Entry (k, n) of the transform of 16 numbers is -1 to the number of ones that k and n share: here k = 2 t and 2 t + 1, n = g.
+  // Entry (k, n) of the 16-point transform is -1 to the number of ones that k and n share; here k = 2 t and 2 t + 1, n
+  // = g.
   constexpr u32 ONES = Q_TYPE == BFLOAT16 ? 0x3F803F80u : 0x3C003C00u;
   const u32 shared_ones = (u32)(t & g >> 1), even = (shared_ones ^ shared_ones >> 1) & 1, odd = even ^ (u32)(g & 1);
   const u32 b = ONES ^ (even << 15 | odd << 31);
@@ -119,8 +121,8 @@ DEVICE float largest_of_quad(const float (&x)[OWN]) {
 }
 
 #if EIGHT_BIT
-// Row `row` of a warpgroup's queries to its operand as signed bytes; what the row is to be multiplied by after the product, beside
-// the factor of scores. Rounded to the nearest integer, the largest to 127. `bad`: 0, or not a number.
+// Writes row `row` of a warpgroup's queries to its operand as signed bytes, rounded to nearest, with the largest at
+// 127. Returns the factor of the row's products, apart from the softmax scale. `bad`: 0, or NaN.
 DEVICE float store_operand(const float (&x)[OWN], bool negative, u8* operand, int row, int t, float& bad) {
   const float most = largest_of_quad(x);
   float up = most > 0.0f ? div_rn(127.0f, most) : 0.0f;
@@ -140,7 +142,8 @@ DEVICE float store_operand(const float (&x)[OWN], bool negative, u8* operand, in
   return div_rn(most, 127.0f);
 }
 #else
-// Row `row` of a warpgroup's queries to its operand; what the row is to be multiplied by after the product, beside the factor of scores.
+// Writes row `row` of a warpgroup's queries to its operand. Returns the factor of the row's products, apart from the
+// softmax scale.
 DEVICE float store_operand(const float (&x)[OWN], bool negative, u8* operand, int row, int t, float&) {
   // A power of two, which loses nothing.
   const u32 exponent = (u32)min_i32(max_i32((int)(as_bits(largest_of_quad(x)) >> 23), 1), 253);
@@ -177,8 +180,8 @@ DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const 
         (K_ROTATED ? args.key_norm : 1.0f) * (args.scale < 0 ? -args.scale : args.scale);
 }
 
-// A row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), times the rotation's factor: twice 8 dimensions
-// side by side of each 64.
+// Writes a row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), times the rotation's factor:
+// two runs of 8 dimensions in each 64.
 DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool valid, u8*, int lane) {
   const int t = lane & 3;
   if (V_ROTATED) hadamard_of_quad(x, t);
@@ -218,8 +221,8 @@ DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool val
 }
 
 #else
-// Head sizes that are a small matrix's (the core, of ROTATION_CORE numbers) times a power of two: dimension ROTATION_CORE v + b is
-// number b of vector v. The core is multiplied by the tensor cores, 8 rows at a time, what vectors make of each other is added up.
+// Head sizes that are a small core size (ROTATION_CORE) times a power of two: dimension ROTATION_CORE v + b is element
+// b of vector v. The tensor cores multiply by the core, 8 rows at a time; additions do the rest.
 
 // Where a dimension is among the places of keys and of values (tiles.cuh).
 DEVICE int key_place(int d) {
@@ -233,7 +236,8 @@ DEVICE int value_place(int d) {
 
 DEVICE float sign_of(float x, const u32* bits, int d) { return signed_by(x, bits[d / 32], d % 32); }
 
-// Number i of a lane's part of a row: it has numbers 8 n + 2 t and 8 n + 2 t + 1 of every vector, those of them that there are.
+// Value i of a lane's part of a row: the lane holds values 8 n + 2 t and 8 n + 2 t + 1 of every vector, where they
+// exist.
 constexpr int VECTORS = D / ROTATION_CORE, CORE_TILES = (ROTATION_CORE + 7) / 8, CORE_STEPS = (ROTATION_CORE + 15) / 16;
 struct CoreRow {
   float x[VECTORS][CORE_TILES][2];
@@ -243,7 +247,8 @@ struct CoreRow {
   }  // the number of entries is even
   DEVICE_MEMBER static int dimension(int v, int n, int t) { return ROTATION_CORE * v + 8 * n + 2 * t; }
 
-  // Times the core, or its transpose. Rows g of the first operand are numbers rounded to bfloat16, rows g + 8 what that leaves of them.
+  // Multiplies by the core, or its transpose. Rows g of the first operand are values rounded to bfloat16, rows g + 8
+  // the remainders.
   DEVICE_MEMBER void rotate(const u16* signs, const u32* bits, bool back, int g, int t) {
     u32 b[CORE_TILES][CORE_STEPS][2];
     auto entry = [&](int k, int n) -> u32 {  // without the sign of its row, which dimensions have
@@ -340,8 +345,8 @@ DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const 
   }
 }
 
-// A row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), times the rotation's factor. `staged`: room for
-// 64 places of 8 rows of the warp, and as much in each of the operand's further halves.
+// Writes a row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), times the rotation's factor.
+// `staged`: room for 64 places of 8 rows of the warp, and as much in each further half of the operand.
 DEVICE void store_row(const PrefillArgs& args, const float (&x)[OWN], i64 at, bool valid, u8* staged, int lane) {
   const int g = lane >> 2, t = lane & 3;
   auto place = [&](int i) { return (float*)(staged + i / 64 * 128 * GROUP_ROWS + 256 * g) + i % 64; };

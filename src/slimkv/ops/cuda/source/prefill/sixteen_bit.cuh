@@ -25,8 +25,8 @@ DEVICE void start_output(float (&o)[OUTPUTS], const u32 (&p)[N / 2], u32 values)
 
 template <int VALUE> struct Constant { static constexpr int value = VALUE; };
 
-// The loop over a block's tiles, for the first BLOCKS blocks of 64 rows of a warpgroup. A step is a tile for one of them: its scores
-// are multiplied and weighed beside the output of the step before, so that a tile in shared memory serves all of them.
+// The loop over a block's tiles, for the first BLOCKS blocks of 64 rows of a warpgroup. A step is one tile for one of
+// them: its scores and softmax overlap the output of the previous step, so a tile in shared memory serves all of them.
 template <int BLOCKS>
 DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings,
     const Visible (&visible)[ROW_BLOCKS], u32 queries, Softmax (&softmax)[ROW_BLOCKS], float (&o)[ROW_BLOCKS][OUTPUTS],
@@ -58,7 +58,8 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) o[b][i] *= softmax[b].rescale[i / 2 % 2];
   };
-  // The output of rows `before`, with the values at `place`, beside the scores of rows `block`, with the keys of tile `tile` at `next`.
+  // The output of rows `before`, with the values at `place`, overlapping the scores of rows `block`, with the keys of
+  // tile `tile` at `next`.
   auto step = [&](auto before, auto block, int tile, const Place& next, bool last) {
     constexpr int a = decltype(before)::value, b = decltype(block)::value;
     if (b == 0) mbarrier_wait(rings.keys_full + next.slot, next.parity);

@@ -4,11 +4,12 @@
 
 constexpr int OUTPUTS = PLACES / 2;
 
-// The running softmax of the rows of a lane.
+// The online softmax of a lane's rows.
 //
-// Values are halves in units of their tile, a power of two. Probabilities are multiplied by it, and the reference counts it. The unit
-// follows the largest scale of the tile, that of a token which a row may not see included. BY_ROW: it stays out of exponents; the output
-// is in units of the latest tile, and moves to those of another by a factor that rounds nothing.
+// Values are fp16 in units of their tile, a power of two. Probabilities are multiplied by it, and the running maximum
+// includes it. The unit follows the largest scale of the tile, including tokens that a row may not see. BY_ROW: the
+// unit stays out of exponents; the output is in units of the latest tile, and the factor to another tile's units is
+// exact.
 struct Softmax {
   float factor[2];   // of this lane's rows g and g + 8
   float shift[2];    // SCORE_SHIFT: what their scores are raised by, times cap_factor
@@ -38,8 +39,8 @@ struct Softmax {
     return soft_cap(SCORE_SHIFT ? fma_rn(s, by, shift[r]) : s * by, from, softcap);
   }
 
-  // The reference follows the maximum when it has fallen behind by RESCALE_THRESHOLD powers of two, so that the output is
-  // seldom rescaled; whether some row's did.
+  // The running maximum is updated only when it lags by RESCALE_THRESHOLD powers of two, so that the output is seldom
+  // rescaled. Returns whether any row was updated.
   DEVICE_MEMBER bool follow(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t,
       float softcap) {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
@@ -60,8 +61,8 @@ struct Softmax {
     return warp_any(behind);
   }
 
-  // Probabilities times the values' unit, as halves, and their sums. Whether some of the lane's is 2^8 or more, or not a number,
-  // as all are of a row that has no reference yet.
+  // Probabilities times the values' unit, as fp16, and their sums. Returns whether one of the lane's is 2^8 or more, or
+  // NaN, as all are in a row without a running maximum.
   template <bool MASKED>
   DEVICE_MEMBER bool weigh(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t,
       float softcap, u32 (&p)[N / 2], float (&sum)[2]) const {
@@ -86,8 +87,8 @@ struct Softmax {
     return large & 0x80008000u;
   }
 
-  // From products that have ended to probabilities, their sums among the row's. `follow`: the reference follows the maximum first, as
-  // it does where a probability turns out too large. Whether what there is of the output is to be rescaled.
+  // Turns finished products into probabilities and adds them to the rows' sums. `follow`: updates the running maximum
+  // first, as it does where a probability turns out too large. Returns whether the output must be rescaled.
   DEVICE_MEMBER bool take(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, bool clear,
       bool follow_first, int t, float softcap, u32 (&p)[N / 2]) {
     float sum[2];

@@ -1,28 +1,31 @@
-// What the prefill kernels share: the order of unpacked keys and values in device memory, and their sizes.
-// Compile-time: D (the head size, of keys and values), STEP (tokens of a tile), EIGHT_BIT, KEYS_BYTES and VALUES_BYTES (of a tile).
+// The order of unpacked keys and values in device memory, and their sizes: shared by the prefill kernels.
+// Compile-time: D (the head size of keys and values), STEP (tokens of a tile), EIGHT_BIT, KEYS_BYTES and VALUES_BYTES
+// (of a tile).
 //
-// A tile is STEP tokens of one KV head, keys or values, as halves: for each 64 dimensions STEP rows of 128 bytes, in the
-// very order in which the tensor cores read shared memory (hopper.cuh), so that loading a tile is one copy. Dimensions are
-// permuted within it, as they fall to the lanes that unpack them; only bits of their number change places, which a
-// Hadamard transform does not notice:
+// A tile is STEP tokens of one KV head, keys or values, in fp16: for each 64 dimensions, STEP rows of 128 bytes in the
+// order in which the tensor cores read shared memory (hopper.cuh), so that loading a tile is one copy. Dimensions are
+// permuted within a tile, in the order of the lanes that unpack them. The permutation only exchanges bits of the index,
+// which commutes with a Hadamard transform:
 //   keys: place 64 h + 32 j + 8 t + 4 b + 2 c + a is dimension 64 h + 32 j + 16 a + 8 b + 2 t + c   (h < D / 64, t < 4)
 //   values: place 64 h + 8 g + 4 s + 2 b + a is dimension 64 h + 32 s + 16 a + 8 b + g              (h < D / 64, g < 8)
-// Neighbours come from two slices of a page, so that 16 bits are between their codes as they are between halves.
-// FUSED: keys have place 64 h + 16 t + 8 j + 4 b + 2 c + a, so that lanes that store units at the same time have all banks of
-// shared memory.
-// Head sizes that are no multiples of 64 have 32 places for the rest, or 64, some of them zeros. Of 32:
-//   keys: place 8 t + 4 b + 2 c + a is dimension 16 a + 8 b + 2 t + c; values: place 4 g + 2 b + a is dimension 16 a + 8 b + g
+// Neighbours come from two slices of a page, so that their codes are 16 bits apart, as are two halves of a word.
+// FUSED: keys have place 64 h + 16 t + 8 j + 4 b + 2 c + a, so that lanes that store units at the same time use all
+// banks of shared memory.
+// Head sizes that are not multiples of 64 have 32 or 64 places for the remainder, padded with zeros. With 32:
+//   keys: place 8 t + 4 b + 2 c + a is dimension 16 a + 8 b + 2 t + c
+//   values: place 4 g + 2 b + a is dimension 16 a + 8 b + g
 //
-// EIGHT_BIT: keys are twice their levels, as bytes. A row of 128 bytes has a token, or at head size 64 token n and token
-// n + STEP / 2. Behind the rows are numbers of the tokens (struct TokenNumbers), which take their scales' part.
+// EIGHT_BIT: keys are twice their centroids, as bytes. A row of 128 bytes holds one token, or at head size 64 token n
+// and token n + STEP / 2. Factors of the tokens (struct TokenNumbers) follow the rows and stand for their scales.
 //   place 64 j + 16 t + 4 s + 2 a + b is dimension 64 j + 16 s + 8 a + 2 t + b              (j < D / 64, t < 4, s < 4)
-// EIGHT_BIT: values are their levels as e4m3. A row of 128 bytes has a dimension (of the places above), tokens side by side
-// in the order in which pages have them, which is that in which lanes hold the scores of tokens in their natural order:
+// EIGHT_BIT: values are their centroids as e4m3. A row of 128 bytes holds one dimension (of the places above). Its
+// tokens are in the order of pages, in which lanes hold the scores of tokens in their natural order:
 //   place 16 w + 4 t + 2 m + b is token 16 w + 8 m + 2 t + b
-// Numbers of tokens come in that order too. Behind the dimensions are eight rows that make the products sum the weights: two digits
-// of unit / scale of each token, where unit is 2^-4 of the power of two above the tile's largest scale. The quotient, 2^-4 to 2^8, is
-// row 2 i + row 2 i + 1 / 2^5 for tokens 4 n + i, and scales are such that it is so exactly. Products drop what is below 2^-13 of
-// the largest that they add up: a token that draws much attention hides small ones of a quarter of its tile only.
+// The tokens' factors have the same order. Eight rows behind the dimensions make the products sum the probabilities:
+// two digits of unit / scale of each token, where unit is 2^-4 of the power of two above the tile's largest scale. The
+// quotient, 2^-4 to 2^8, is row 2 i + row 2 i + 1 / 2^5 for tokens 4 n + i, and scales are chosen to make this exact.
+// Products drop bits below 2^-13 of the largest term: a token with much attention hides small terms of only a quarter
+// of its tile.
 #pragma once
 #include "common/intrinsics.cuh"
 

@@ -1,18 +1,18 @@
-// Unpacks the pages of prefilled sequences, once, into the tiles that attend.cu attends (tiles.cuh).
-// A block has one tile of a KV head, a warp 16 of its tokens, whose codes its lanes hold as docs/design/page-format.md says: what
-// a lane unpacks are whole 16-byte units of the tile. Tokens that no query sees, beyond the sequence or before every window,
-// become zeros: their pages may hold anything.
+// Unpacks the pages of prefilled sequences, once, into the tiles of attend.cu (tiles.cuh). A block has one tile of a KV
+// head, a warp 16 of its tokens, whose codes its lanes hold in the order of docs/design/page-format.md. A lane unpacks
+// whole 16-byte units of the tile. Tokens that no query sees, beyond the sequence or before every window, become zeros:
+// their pages may hold anything.
 //
-// Compile-time: D, STEP, EIGHT_BIT, BY_ROW (work.cuh), KEYS_BYTES, VALUES_BYTES (tiles.cuh), BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS,
-// V_CODES, V_FIELDS (the pages), LEVELS_K, LEVELS_V (entries of tables), STAGED_AT (of shared memory, where values as bytes are put
-// together: a warp has 16 tokens of every row of theirs, which are half a sector).
+// Compile-time: D, STEP, EIGHT_BIT, BY_ROW (work.cuh), KEYS_BYTES, VALUES_BYTES (tiles.cuh), BLOCK_SIZE, K_KIND,
+// K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), LEVELS_K, LEVELS_V (table entries), STAGED_AT
+// (shared memory where 8-bit values are combined: a warp has 16 tokens of each of their rows, half a sector).
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
 #include "prefill/tiles.cuh"
 
 constexpr int S = D / 16, WARPS = STEP / 16, FIELD_BIAS = 40;
-// What is largest in a tile is below 2^LARGEST_EXPONENT. BY_ROW: units are multiples of 2^UNIT_STEP, so that they seldom change, and even
-// numbers 2^24 below the largest are halves without a loss: which unit they have does not show.
+// The largest value of a tile is below 2^LARGEST_EXPONENT. BY_ROW: units are multiples of 2^UNIT_STEP, so that they
+// seldom change, and values 2^24 below the largest are still exact in fp16: the choice of unit has no effect.
 constexpr int LARGEST_EXPONENT = BY_ROW ? 15 : 6, UNIT_STEP = BY_ROW ? 2 : 1;
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 
@@ -155,7 +155,8 @@ DEVICE void store_digits(const u8* page, int begin, Seen seen, int place, int wa
                                                                                       : digits.first);
 }
 
-// Values as e4m3: a lane's four tokens of a dimension are a word of the dimension's row. `real`: bytes of tokens to keep.
+// Values as e4m3: a lane's four tokens of a dimension are one word of the dimension's row. `real`: bytes of tokens to
+// keep.
 template <class Codes>
 DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool some, u32 real, int warp, int lane,
     u8* staged) {
@@ -165,7 +166,8 @@ DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool s
   for (int s = 0; s < S; s++) {
     u32 words[2] = {0, 0};
     if (some) {
-      // Number 4 m + 2 b + a of a slice is token 8 m + 2 t + b, dimension g + 8 a: nibbles of a dimension's four tokens side by side.
+      // Value 4 m + 2 b + a of a slice is token 8 m + 2 t + b, dimension g + 8 a. This puts the nibbles of a
+      // dimension's four tokens side by side.
       const u32 low = codes.low(s), both = (low ^ low >> 4) & 0x00F000F0u;
       const u32 magnitudes = prmt(low ^ both ^ both << 4, 0, 0x3120) & MAGNITUDE * 0x11111111u;
       // By the code without its sign, which is the top bit, set for positive levels.
@@ -310,7 +312,8 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   const int key_exponent = EIGHT_BIT ? 0 : exponent.key, value_exponent = exponent.value;
   const float key_up = as_float((u32)(127 - key_exponent) << 23),
               value_up = as_float((u32)(127 - value_exponent) << 23);
-  // 2^-12 of the power of two above the tile's largest scale, which is 2^(value_exponent - 2): smaller ones count as zero.
+  // 2^-12 of the power of two above the tile's largest scale, which is 2^(value_exponent - 2). Smaller scales count as
+  // zero.
   const float value_limit = as_float((u32)(127 + value_exponent - 14) << 23);
   const i64 row = ((i64)rank * args.num_kv_heads + head) * args.tiles + tile;
   if (!EIGHT_BIT && thread_index() == 0)
@@ -322,8 +325,8 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   u8* keys = args.keys + row * KEYS_BYTES;
   u8* values = args.values + row * VALUES_BYTES;
   Field of_key[2], of_value[4];
-  // What is not a number shows in the scores of those who see the token. In its values it would show everywhere: a hidden
-  // token's probability is 0, and 0 times that is not 0.
+  // NaN shows in the scores of rows that see the token. In its values it would show everywhere: a hidden token's
+  // probability is 0, and 0 times NaN is not 0.
 #pragma unroll
   for (int i = 0; some && i < 2; i++) {
     const int at = place + g + 8 * i;

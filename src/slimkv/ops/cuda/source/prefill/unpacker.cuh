@@ -1,7 +1,8 @@
-// From the codes of pages to halves of a tile (tiles.cuh), by warps of attend.cu.
+// Unpacks the codes of pages into a tile of fp16 (tiles.cuh), in warps of attend.cu.
 //
-// A warp has 16 GROUPS tokens of a tile at a time, whose codes its lanes hold as docs/design/page-format.md says; what a lane unpacks are
-// whole 16-byte units of the tile. Every warp looks at the fields of all tokens for itself: they tell the powers of two of the tile.
+// A warp takes 16 GROUPS tokens of a tile at a time, whose codes its lanes hold in the order of
+// docs/design/page-format.md. A lane unpacks whole 16-byte units of the tile. Every warp reads the fields of all tokens
+// itself, because they determine the tile's powers of two.
 // Compile-time: BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages).
 #pragma once
 #include "common/codes.cuh"
@@ -9,12 +10,14 @@
 #include "prefill/work.cuh"
 
 constexpr int S = D / 16, GROUPS = FUSED ? STEP / 64 / PRODUCERS : 1, PER_LANE = STEP / 32;
-// Of the exponents of fields: what is taken off them, what FIELD_UNIT has, and what they count as at least, so that nothing overflows.
+// Exponents of fields: the bias that is subtracted, the exponent of FIELD_UNIT, and a lower bound, so that nothing
+// overflows.
 constexpr int FIELD_BIAS = 40, FIELD_SHIFT = 87, LEAST_FIELD = 16;
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 constexpr int FIELD_ARRAYS = 2 + (K_KIND == UNIFORM) + (V_KIND == UNIFORM), FIELD_BYTES = 2 * STEP;
 
-// How the codes of a format become halves: numbers of a token are its scale times those of `halves` plus, of uniform codes, its zero.
+// How the codes of a format become fp16: a token's values are its scale times those of `halves` plus, for uniform
+// codes, its zero.
 template <int KIND, int BITS> struct Format {
   static constexpr bool BY_MAGNITUDE = KIND == LLOYD && BITS <= 4, LOOKED_UP = KIND == LLOYD && BITS > 4;
   // The exponent of the largest scale of a tile, as a half: of its largest number if codes are uniform.
@@ -22,7 +25,8 @@ template <int KIND, int BITS> struct Format {
   // Powers of two that `halves` leaves out: twice a level is a denormal number, fp8 has 2^8 less.
   static constexpr int BELOW = BY_MAGNITUDE ? 23 : KIND == FP8 ? 8 : 0;
 
-  // 8 codes of a token: nibble i of `low` and what is above it of `high` (of 8 bits: even and odd codes). Word n has codes n and n + 4.
+  // 8 codes of a token: nibble i of `low` and its upper bits in `high` (at 8 bits: even and odd codes). Word n holds
+  // codes n and n + 4.
   DEVICE_MEMBER static void halves(u32 low, u32 high, const Table& table, const LevelTable& levels, u32 scale, u32 zero,
       u32 (&a)[4]) {
     if constexpr (BY_MAGNITUDE) {
@@ -61,7 +65,8 @@ template <int KIND, int BITS> struct Format {
 typedef Format<K_KIND, K_BITS> KeyFormat;
 typedef Format<V_KIND, V_BITS> ValueFormat;
 
-// The fields of PER_LANE tokens, two in a word: scales and zeros of keys and of values. As they are in pages, then as halves.
+// The fields of PER_LANE tokens, two per word: scales and zeros of keys and of values. First as stored in pages, then
+// as fp16.
 struct Fields {
   u32 key[PER_LANE / 2], value[PER_LANE / 2], key_zero[PER_LANE / 2], value_zero[PER_LANE / 2];
 
@@ -157,7 +162,8 @@ struct Unpacker {
     return args.pages + page * args.page_stride + w.head * args.page_head_stride;
   }
 
-  // Zeros for tokens that nobody sees, whose pages may hold anything, and for those that are not numbers; which of the lane's these are.
+  // Clears the fields of hidden tokens, whose pages may hold anything, and of marked tokens. Returns which of the
+  // lane's tokens are marked.
   DEVICE_MEMBER u32 clear_hidden(Fields& f, int first) const {
     const int begin = first_seen(w.s, WINDOW ? args.sliding_window : NO_WINDOW);
     u32 bad = 0;
@@ -171,8 +177,8 @@ struct Unpacker {
     return bad;
   }
 
-  // Fields as they are to halves in units of the tile, which is what is returned. What is not a number shows in the scores of those
-  // who see the token. In its values it would show everywhere: a hidden token's probability is 0, and 0 times that is not 0.
+  // Converts stored fields to fp16 in units of the tile, and returns these units. NaN shows in the scores of rows that
+  // see the token. In its values it would show everywhere: a hidden token's probability is 0, and 0 times NaN is not 0.
   DEVICE_MEMBER TileScale scale(Fields& f, int tile) const {
     const int first = tile * STEP;
     u32 bad = 0, most = f.most();

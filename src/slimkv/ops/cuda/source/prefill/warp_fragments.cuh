@@ -1,9 +1,10 @@
-// Operands of products of single warps: rows of 128 bytes in shared memory (tiles.cuh), four matrices of 8 x 8 halves at a time.
+// Operands of mma.sync: rows of 128 bytes in shared memory (tiles.cuh), four 8 x 8 matrices of 16-bit elements at a
+// time.
 #pragma once
 #include "common/intrinsics.cuh"
 
-// Where a lane's rows of 16-byte units begin; the tile's next units are those with other bits. Of queries, probabilities and values the second
-// pair of matrices has other columns, of keys other rows.
+// The first 16-byte unit of a lane's row; further units of the tile differ in other bits. For queries, probabilities
+// and values the second pair of matrices has other columns, for keys other rows.
 DEVICE u32 by_columns(u32 tile, int row, int lane) {
   return tile + (row + lane % 16) * 128 + ((lane / 16 ^ (lane & 7)) << 4);
 }

@@ -1,11 +1,13 @@
-// 16-bit products of single warps (mma.sync), for devices that have none of warpgroups: scores and output of a warp's rows, and the loop
-// over a block's tiles. All threads copy tiles, each a part: values while scores are multiplied, the next keys while the output is.
+// 16-bit mma.sync products, for devices without warpgroup products: scores and output of a warp's rows, and the loop
+// over a block's tiles. All threads copy tiles, each a part: values while scores are multiplied, the next keys while
+// the output is.
 #pragma once
 #include "prefill/softmax.cuh"
 #include "prefill/warp_fragments.cuh"
 #include "prefill/warp_tiles.cuh"
 
-// A warp's queries, 16 rows of each of BLOCKS blocks of rows: in registers for all tiles (HELD_QUERIES), or loaded for each.
+// A warp's queries, 16 rows of each of BLOCKS blocks of rows: kept in registers (HELD_QUERIES), or loaded for each
+// tile.
 template <int BLOCKS> struct Queries {
   u32 address, held[HELD_QUERIES ? PLACES / 16 : 1][BLOCKS][4];
 
