@@ -132,6 +132,7 @@ def test_gradients_are_refused_not_dropped():
     model(ids, past_key_values=cache)
 
 
+@pytest.mark.tail  # importing the compiler takes ten seconds
 def test_a_compiled_forward_gives_the_same_answer():
     """torch.compile breaks its graph at the cache; the answer is that of the plain model."""
     model, ids = tiny("llama"), tokens(1, 12)
