@@ -54,7 +54,9 @@ struct Buffer {
     memcpy(other.data.get(), data.get(), bytes);
     return other;
   }
-  bool operator==(const Buffer& other) const { return bytes == other.bytes && !memcmp(data.get(), other.data.get(), bytes); }
+  bool operator==(const Buffer& other) const {
+    return bytes == other.bytes && !memcmp(data.get(), other.data.get(), bytes);
+  }
 };
 
 constexpr int SAMPLES = 4;
@@ -75,7 +77,8 @@ static std::vector<LoadedLayout> load_layouts(const char* path) {
   };
   std::vector<LoadedLayout> out(word());
   for (LoadedLayout& loaded : out) {
-    if (word() != sizeof(Layout) || fread(&loaded.layout, sizeof(Layout), 1, file) != 1) fail("Layout has another size");
+    if (word() != sizeof(Layout) || fread(&loaded.layout, sizeof(Layout), 1, file) != 1)
+      fail("Layout has another size");
     for (u32 i = word(); i > 0; i--) {
       const u32 offset = word();
       loaded.tables.emplace_back(word());
@@ -96,21 +99,23 @@ struct Pool {
   const Layout* layout;
 
   // One in a hundred is large.
-  Pool(Random& r, const Layout& of, const Buffer& samples, bool sane) : Pool(r, of, r.range(1, 3), r.chance(0.01) ? 6 : r.range(1, 1 + 48 / of.block_size)) {
+  Pool(Random& r, const Layout& of, const Buffer& samples, bool sane)
+      : Pool(r, of, r.range(1, 3), r.chance(0.01) ? 6 : r.range(1, 1 + 48 / of.block_size)) {
     const size_t size = (size_t)of.page_bytes;
     if (sane)
       for (i64 b = 0; b < pages.blocks; b++)
         for (i64 h = 0; h < pages.heads; h++)
-          memcpy(pages.data + b * pages.block_stride + h * pages.head_stride, samples.data.get() + size * (size_t)r.below(SAMPLES), size);
-    else
-      randomise(r);
+          memcpy(pages.data + b * pages.block_stride + h * pages.head_stride,
+              samples.data.get() + size * (size_t)r.below(SAMPLES), size);
+    else randomise(r);
   }
   Pool(Random& r, const Layout& of, i64 heads, i64 blocks) : layout(&of) {
     pages.heads = (i32)heads;
     pages.blocks = blocks;
     pages.head_stride = of.page_bytes + 16 * r.below(3);
     pages.block_stride = pages.heads * pages.head_stride + 16 * r.below(3);
-    memory = Buffer((size_t)((pages.blocks - 1) * pages.block_stride + (pages.heads - 1) * pages.head_stride + of.page_bytes));
+    memory = Buffer(
+        (size_t)((pages.blocks - 1) * pages.block_stride + (pages.heads - 1) * pages.head_stride + of.page_bytes));
     pages.data = memory.data.get();
     pages.padding = 0;
   }
@@ -147,7 +152,8 @@ struct Matrix {
     vectors.token_stride = heads * vectors.head_stride + r.below(3);
     vectors.dtype = dtype;
     vectors.padding = 0;
-    const i64 count = tokens && heads ? (tokens - 1) * vectors.token_stride + (heads - 1) * vectors.head_stride + dim : 0;
+    const i64 count =
+        tokens && heads ? (tokens - 1) * vectors.token_stride + (heads - 1) * vectors.head_stride + dim : 0;
     memory = Buffer((size_t)(count * size));
     memset(memory.data.get(), 0xA5, memory.bytes);
     vectors.data = memory.data.get();
@@ -193,7 +199,8 @@ static std::vector<i64> random_slots(Random& r, i64 tokens, i64 limit, bool wide
       if (i < limit) std::swap(order[(size_t)i], order[(size_t)j]);
       slot = i < limit ? order[(size_t)i] : -1;
     }
-    if (r.chance(0.15)) slot = r.chance(0.5) ? -1 : wide ? -(i64)(r.next() >> 1) - 1 : -(i64)(r.next() & 0x7FFFFFFF) - 1;
+    if (r.chance(0.15))
+      slot = r.chance(0.5) ? -1 : wide ? -(i64)(r.next() >> 1) - 1 : -(i64)(r.next() & 0x7FFFFFFF) - 1;
     out[(size_t)i] = slot;
   }
   if (bad && tokens) {
@@ -209,19 +216,23 @@ static bool beyond(const std::vector<i64>& slots, i64 limit) {
   return false;
 }
 
-static i32 call_store(const Pool& pool, const Matrix& key, const Matrix& value, const std::vector<i64>& slots, bool wide, int threads, const i8* matrices = nullptr, const i32* index = nullptr, i64 count = 1) {
+static i32 call_store(const Pool& pool, const Matrix& key, const Matrix& value, const std::vector<i64>& slots,
+    bool wide, int threads, const i8* matrices = nullptr, const i32* index = nullptr, i64 count = 1) {
   Buffer held(slots.size() * (wide ? 8 : 4));
   const std::vector<u8> bytes = slot_bytes(slots, wide);
   if (held.bytes) memcpy(held.data.get(), bytes.data(), held.bytes);
-  StoreCall call{pool.layout, pool.pages, key.vectors, value.vectors, held.data.get(), (i64)slots.size(), wide, threads, matrices, index, count, {}};
+  StoreCall call{pool.layout, pool.pages, key.vectors, value.vectors, held.data.get(), (i64)slots.size(), wide, threads,
+      matrices, index, count, {}};
   return slimkv_store(&call);
 }
 
-static i32 call_gather(const Pool& pool, Matrix& key, Matrix& value, const std::vector<i64>& slots, bool wide, bool rotated, int threads) {
+static i32 call_gather(const Pool& pool, Matrix& key, Matrix& value, const std::vector<i64>& slots, bool wide,
+    bool rotated, int threads) {
   Buffer held(slots.size() * (wide ? 8 : 4));
   const std::vector<u8> bytes = slot_bytes(slots, wide);
   if (held.bytes) memcpy(held.data.get(), bytes.data(), held.bytes);
-  GatherCall call{pool.layout, pool.pages, key.vectors, value.vectors, held.data.get(), (i64)slots.size(), wide, rotated, threads, 0, {}};
+  GatherCall call{pool.layout, pool.pages, key.vectors, value.vectors, held.data.get(), (i64)slots.size(), wide,
+      rotated, threads, 0, {}};
   return slimkv_gather(&call);
 }
 
@@ -234,7 +245,8 @@ static void make_samples(LoadedLayout& loaded) {
   loaded.samples = Buffer((size_t)(SAMPLES * layout.page_bytes));
   memset(loaded.samples.data.get(), 0, loaded.samples.bytes);
   pool.pages.data = loaded.samples.data.get();
-  Matrix key(r, pool.slots(), 1, layout.key.dim, dtype_for(r, layout.key)), value(r, pool.slots(), 1, layout.value.dim, dtype_for(r, layout.value));
+  Matrix key(r, pool.slots(), 1, layout.key.dim, dtype_for(r, layout.key)),
+      value(r, pool.slots(), 1, layout.value.dim, dtype_for(r, layout.value));
   key.fill(r, false);
   value.fill(r, false);
   std::vector<i64> slots((size_t)pool.slots());
@@ -257,9 +269,12 @@ static void fuzz_store(Random& r, const LoadedLayout& loaded, int threads) {
   const bool aware = layout.key.kind == LLOYD && r.chance(0.3);
   Buffer matrices((size_t)(aware ? count * pool.pages.heads * dim * dim : 0)), index((size_t)(aware ? 4 * tokens : 0));
   for (size_t i = 0; i < matrices.bytes; i++) matrices.data.get()[i] = (u8)r.next();
-  for (i64 i = 0; aware && i < tokens; i++) ((i32*)index.data.get())[i] = r.chance(0.5) ? (i32)r.below(count) : (i32)r.next();
+  for (i64 i = 0; aware && i < tokens; i++)
+    ((i32*)index.data.get())[i] = r.chance(0.5) ? (i32)r.below(count) : (i32)r.next();
   const Buffer before = pool.memory.copy();
-  const i32 status = call_store(pool, key, value, slots, wide, threads, aware ? (const i8*)matrices.data.get() : nullptr, aware && r.chance(0.8) ? (const i32*)index.data.get() : nullptr, count);
+  const i32 status =
+      call_store(pool, key, value, slots, wide, threads, aware ? (const i8*)matrices.data.get() : nullptr,
+          aware && r.chance(0.8) ? (const i32*)index.data.get() : nullptr, count);
   if (beyond(slots, pool.slots())) {
     require(status == BAD_SLOT, "a slot beyond the pages was not refused");
     require(pool.memory == before, "a refused store wrote");
@@ -270,12 +285,14 @@ static void fuzz_store(Random& r, const LoadedLayout& loaded, int threads) {
   std::vector<u8> may(pool.memory.bytes, 0);
   for (i64 slot : slots)
     for (i64 head = 0; slot >= 0 && head < pool.pages.heads; head++)
-      for (int i = 0; i < layout.row_bytes; i++) may[(size_t)(pool.page(slot, head) + pool.offsets(slot)[i] - pool.pages.data)] = 1;
+      for (int i = 0; i < layout.row_bytes; i++)
+        may[(size_t)(pool.page(slot, head) + pool.offsets(slot)[i] - pool.pages.data)] = 1;
   for (size_t i = 0; i < may.size(); i++)
     require(may[i] || pool.pages.data[i] == before.data.get()[i], "a store wrote to bytes of other tokens");
   // A token is either what was stored (finite) or marked: a NaN in one vector leaves every other one finite.
   if (!distinct) return;
-  Matrix out_key(r, tokens, pool.pages.heads, layout.key.dim, F32), out_value(r, tokens, pool.pages.heads, layout.value.dim, F32);
+  Matrix out_key(r, tokens, pool.pages.heads, layout.key.dim, F32),
+      out_value(r, tokens, pool.pages.heads, layout.value.dim, F32);
   require(call_gather(pool, out_key, out_value, slots, wide, false, 1) == OK, "a gather in range was refused");
   std::vector<float> given(MAX_DIM), found(MAX_DIM);
   for (i64 t = 0; t < tokens; t++)
@@ -294,7 +311,8 @@ static void fuzz_store(Random& r, const LoadedLayout& loaded, int threads) {
         if (slots[(size_t)t] < 0) {
           for (int d = 0; d < of.dim; d++) require(found[(size_t)d] == 0, "a negative slot did not give zeros");
         } else if (of.kind == RAW) {
-          require(!memcmp(given.data(), found.data(), sizeof(float) * (size_t)of.dim) || !finite, "raw pages changed a number");
+          require(!memcmp(given.data(), found.data(), sizeof(float) * (size_t)of.dim) || !finite,
+              "raw pages changed a number");
         } else if (!finite) {
           require(marked, "a vector with NaN or Inf was stored as if it were finite");
         } else if (largest < 1e4f) {
@@ -309,7 +327,8 @@ static void fuzz_gather(Random& r, const LoadedLayout& loaded, int threads) {
   const bool wide = r.chance(0.5);
   const i64 tokens = r.range(0, r.chance(0.1) ? 40 : 8);
   const std::vector<i64> slots = random_slots(r, tokens, pool.slots(), wide, false, r.chance(0.15));
-  Matrix key(r, tokens, pool.pages.heads, layout.key.dim, (i32)r.below(3)), value(r, tokens, pool.pages.heads, layout.value.dim, (i32)r.below(3));
+  Matrix key(r, tokens, pool.pages.heads, layout.key.dim, (i32)r.below(3)),
+      value(r, tokens, pool.pages.heads, layout.value.dim, (i32)r.below(3));
   const Buffer before = pool.memory.copy(), key_before = key.memory.copy(), value_before = value.memory.copy();
   const i32 status = call_gather(pool, key, value, slots, wide, r.chance(0.5), threads);
   require(pool.memory == before, "a gather wrote to the pages");
@@ -339,7 +358,8 @@ struct AttendCase {
   AttendCall call{};
   const bool sane;  // pages and numbers whose attention a plain sum can repeat
 
-  AttendCase(Random& random, const LoadedLayout& loaded, bool sane_) : r(random), layout(loaded.layout), pool(random, loaded.layout, loaded.samples, sane_), sane(sane_) {
+  AttendCase(Random& random, const LoadedLayout& loaded, bool sane_)
+      : r(random), layout(loaded.layout), pool(random, loaded.layout, loaded.samples, sane_), sane(sane_) {
     const bool large = r.chance(0.02);
     sequences = r.range(0, large ? 5 : 3);
     width = r.range(1, 1 + (large ? 160 : 48) / layout.block_size);
@@ -382,7 +402,9 @@ struct AttendCase {
   i64 sees_from(i64 s, i64 q) const { return call.window ? std::max<i64>(position(s, q) - call.window + 1, 0) : 0; }
   i64 sees_to(i64 s, i64 q) const { return call.causal ? std::max<i64>(position(s, q) + 1, 0) : lens[(size_t)s]; }
   i64 fresh_from(i64 s) const { return fresh_key ? std::max<i64>(lens[(size_t)s] - queries(s), 0) : lens[(size_t)s]; }
-  i64 slot(i64 s, i64 token) const { return (i64)table[(size_t)(s * width + token / layout.block_size)] * layout.block_size + token % layout.block_size; }
+  i64 slot(i64 s, i64 token) const {
+    return (i64)table[(size_t)(s * width + token / layout.block_size)] * layout.block_size + token % layout.block_size;
+  }
 
   // Table entries that no query needs hold anything.
   void spoil_table() {
@@ -430,13 +452,15 @@ struct AttendCase {
 };
 
 // One row in doubles, from what gather gives -> the largest error allowed is a share of the largest value.
-static void check_row(AttendCase& c, Matrix& key, Matrix& value, const std::vector<i64>& first, i64 s, i64 q, i64 head, const Matrix& out, const Buffer& lse) {
+static void check_row(AttendCase& c, Matrix& key, Matrix& value, const std::vector<i64>& first, i64 s, i64 q, i64 head,
+    const Matrix& out, const Buffer& lse) {
   const int key_dim = c.layout.key.dim, value_dim = c.layout.value.dim;
   const i64 group = c.heads / c.pool.pages.heads, kv = head / group, row = c.starts[(size_t)s] + q;
   std::vector<float> x((size_t)key_dim), k((size_t)key_dim), v((size_t)value_dim), found((size_t)value_dim);
   c.query->get(row, head, x.data());
   std::vector<double> scores, sum((size_t)value_dim, 0.0);
-  const i64 from = c.sees_from(s, q), to = c.sees_to(s, q), offset = c.starts[(size_t)s] + c.queries(s) - c.lens[(size_t)s];
+  const i64 from = c.sees_from(s, q), to = c.sees_to(s, q),
+            offset = c.starts[(size_t)s] + c.queries(s) - c.lens[(size_t)s];
   double greatest = c.call.sinks ? c.call.sinks[head] : -INFINITY, total = 0, largest = 0;
   for (i64 t = from; t < to; t++) {
     if (t < c.fresh_from(s)) key.get(first[(size_t)s] + t, kv, k.data());
@@ -464,7 +488,8 @@ static void check_row(AttendCase& c, Matrix& key, Matrix& value, const std::vect
   for (int d = 0; d < value_dim; d++) {
     const double wanted = total == 0 ? 0 : sum[(size_t)d] / total;
     if (!(fabs(found[(size_t)d] - wanted) <= rounding * std::max(largest, 1.0)))
-      fail("attention is wrong: " + std::to_string(found[(size_t)d]) + " for " + std::to_string(wanted) + " at dimension " + std::to_string(d));
+      fail("attention is wrong: " + std::to_string(found[(size_t)d]) + " for " + std::to_string(wanted) +
+          " at dimension " + std::to_string(d));
   }
   if (lse.bytes) {
     const float given = ((const float*)lse.data.get())[row * c.heads + head];
@@ -482,7 +507,8 @@ static void check_values(AttendCase& c, const Matrix& out, const Buffer& lse) {
       slots.push_back(at >= 0 && at < c.pool.slots() ? at : -1);  // a spoiled entry that nobody needs
     }
   }
-  Matrix key(c.r, (i64)slots.size(), c.pool.pages.heads, c.layout.key.dim, F32), value(c.r, (i64)slots.size(), c.pool.pages.heads, c.layout.value.dim, F32);
+  Matrix key(c.r, (i64)slots.size(), c.pool.pages.heads, c.layout.key.dim, F32),
+      value(c.r, (i64)slots.size(), c.pool.pages.heads, c.layout.value.dim, F32);
   require(call_gather(c.pool, key, value, slots, true, false, 1) == OK, "a gather in range was refused");
   for (i64 s = 0; s < c.sequences; s++) {
     if (c.queries(s) == 0) continue;
@@ -506,7 +532,8 @@ static void check_isolation(AttendCase& c, const Matrix& out, int threads) {
   for (i64 i = 0; i < c.sequences; i++)
     for (i64 q = 0; q < c.queries(i); q++) {
       bool sees = false;
-      for (i64 t = c.sees_from(i, q); t < std::min(c.sees_to(i, q), c.fresh_from(i)) && !sees; t++) sees = c.slot(i, t) == bad;
+      for (i64 t = c.sees_from(i, q); t < std::min(c.sees_to(i, q), c.fresh_from(i)) && !sees; t++)
+        sees = c.slot(i, t) == bad;
       for (i64 h = 0; h < c.heads; h++) {
         out.get(c.starts[(size_t)i] + q, h, a.data());
         other.get(c.starts[(size_t)i] + q, h, b.data());
@@ -514,7 +541,8 @@ static void check_isolation(AttendCase& c, const Matrix& out, int threads) {
           require(std::isnan(b[0]), "a token that could not be stored was attended as if it could");
         } else {
           for (int d = 0; d < c.layout.value.dim; d++)
-            require(a[(size_t)d] == b[(size_t)d] || (std::isnan(a[(size_t)d]) && std::isnan(b[(size_t)d])), "a NaN reached a query that does not see its token");
+            require(a[(size_t)d] == b[(size_t)d] || (std::isnan(a[(size_t)d]) && std::isnan(b[(size_t)d])),
+                "a NaN reached a query that does not see its token");
         }
       }
     }
@@ -533,13 +561,18 @@ static void fuzz_attend(Random& r, const LoadedLayout& loaded, int threads) {
     const int what = (int)r.below(4);
     i32 wanted = OK;
     bool seen = false;  // the last token that is read from pages, by any query
-    for (i64 q = 0; q < c.queries(s); q++) seen |= c.sees_from(s, q) < c.fresh_from(s) && c.sees_to(s, q) >= c.fresh_from(s);
+    for (i64 q = 0; q < c.queries(s); q++)
+      seen |= c.sees_from(s, q) < c.fresh_from(s) && c.sees_to(s, q) >= c.fresh_from(s);
     if (what == 0 && seen && c.fresh_from(s) > 0) {
       const i64 last = (c.fresh_from(s) - 1) / layout.block_size;
-      c.table[(size_t)(s * c.width + last)] = r.chance(0.5) ? (i32)c.pool.pages.blocks : r.chance(0.5) ? -1 : (i32)(r.next() | 0x80000000u);
+      c.table[(size_t)(s * c.width + last)] = r.chance(0.5) ? (i32)c.pool.pages.blocks
+          : r.chance(0.5)                                   ? -1
+                                                            : (i32)(r.next() | 0x80000000u);
       wanted = BAD_BLOCK;
     } else if (what == 1 && c.queries(s)) {
-      c.lens[(size_t)s] = r.chance(0.5) ? -1 - (i32)r.below(1000) : (i32)std::min<i64>(c.width * layout.block_size + 1 + r.below(1 << 20), 0x7FFFFFFF);
+      c.lens[(size_t)s] = r.chance(0.5)
+          ? -1 - (i32)r.below(1000)
+          : (i32)std::min<i64>(c.width * layout.block_size + 1 + r.below(1 << 20), 0x7FFFFFFF);
       wanted = BAD_LENGTH;
     } else if (what == 2) {
       c.starts[(size_t)s + 1] = r.chance(0.5) ? (i32)(c.total + 1 + r.below(1 << 20)) : -1 - (i32)r.below(100);
@@ -564,8 +597,10 @@ static void fuzz_attend(Random& r, const LoadedLayout& loaded, int threads) {
   // Rows of no sequence keep what they held.
   for (i64 q = c.starts.back(); q < c.total; q++)
     for (i64 h = 0; h < c.heads; h++) {
-      const u8* bytes = (const u8*)out.vectors.data + (q * out.vectors.token_stride + h * out.vectors.head_stride) * (out.vectors.dtype == F32 ? 4 : 2);
-      for (int i = 0; i < layout.value.dim * (out.vectors.dtype == F32 ? 4 : 2); i++) require(bytes[i] == 0xA5, "attend wrote to a row of no sequence");
+      const u8* bytes = (const u8*)out.vectors.data +
+          (q * out.vectors.token_stride + h * out.vectors.head_stride) * (out.vectors.dtype == F32 ? 4 : 2);
+      for (int i = 0; i < layout.value.dim * (out.vectors.dtype == F32 ? 4 : 2); i++)
+        require(bytes[i] == 0xA5, "attend wrote to a row of no sequence");
     }
   if (c.sane) check_values(c, out, lse);
   // What nobody sees does not matter, to the last bit.
@@ -579,7 +614,8 @@ static void fuzz_attend(Random& r, const LoadedLayout& loaded, int threads) {
       out.get(q, h, a.data());
       again.get(q, h, b.data());
       for (int d = 0; d < layout.value.dim; d++)
-        require(a[(size_t)d] == b[(size_t)d] || (std::isnan(a[(size_t)d]) && std::isnan(b[(size_t)d])), "bytes that no query sees changed the result");
+        require(a[(size_t)d] == b[(size_t)d] || (std::isnan(a[(size_t)d]) && std::isnan(b[(size_t)d])),
+            "bytes that no query sees changed the result");
     }
   if (c.sequences && r.chance(0.3)) check_isolation(c, again, threads);
 }

@@ -41,7 +41,8 @@ HOST_TESTABLE(transpose, Args)
 
 // in: triples a, b, selector.
 KERNEL(64, 1) permute(GRID_CONSTANT Args args) {
-  for (int i = thread_index(); i < args.n; i += 64) args.out[i] = prmt(args.in[3 * i], args.in[3 * i + 1], args.in[3 * i + 2]);
+  for (int i = thread_index(); i < args.n; i += 64)
+    args.out[i] = prmt(args.in[3 * i], args.in[3 * i + 1], args.in[3 * i + 2]);
 }
 HOST_TESTABLE(permute, Args)
 
@@ -71,7 +72,8 @@ HOST_TESTABLE(pairs, Args)
 
 // in: a, b; out: the cells of their product.
 KERNEL(64, 1) cells(GRID_CONSTANT Args args) {
-  for (int i = thread_index(); i < args.n; i += 64) args.out[i] = ceil_product(as_float(args.in[2 * i]), as_float(args.in[2 * i + 1]), args.mode);
+  for (int i = thread_index(); i < args.n; i += 64)
+    args.out[i] = ceil_product(as_float(args.in[2 * i]), as_float(args.in[2 * i + 1]), args.mode);
 }
 HOST_TESTABLE(cells, Args)
 
