@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from prompts import EngineError, model_folder, piece, sharing
+from forked import Forked
+from prompts import piece, sharing, short_model_folder
 
-HERE = Path(__file__).parent
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -23,6 +18,7 @@ ENVIRONMENT = {
 }
 PAGE = 32
 LIMIT_SECONDS = 1200  # for one engine
+_SCENARIOS = Forked(Path(__file__).with_name("scenario.py"), LIMIT_SECONDS)
 BASE: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",  # what is left to compare is the cache, not the rounding of products
@@ -58,24 +54,12 @@ def environment(**extra: str) -> dict[str, str]:
     return {**inherited, **ENVIRONMENT, **extra}
 
 
-def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str) -> dict[str, Any]:
-    """Starts an engine, runs the batches and returns what ``scenario.py`` wrote; raises with its output on failure."""
-    with tempfile.TemporaryDirectory() as folder:
-        request, result = Path(folder, "request.json"), Path(folder, "result.json")
-        request.write_text(json.dumps({"engine": {**BASE, **engine}, "runs": runs}))
-        command = [sys.executable, str(HERE / "scenario.py"), str(request), str(result)]
-        with subprocess.Popen(
-            command, env=environment(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        ) as process:  # fmt: skip
-            try:
-                printed, _ = process.communicate(timeout=LIMIT_SECONDS)
-            finally:  # the engine's own processes too
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode or not result.is_file():
-            raise EngineError(printed)
-        return json.loads(result.read_text())
+def run_engine(
+    engine: dict[str, Any], runs: list[dict[str, Any]], *, spawned: bool = False, **extra: str
+) -> dict[str, Any]:
+    """Starts an engine, runs the batches and returns what ``scenario.py`` found; raises with its output on failure."""
+    request = {"engine": {**BASE, **engine}, "runs": runs, "spawned": spawned}
+    return _SCENARIOS.run(request, environment(**extra))
 
 
 def plugin_path(folder: Path, name: str, register: str) -> str:
@@ -104,7 +88,7 @@ def crowd() -> list[list[int]]:
 
 def engine(**arguments: Any) -> dict[str, Any]:
     """Engine arguments with the model."""
-    return {"model_path": model_folder(), **arguments}
+    return {"model_path": short_model_folder(), **arguments}
 
 
 def write_windowed_model(folder: Path) -> str:

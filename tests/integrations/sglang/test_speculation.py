@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from engines import engine, plugin_path, prefixed, run_engine, slimkv
-from prompts import long, model_folder, partings, ragged, run
+from prompts import long, partings, ragged, run, short_model_folder
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -16,14 +16,14 @@ NEAR_TIE = 0.1  # nats between the two most likely tokens
 
 
 def test_a_draft_model_changes_no_more_than_another_batch_does(tmp_path):
-    """SmolLM2 drafting for itself: ragged and chunked prompts, and prompts whose pages the radix cache has.
+    """The model drafting for itself: ragged and chunked prompts, and prompts whose pages the radix cache has.
 
     On some CPUs products of another shape round otherwise, numbers next to a code's boundary then get another code, and
     a near tie may fall the other way: tokens may part by no more than where the same prompts part when they are asked
     one by one, without a draft. A verified token that attended wrong pages would part by nats.
     """
     drafts = {
-        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": model_folder(),
+        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": short_model_folder(),
         "speculative_num_steps": STEPS, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": STEPS + 1,
         "speculative_draft_attention_backend": "torch_native",
     }  # fmt: skip

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import tempfile
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
+SHORT_LAYERS = (0, 1, 2, 3, 4, 5, 28, 29)  # without the last two the tokens go round in circles
 
 
 class EngineError(RuntimeError):
@@ -19,6 +25,38 @@ def model_folder() -> str:
     from slimkv.lab import models
 
     return str(models.folder(models.DEFAULT))
+
+
+@lru_cache(maxsize=1)
+def short_model_folder() -> str:
+    """Eight of its 30 layers, for a CPU, where all of them take most of a test's time. A GPU gets the whole model."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from slimkv.paths import cache_dir
+
+    whole = Path(model_folder())
+    if torch.version.cuda:
+        return str(whole)
+    short = cache_dir("tests") / f"{whole.name}-{len(SHORT_LAYERS)}-layers"
+    if not short.is_dir():
+        short.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=short.parent))
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            shutil.copy(whole / name, beside)
+        config = json.loads((whole / "config.json").read_text())
+        (beside / "config.json").write_text(json.dumps({**config, "num_hidden_layers": len(SHORT_LAYERS)}))
+        renamed = {f"model.layers.{old}.": f"model.layers.{new}." for new, old in enumerate(SHORT_LAYERS)}
+        kept = {}
+        for name, weight in load_file(whole / "model.safetensors").items():
+            layer = re.match(r"model\.layers\.\d+\.", name)
+            if layer is None or layer[0] in renamed:
+                kept[name if layer is None else name.replace(layer[0], renamed[layer[0]])] = weight
+        save_file(kept, beside / "model.safetensors", metadata={"format": "pt"})
+        with suppress(OSError):  # another process was first
+            beside.rename(short)
+        shutil.rmtree(beside, ignore_errors=True)
+    return str(short)
 
 
 @lru_cache(maxsize=1)

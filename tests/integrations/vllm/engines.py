@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from prompts import EngineError, model_folder, piece, sharing
+from forked import Forked
+from prompts import piece, sharing, short_model_folder
 
-HERE = Path(__file__).parent
 LIMIT_SECONDS = 1800  # for one engine, on a machine that does other work
+_SCENARIOS = Forked(Path(__file__).with_name("scenario.py"), LIMIT_SECONDS)
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -46,7 +43,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str) -> dict[str, Any]:
     """Starts an engine, runs the batches and returns what ``scenario.py`` wrote; raises with its output on failure."""
-    return _scenario({"engine": {**BASE, **engine}, "runs": runs}, extra)
+    return _SCENARIOS.run({"engine": {**BASE, **engine}, "runs": runs}, environment(**extra))
 
 
 def run_engines(
@@ -54,25 +51,12 @@ def run_engines(
 ) -> list[dict[str, Any]]:
     """``run_engine`` of several engines with their runs, all at the same time or in one process, one after another."""
     requests = [{"engine": {**BASE, **engine}, "runs": runs} for engine, runs in each]
-    return _scenario({"engines": requests, "in_turn": in_turn}, extra)
+    return _SCENARIOS.run({"engines": requests, "in_turn": in_turn}, environment(**extra))
 
 
 def refusals(engine: dict[str, Any], refused: dict[str, dict[str, Any]], **extra: str) -> dict[str, str]:
     """What engines say that must not start: ``refused`` has the arguments of each beside those of ``engine``."""
-    return _scenario({"engine": {**BASE, **engine}, "refused": refused}, extra)
-
-
-def _scenario(request_fields: dict[str, Any], extra: dict[str, str]) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        request, result = Path(folder, "request.json"), Path(folder, "result.json")
-        request.write_text(json.dumps(request_fields))
-        done = subprocess.run(
-            [sys.executable, str(HERE / "scenario.py"), str(request), str(result)],
-            env=environment(**extra), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise EngineError(done.stdout + done.stderr)
-        return json.loads(result.read_text())
+    return _SCENARIOS.run({"engine": {**BASE, **engine}, "refused": refused}, environment(**extra))
 
 
 def prefixed() -> list[list[int]]:
@@ -93,10 +77,10 @@ NGRAM = {
 
 
 def draft_model() -> dict[str, Any]:
-    """SmolLM2 drafting for itself."""
-    return {"speculative_config": {"method": "draft_model", "model": model_folder(), "num_speculative_tokens": 3}}
+    """The model drafting for itself."""
+    return {"speculative_config": {"method": "draft_model", "model": short_model_folder(), "num_speculative_tokens": 3}}
 
 
 def engine(**arguments: Any) -> dict[str, Any]:
     """Engine arguments with the model."""
-    return {"model": model_folder(), **arguments}
+    return {"model": short_model_folder(), **arguments}

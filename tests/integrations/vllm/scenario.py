@@ -1,4 +1,4 @@
-"""Runs one vLLM engine in this process and writes what it gave as JSON: ``python scenario.py REQUEST RESULT``.
+"""Runs vLLM engines, each request in a fork of this process (``forked.serve``), and returns what they gave.
 
 One process per engine: vLLM keeps the backend it has chosen for as long as its process lives.
 """
@@ -47,7 +47,6 @@ def keep_chunks() -> None:
 def exact_rows() -> None:
     """Products of every linear layer row by row; see ``row_exact``."""
     del os.environ["EXACT_ROWS"]  # once
-    sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
     from row_exact import row_by_row
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -204,14 +203,23 @@ def counters(llm: Any) -> dict[str, float]:
     return {name: sum(m.value for m in [found[name]]) for name in COUNTERS if name in found}
 
 
-def main() -> None:
+def scenario(request: dict[str, Any]) -> Any:
+    """What ``engines.py`` asked for."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    request = json.loads(Path(sys.argv[1]).read_text())
     if "engines" in request:
-        result: Any = (one_after_another if request.get("in_turn") else side_by_side)(request["engines"])
-    else:
-        result = refusals(request) if "refused" in request else run_engine(request)
-    Path(sys.argv[2]).write_text(json.dumps(result))
+        return (one_after_another if request.get("in_turn") else side_by_side)(request["engines"])
+    return refusals(request) if "refused" in request else run_engine(request)
+
+
+def main() -> None:
+    import torch
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+    from forked import serve
+
+    # Not for a GPU: an import that opens the device would keep it from every fork.
+    modules = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama")
+    serve(scenario, () if torch.version.cuda else modules)
 
 
 if __name__ == "__main__":

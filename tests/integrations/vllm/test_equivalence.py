@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from engines import engine, prefixed, run_engine, slimkv
-from prompts import long, piece, ragged, run
+from prompts import SHORT_LAYERS, long, piece, ragged, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -39,7 +39,7 @@ def raw():
 def test_every_layer_is_slimkvs(raw, stock):
     assert set(map(tuple, raw["layers"].values())) == {("SlimKVImpl", "krawfp32vrawfp32")}
     assert {kind for kind, _ in stock["layers"].values()} == {"CPUAttentionBackendImpl"}
-    assert len(raw["layers"]) == 30
+    assert len(raw["layers"]) == len(SHORT_LAYERS)
 
 
 @pytest.mark.parametrize("name", ["ragged", "long", "miss", "hit"])

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
     [
         ({"attention_backend": "CUSTOM"}, "has no 'slimkv' entry"),
         ({"additional_config": {"slimkv": {}}}, "which is not switched on"),
-        (slimkv("k4v4", layers={"30": "raw"}), "the model has layers 0 to 29"),
+        (slimkv("k4v4", layers={"8": "raw"}), "the model has layers 0 to 7"),
     ],
 )
 def test_wrong_settings_are_refused_at_start_up(arguments, message):

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 WINDOWED = {
     "hf_overrides": {
         "sliding_window": 48,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 10,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
     }
 }
 
