@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
 import openai
-from engines import LIMIT_SECONDS, engine, run_engine, slimkv
-from prompts import ragged, run
+from engines import LIMIT_SECONDS, run_engine, slimkv
+from prompts import model_folder, ragged, run
 from servers import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 def test_two_engines_give_what_one_gives(tmp_path):
     prompts, tokens = ragged()[:6], 12
-    alone = run_engine(engine(**slimkv("k4v4")), [run("alone", prompts, tokens, one_by_one=True)])["tokens"]["alone"]
+    alone = run_engine({"model": model_folder(), **slimkv("k4v4")}, [run("alone", prompts, tokens, one_by_one=True)])
     config = json.dumps(slimkv("k4v4")["additional_config"])
     options = ["--block-size", "32", "--max-num-batched-tokens", "96", "--data-parallel-size", "2"]
     with serving(tmp_path, "--additional-config", config, *options) as (address, log):
@@ -36,4 +36,4 @@ def test_two_engines_give_what_one_gives(tmp_path):
         with ThreadPoolExecutor(len(prompts)) as pool:
             both = list(pool.map(ask, prompts))
         assert "EngineCore_DP1" in log.read_text(), "the second engine ran"
-    assert both == alone
+    assert both == alone["tokens"]["alone"]
