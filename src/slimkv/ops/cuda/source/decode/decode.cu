@@ -1,15 +1,15 @@
-// Attention of up to 16 query rows of a KV head on packed pages: `attend` reads pages and leaves partial results, `merge` puts them
-// together. The warps of a block take the steps of its ranges (schedule.cuh) in turn; each has its own ring of
-// shared memory, filled ahead by asynchronous copies, and its own running softmax.
+// Attention of up to 16 query rows of a KV head on packed pages: `attend` reads pages and writes partial results,
+// `merge` merges them. The warps of a block take the steps of its ranges (schedule.cuh) in turn. Each has its own ring
+// in shared memory, filled ahead by asynchronous copies, and its own online softmax.
 //
-// Up to 4 columns (one narrow group): a query (rotated, scaled to 15 bits) is multiplied as two signed bytes with the
-// bytes of the keys' levels, a probability (times its value's scale, 16 bits relative to the largest of the step) as two
-// unsigned bytes with the bytes of the values' levels: integer tensor cores, exact sums, no conversion of levels. The
-// bytes of a value word alternate between two dimensions, g and g + 8; they are regrouped. Formats without byte levels use halves in the
-// same way.
+// Up to 4 columns (one narrow group): a query (rotated, scaled to 15 bits) is multiplied as two signed bytes by the
+// keys' centroids as bytes, and a probability (times its value's scale, 16 bits relative to the largest of the step) as
+// two unsigned bytes by the values' centroids as bytes: integer tensor cores, exact sums, no conversion of centroids.
+// The bytes of a value word alternate between two dimensions, g and g + 8, and are regrouped. Formats without byte
+// centroids use fp16 in the same way.
 //
-// More columns (wide groups of 8): integer products become dear, and what is done for every score counts more than what
-// is done for every level. Everything is in halves, and the output stays in the products' accumulators.
+// More columns (wide groups of 8): integer products become expensive, and work per score outweighs work per centroid.
+// Everything is in fp16, and the output stays in the accumulators.
 #define VERIFY 0
 #define WARPGROUPS 0
 #include "decode/decode_combine.cuh"

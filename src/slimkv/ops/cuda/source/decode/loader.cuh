@@ -1,7 +1,7 @@
-// Copies the steps of a range into a warp's ring of shared memory, ahead of their use. Of a step that is whole pages, each is one
-// piece: one lane and the copy engine, which reports to a barrier of the slot (BULK). Others are copied by all lanes. With one slot
-// (STAGES = 1) keys are copied while values are multiplied and the other way round: half the memory, half as far ahead; then codes and
-// fields are a piece each.
+// Copies the steps of a range into a warp's ring in shared memory, ahead of their use. If a step is whole pages, one
+// lane issues one bulk copy per page, which signals a barrier of the slot (BULK). Otherwise all lanes copy. With one
+// slot (STAGES = 1), keys are copied while values are multiplied and the other way round: half the memory, half the
+// prefetch distance; codes and fields are then a piece each.
 #pragma once
 #include "common/hopper.cuh"
 #include "decode/schedule.cuh"

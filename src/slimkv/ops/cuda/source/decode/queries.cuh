@@ -21,8 +21,7 @@ DEVICE void load_query(const DecodeArgs& args, const DecodeRange& range, int c, 
   }
 }
 
-// Where word `word` of a column of the products is in the queries' operands: a
-// lane's two words of a product side by side.
+// The offset of word `word` of a column in the queries' operands: a lane's two words of a product are adjacent.
 DEVICE int operand_offset(int row, int word) {
 #if VERIFY && !WARPGROUPS
   return fragment_offset<QI>(row / 8, word / 8, 4 * (row % 8) + word % 4) + word % 8 / 4 * 4;
@@ -35,9 +34,8 @@ DEVICE int operand_place(int row, int number) {
   return number / 64 * 128 * COLUMNS + 128 * row + ((number % 64 / 8 ^ (row & 7)) << 4) + 2 * (number % 8);
 }
 
-// What is known of a column of the block: what makes its products scores
-// (without the softmax's scale), the sum of its query's coordinates, and which
-// tokens it sees.
+// The constants of a column: the factor that turns its products into scores (without the softmax scale), the sum of its
+// query's coordinates, and the tokens it sees.
 struct Column {
   float unit, sum;
   int visible_begin, visible_end;
@@ -72,10 +70,9 @@ DEVICE i32 write_bytes(float x, u8* to) {
   return n;
 }
 
-// One warp: leaves the rotated query of column c in `operands` in their order,
-// and the rest in `shared`. All coordinates are divided by `row_max`: the
-// column's own or, in pairs, the largest of all. Columns that are smaller than
-// others by many powers of two then lose no more than their scores can show.
+// One warp: writes the rotated query of column c to `operands` in operand order, and the rest to `shared`. All
+// coordinates are divided by `row_max`: the column's own or, in pairs, the largest of all. Columns that are smaller by
+// many powers of two lose no more than their scores can show.
 DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c, const float (&y)[QN], float row_max,
     bool finite, u8* shared, u8* operands, int lane) {
   const float largest = K_BYTES ? 16256.0f : VERIFY ? 32768.0f : 1.0f; // 127 * 128: what two signed bytes hold

@@ -1,12 +1,14 @@
-// What the attention kernels for few queries are compiled for, and their argument.
-// Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_CORE (the pages; a core
-// of 0: not rotated), COLUMNS, BLOCK_TOKENS, WARPS, STAGES, BULK, BLOCKS_PER_SM, SHARED (decode_config.py), EXACT (results depend on a row's own sequence alone; 0: no, 1: SPLITS, 2: and NARROW), Q_TYPE, OUT_TYPE
-// (types.cuh), WINDOW, SOFTCAP (the options). VERIFY: warps share a step (verify.cu, verify_warps.cu); WARPGROUPS: with products of
-// warpgroups (verify.cu).
+// The compile-time parameters of the attention kernels for few queries, and their argument.
+// Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_CORE (the
+// pages; a core of 0: not rotated), COLUMNS, BLOCK_TOKENS, WARPS, STAGES, BULK, BLOCKS_PER_SM, SHARED
+// (decode_config.py), EXACT (results depend only on a row's own sequence; 0: no, 1: SPLITS, 2: and NARROW), Q_TYPE,
+// OUT_TYPE (types.cuh), WINDOW, SOFTCAP (the options). VERIFY: warps share a step (verify.cu, verify_warps.cu);
+// WARPGROUPS: with warpgroup products (verify.cu).
 //
 // A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
-// group (up to 4 columns; NARROW: of more as well, whose results are then those of 4) each of 4 columns takes two of them, a high and a low byte (or half): lane 4 g + t finds both of column t side by
-// side. In a wide group there are 8 columns of halves, of which that lane has 2 t and 2 t + 1.
+// group (up to 4 columns; NARROW: also for more, with the results of 4) each column takes two of them, a high and a low
+// byte (or half): lane 4 g + t finds both of column t side by side. A wide group has 8 columns of halves, of which that
+// lane has 2 t and 2 t + 1.
 #pragma once
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
@@ -21,7 +23,8 @@ constexpr int OWN = WIDE ? 2 : 1;  // columns of a group that a lane has
 constexpr int GROUP = 4 * OWN;
 static_assert(COLUMNS == NG * GROUP, "whole groups");
 
-// Warps that share a step, the four of a warpgroup or all: each has scores of every so many tiles, and slices of the values.
+// Warps that share a step, the four of a warpgroup or all: each has scores of every so many tiles, and slices of the
+// values.
 constexpr int TEAM = WARPGROUPS ? 4 : VERIFY ? WARPS : 1;
 constexpr int RINGS = WARPGROUPS ? WARPS / 8 : WARPS / TEAM;  // steps of a block at a time
 constexpr int WORKERS = WARPGROUPS ? WARPS / 2 : WARPS;  // warps that have scores
@@ -33,8 +36,7 @@ constexpr bool K_BYTES = !WIDE && in_bytes<K_KIND, K_BITS>(), V_BYTES = !WIDE &&
 constexpr int K_TILE = 2 * KD * K_BITS, V_TILE = 2 * VD * V_BITS;
 constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS = V_KIND == UNIFORM ? 2 : 1;
 constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of a step
-// A step in the ring: key codes, value codes, then the fields one after the other, of all tiles, or of the tiles of one page after
-// those of another (BULK).
+// A step in the ring: key codes, value codes, then the fields, of all tiles, or page by page (BULK).
 constexpr int PIECES = BULK ? PAGES : 1, PIECE_TILES = NT / PIECES;
 constexpr int FIELDS = K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS, FIELD_STRIDE = 32 * PIECE_TILES;
 constexpr int VALUES_AT = PIECE_TILES * K_TILE, FIELDS_AT = VALUES_AT + PIECE_TILES * V_TILE;
@@ -63,8 +65,9 @@ constexpr int OUT_ROW = 16 * OUT_SLICES + 8 / OWN;  // floats; keeps the columns
 constexpr int RESULT_BYTES = 4 * GROUP * (16 * OUT_SLICES + 8),
               SLOT = FIELDS_END > RESULT_BYTES ? FIELDS_END : RESULT_BYTES;
 
-// Levels as halves from tables in shared memory, by pairs of codes up to 5 bits. PERMUTED: 4 bits by permutations instead, so that logic
-// and shared memory share the work; values, which have to be put across anyway (pair_halves), and keys as well of the largest heads, or where they would leave no memory.
+// Centroids as fp16 from tables in shared memory, by pairs of codes up to 5 bits. PERMUTED: 4 bits by permutations
+// instead, which balances logic and shared memory; for values, which are transposed anyway (pair_halves), and for keys
+// of the largest heads.
 constexpr bool K_PERMUTED = WIDE && K_KIND == LLOYD && K_BITS == 4 && (KD == 256 || (VERIFY && !WARPGROUPS));
 constexpr bool V_PERMUTED = WIDE && V_KIND == LLOYD && V_BITS == 4;
 constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES && !K_PERMUTED;

@@ -1,7 +1,7 @@
-// Attention of more than 16 query rows of a KV head on packed pages, on sm_90a (docs/design/kernels.md): pairs of warpgroups, of which one
-// makes scores and probabilities and the other multiplies values with them. What one waits for is hidden behind what the other does, and
-// neither holds the other's registers. A pair has a ring, and a step is NT tiles for all of it. Of more than 40 columns a warp has the
-// scores of one tile at a time (TILE_BY_TILE).
+// Attention of more than 16 query rows of a KV head on packed pages, on sm_90a (docs/design/kernels.md): pairs of
+// warpgroups, where one computes scores and probabilities and the other multiplies values by them. Each hides the
+// other's latency, and neither holds the other's registers. A pair has a ring, and a step is NT tiles for all of it.
+// With more than 40 columns a warp holds the scores of one tile at a time (TILE_BY_TILE).
 #define VERIFY 1
 #define WARPGROUPS 1
 #include "decode/merge.cuh"
@@ -11,7 +11,7 @@
 
 constexpr int KEY_REGISTERS = NG == 5 ? 144 : 136;  // of the 256 that a thread of each role have together
 
-// What both warpgroups of a pair do is one piece of code: instructions that are met for the first time come from far away.
+// What both warpgroups of a pair do is one piece of code: fetching cold instructions is slow.
 KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   SHARED_OPERANDS(shared);
   const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31, worker = warp % WORKERS;

@@ -72,7 +72,8 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
   }
 }
 
-// The same of so many columns that scores of one tile at a time are all that registers hold, and the reference is in shared memory.
+// The same for so many columns that registers hold the scores of only one tile at a time, and the running maximum is in
+// shared memory.
 DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
     const TeamWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
     RunningSoftmax& acc) {

@@ -1,6 +1,6 @@
-// Shared memory of a block of verify.cu: levels of keys | levels of values | queries | probabilities of two steps of every pair |
-// rings | column constants | maxima, sums and shifts of the warps | running maxima (TILE_BY_TILE) | factors of the output |
-// barriers of the rings' slots | barriers of the probabilities | scratch
+// Shared memory of a block of verify.cu: levels of keys | levels of values | queries | probabilities of two steps of
+// every pair | rings | column constants | maxima, sums and shifts of the warps | running maxima (TILE_BY_TILE) |
+// factors of the output | barriers of the rings' slots | barriers of the probabilities | scratch
 #pragma once
 static_assert(BULK && WARPS % 8 == 0 && NT % 4 == 0, "a step is as many tiles of every warp");
 

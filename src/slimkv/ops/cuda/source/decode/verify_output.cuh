@@ -5,7 +5,8 @@
 
 typedef Codes<V_BITS, VS, true, TEAM> PartCodes;  // those of a warp
 
-// A warp's slices of the output: out[i][n][2 r + j] is dimension 16 i + g + 8 r, from OUT_SLICES times the warp's place on, of column 8 n + 2 t + j.
+// A warp's slices of the output: out[i][n][2 r + j] is dimension 16 i + g + 8 r, from OUT_SLICES times the warp's place
+// on, of column 8 n + 2 t + j.
 struct TeamOutput {
   float out[OUT_SLICES][NG][4];
   // Of all groups: what a product of a warpgroup adds to.
@@ -47,7 +48,8 @@ DEVICE void leave_results(const TeamOutput& acc, const TeamWarp& warp, u8* share
   }
 }
 
-// Rows of the range, a warp for each: the output of an item of which the block has had all keys, else a part of the workspace.
+// Rows of the range, a warp for each: the output of an item of which the block has had all keys, else a part of the
+// workspace.
 DEVICE void write_rows(const DecodeArgs& args, const DecodeRange& range, u8* shared, int warp, int lane) {
   const float *states = (const float*)(shared + STATE_AT), *results = (const float*)(shared + QUERY_AT);
   const i64 part = range.part(args);

@@ -1,7 +1,7 @@
-// A pair of warpgroups: the memory that it shares, and how that is filled.
+// A pair of warpgroups: the memory that it shares, and how it is filled.
 //
-// Slots of a pair's ring are whole steps. The warpgroup of values is the last to need one, so its first warp fills it again. Probabilities
-// go through two buffers with a barrier each for being there and for having been used.
+// Slots of a pair's ring are whole steps. The value warpgroup is the last to need a slot, so its first warp refills it.
+// Probabilities pass through two buffers, each with a full barrier and an empty barrier.
 #pragma once
 #include "decode/loader.cuh"
 #include "decode/verify_team.cuh"

@@ -2,8 +2,8 @@
 #pragma once
 #include "decode/queries.cuh"
 
-// Queries of a range that are in the lanes' registers, to operands with one unit. In between they are in shared memory, so that one piece of
-// code does for all: it is met for the first time, and comes from far away.
+// Queries of a range that are in the lanes' registers, to operands with one unit. In between they are in shared memory,
+// so that one piece of code does for all: it is met for the first time, and comes from far away.
 template <int QUERIES>
 DEVICE void prepare_queries(const DecodeArgs& args, const DecodeRange& range, const float (&query)[QUERIES][QN],
     u8* shared, int warp, int lane) {

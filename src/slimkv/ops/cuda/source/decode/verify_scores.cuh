@@ -20,7 +20,8 @@ DEVICE void take_scores(float (&c)[SCORED_TILES][4 * NG], StepScores& s) {
   }
 }
 
-// Products of a pair's step: the tiles of four warps are the rows of one. Levels of the next slices are looked up while products of these are under way.
+// Products of a pair's step: the tiles of four warps are the rows of one. The next slices' centroids are looked up
+// while these products run.
 struct KeyOperands {
   static constexpr int AT_ONCE = KS > 1 ? 2 : 1, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE, ALL = SCORED_TILES * ROUNDS,
                        BUFFERS = 3;  // slices

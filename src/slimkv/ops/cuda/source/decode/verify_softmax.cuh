@@ -2,9 +2,9 @@
 #pragma once
 #include "decode/verify_scores.cuh"
 
-// Of a warpgroup: for every tile an operand with a row of 64 tokens, 16 of each warp, for every column. Probabilities are taken from
-// the reference there is; `largest` shows, two halves at a time, whether it has to move. Four matrices at a time: both halves of
-// a tile, of two groups or of two tiles. Sums are those of the step.
+// Per warpgroup: an operand per tile, with a row of 64 tokens (16 per warp) for every column. Probabilities use the
+// current running maximum; `largest` shows, two halves at a time, whether it must be updated. Four matrices at a time:
+// both halves of a tile, of two groups or of two tiles. Sums are those of the step.
 struct Weighing {
   float reference[C], sum[C], shift[C];
   u32 largest;

@@ -2,7 +2,8 @@
 #pragma once
 #include "decode/softmax.cuh"
 
-// The place of a warp: the number of its pair of warpgroups, if there are any, and its own among those that share a step.
+// The place of a warp: the number of its pair of warpgroups, if there are any, and its own among those that share a
+// step.
 struct TeamWarp {
   int pair, member;
   DEVICE_MEMBER void sync() const { sync_team(1 + pair, 32 * TEAM); }
@@ -34,8 +35,9 @@ DEVICE void find_highest(const u8* slot, int g, const StepScores& s, const Token
   find_highest(slot, g, s, [&](int, int x, int r) { return TOKEN_UNITS ? tokens.unit[x][r] : 1.0f; }, highest);
 }
 
-// A team has one running maximum. `maxima`: of its warps, when it moves, where each will leave its state. `factors` gets what the
-// output is multiplied by. TILE_BY_TILE: `references` are those of the warp, for the columns of lanes t. Returns whether it moves.
+// A team has one running maximum. `maxima`: of its warps, when it moves, where each will leave its state. `factors`
+// gets what the output is multiplied by. TILE_BY_TILE: `references` are those of the warp, for the columns of lanes t.
+// Returns whether it moves.
 DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&highest)[C], const TeamWarp& warp,
     float* maxima, float* factors, float* references, RunningSoftmax& acc) {
   bool moves = false;

@@ -1,6 +1,6 @@
-// 16 single tokens of a warp of wide.cu, anywhere in pages of token rows (sparse attention): 4-bit codes and rope parts of
-// 16 bits in registers, and as rows of operands (tokens x 64 dimensions) in shared memory. A token is a row of ROW_STRIDE
-// bytes; the block table has its slot, and none where it is negative.
+// 16 single tokens of a warp of wide.cu, anywhere in pages of token rows (sparse attention): 4-bit codes and rope parts
+// of 16 bits in registers, and as rows of operands (tokens x 64 dimensions) in shared memory. A token is a row of
+// ROW_STRIDE bytes; the block table has its slot, and none where it is negative.
 //
 // Registers that have been unpacked take the same part of the next tokens, so that no load is waited for.
 #pragma once

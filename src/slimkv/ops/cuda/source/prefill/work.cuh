@@ -1,17 +1,19 @@
-// What attend.cu is compiled for, where things are in shared memory, its argument, and what each block does.
+// The compile-time parameters of attend.cu, its shared memory layout, its argument, and the work of each block.
 // Compile-time (ops/attention/cuda/prefill_defines.py):
-// D, STEP (tokens of a tile), EIGHT_BIT, PROMOTE (of EIGHT_BIT), Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED, ROTATION_CORE (rotation.cuh);
-// FUSED (warpgroups unpack pages into shared memory), AHEAD (blocks unpack what later ones attend), and of these the pages
-//   (BLOCK_SIZE, K_KIND, ...), K_LEVELS, V_LEVELS (entries of tables), ONE_TABLE (for both);
-// CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (of 64 rows, that each of the former has),
-//   PRODUCER_REGISTERS, STAGES;
-// BY_ROW (a row's result depends on its own sequence alone, to the last bit);
-// WINDOW, SOFTCAP, SCORE_SHIFT (of SOFTCAP: something is added to scores before it);
-// HANDS_ON (there may be several passes, between which the state of the softmax is in device memory);
-// BESIDE (follows another launch on the same tiles, whose end it need not wait for).
-// Shared memory, from a boundary of 1,024 bytes: queries of all blocks of rows, QUERY_BYTES each | KEYS_AT: ring of tiles, KEYS_BYTES
-//   each | VALUES_AT: likewise | TOTALS_AT: EIGHT_BIT, of the output | BARRIERS_AT | SCALES_AT: ring of tiles' scales | LEVELS_AT: of
-//   formats that are looked up | PACKED_AT: FUSED, pages on their way, PACKED_STAGES of PACKED_BYTES.
+// D, STEP (tokens of a tile), EIGHT_BIT, PROMOTE (with EIGHT_BIT), Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED,
+// ROTATION_CORE (rotation.cuh);
+// FUSED (warpgroups unpack pages into shared memory), AHEAD (blocks unpack the tiles of later blocks); both need the
+// page layout (BLOCK_SIZE, K_KIND, ...), K_LEVELS, V_LEVELS (table entries), ONE_TABLE (one table for both);
+// CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (blocks of 64 rows per
+// consumer), PRODUCER_REGISTERS, STAGES;
+// BY_ROW (a row's result depends only on its own sequence, to the last bit);
+// WINDOW, SOFTCAP, SCORE_SHIFT (with SOFTCAP: scores are shifted before it);
+// HANDS_ON (several passes are possible, with the softmax state in device memory between them);
+// BESIDE (follows another launch on the same tiles and does not wait for its end).
+// Shared memory, aligned to 1,024 bytes: queries of all blocks of rows, QUERY_BYTES each | KEYS_AT: ring of tiles,
+// KEYS_BYTES each | VALUES_AT: the same for values | TOTALS_AT: output totals (EIGHT_BIT) | BARRIERS_AT | SCALES_AT:
+// ring of the tiles' scales | LEVELS_AT: lookup tables | PACKED_AT: FUSED, pages in flight, PACKED_STAGES of
+// PACKED_BYTES.
 #pragma once
 #include "common/codes.cuh"
 #include "common/numbers.cuh"
@@ -23,7 +25,8 @@ DEVICE float quad_max(float x) {
   return max_f32(x, shfl_xor(x, 2));
 }
 
-// cap tanh(x / cap) relative to `from`, where `exponent` is 2 log2(e) x / cap: cap - 2 cap / (e + 1), where e = exp(2 x / cap).
+// cap tanh(x / cap) relative to `from`: cap - 2 cap / (e + 1), where e = exp(2 x / cap) and `exponent` is 2 log2(e) x /
+// cap.
 DEVICE float soft_cap(float exponent, float from, float softcap) {
   return fma_rn(-2.0f * softcap, rcp_approx(exp2_approx(min_f32(exponent, 80.0f)) + 1.0f), softcap) + from;
 }
@@ -31,8 +34,8 @@ DEVICE float cap_factor(float softcap) { return 2.0f * LOG2E * rcp_approx(softca
 
 constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * ROW_BLOCKS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS),
               N = STEP / 2, OWN = PLACES / 4;
-// In powers of two. A warp asks for it when a probability of some row is 2^8 or more. BY_ROW: a row that did not ask must not be above
-// it, however its scores round.
+// In powers of two. A warp asks for it when a probability of some row is 2^8 or more. BY_ROW: a row that did not ask
+// must not be above it, however its scores round.
 constexpr float RESCALE_THRESHOLD = BY_ROW ? 8.5f : 8.0f;
 // What producers leave of the registers that threads begin with.
 constexpr int WARPGROUPS = PRODUCERS + CONSUMERS;
@@ -198,8 +201,9 @@ DEVICE bool is_clear(const Work& w, int tile) {
   return (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
 }
 
-// Tile number i of a block. The last one is second, if there are others: its mask leaves rows with few tokens, whose maximum says
-// little of what follows. BY_ROW: from the first to the last, so that a row meets its tiles in one order wherever blocks and passes end.
+// Tile number i of a block. The last tile comes second, if there are others: its mask leaves rows with few tokens,
+// whose maximum predicts little. BY_ROW: from first to last, so that a row visits its tiles in the same order wherever
+// blocks and passes end.
 DEVICE int tile_at(const Work& w, int i) {
   return BY_ROW ? w.tile - w.count + 1 + i : w.tile - (i < 2 && w.count > 1 ? 1 - i : i);
 }

@@ -1,5 +1,5 @@
-// Stores Lloyd-Max K and V of new tokens with the bytes that slimkv.codec defines: all sums are integer sums, everything else is
-// single IEEE operations. Compiled for one layout and one pair of input dtypes.
+// Stores Lloyd-Max K and V of new tokens with the bytes that slimkv.codec defines: all sums are integer sums,
+// everything else is single IEEE operations. Compiled for one layout and one pair of input dtypes.
 //
 // Defines: BLOCK_SIZE, WARPS, TILES_PER_BLOCK (1 or WARPS), MIN_BLOCKS (per SM), LONG_SLOTS, QUERY_AWARE (query-aware
 // rounding of keys: 1 with one matrix per head, 2 with several), SHARED_WEIGHTS (copy the matrix to shared memory),

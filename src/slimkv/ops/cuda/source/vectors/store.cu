@@ -2,8 +2,8 @@
 // 16 vectors, and sides stored unquantized. Writes the bytes that slimkv.codec defines, like store/store.cu.
 //
 // Defines: BLOCK_SIZE, WARPS, MIN_BLOCKS (per SM), LONG_SLOTS, ROW_STRIDE (of token rows; 0: tiles), and for K_ and V_:
-// D, CORE (the rotation doubles a matrix of this size), KIND, BITS, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT, CELL_ZERO
-// (see Format).
+// D, CORE (the rotation doubles a matrix of this size), KIND, BITS, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT,
+// CELL_ZERO (see Format).
 #include "vectors/encode.cuh"
 #include "vectors/write.cuh"
 
