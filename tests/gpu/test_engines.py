@@ -1,5 +1,6 @@
-"""vLLM on a GPU, with CUDA graphs: speculation, hybrid models, host offload. Each engine runs in a process of its own,
-those of a test at the same time.
+"""vLLM on a GPU: deterministic serving; speculation, hybrid models and host offload with CUDA graphs.
+
+Each engine runs in a process of its own, those of a test at the same time.
 
     python -m pytest tests/gpu/test_engines.py -s -k speculation
 
@@ -21,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
 
 import transformers
 from engines import NGRAM, draft_model, engine, repeating, run_engine, run_engines, slimkv
-from prompts import long, partings, ragged, run
+from prompts import long, partings, piece, ragged, run
+from row_exact import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
@@ -75,6 +77,25 @@ def test_speculation_changes_no_more_than_another_batch_does():
             print(f"{how}, {system}: {len(found[system])} of {len(prompts)} prompts part (token, gap): {found[system]}")
         apart = {i: gap for i, (_, gap) in found["k4v4"].items() if i not in found["stock"]}
         assert all(gap <= allowed for gap in apart.values()), (how, allowed, apart)
+
+
+def test_deterministic_answers_depend_on_their_prompt_alone():
+    """32 prompts alone, together, from the cache, in chunks of 256, with n-gram drafts and a draft model."""
+    prompts = [piece(53 * i, 11 + (53 * i * i + 37 * i) % 600) for i in range(30)] + repeating()
+    together = {**run("together", prompts, 40), "logprobs": 3}
+    plain = [together, {**together, "name": "cached"}, {**together, "name": "alone", "one_by_one": True, "reset": True}]
+    shared = {"dtype": "bfloat16", "block_size": 64, "max_num_batched_tokens": 8192, **MEMORY, **slimkv("k4v4")}
+    others = {"chunked": {"max_num_batched_tokens": 256}, "n-gram": NGRAM, "draft model": draft_model()}
+    first, *rest = run_engines(
+        (engine(**shared), plain),
+        *((engine(**{**shared, **more}), [together]) for more in others.values()),
+        VLLM_BATCH_INVARIANT="1",
+    )
+    for name in ("cached", "alone"):
+        assert_same(first, "together", first, name)
+    for name, found in zip(others, rest, strict=True):
+        assert_same(first, "together", found, "together")
+        assert name == "chunked" or found["counters"]["together"]["vllm:spec_decode_num_accepted_tokens"] > 10, name
 
 
 def falcon_h1():

@@ -16,7 +16,12 @@ from slimkv.ops import AttentionBatch, PackedKV
 from slimkv.ops.attention import reference
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest, checked_request
 from slimkv.ops.attention.cuda import decode, decode_config, prefill, prefill_config
-from slimkv.ops.attention.cuda.decode_config import DecodeConfig, deterministic_config, reachable
+from slimkv.ops.attention.cuda.decode_config import (
+    DecodeConfig,
+    deterministic_bound,
+    deterministic_config,
+    reachable,
+)
 from tail import sample
 
 pytestmark = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
@@ -235,6 +240,14 @@ def test_more_queries_take_the_arithmetic_of_one(format, dim, group, queries, co
     assert one is not None
     assert (one.block_tokens, one.warps) == (config.block_tokens, config.warps)
     assert config in reachable(H200, layout, group, MAX_DECODE_QUERIES, deterministic=True)
+
+
+def test_a_layers_window_decides_the_configuration():
+    layout, window = PageLayout(CodecSpec.parse("k4v4", 64), 64), 128
+    found = deterministic_config(H200, layout, 8, 1, deterministic_bound(layout, window))
+    assert found == DecodeConfig(8, 32, 4, 2, 2, exact=True)
+    assert found in reachable(H200, layout, 8, MAX_DECODE_QUERIES, window, deterministic=True)
+    assert found not in reachable(H200, layout, 8, MAX_DECODE_QUERIES, deterministic=True)
 
 
 def test_more_than_16_query_heads_are_refused():

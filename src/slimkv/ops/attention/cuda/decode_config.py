@@ -154,9 +154,10 @@ def deterministic_config(
     one = replace(found, exact=True)
     if group * queries <= one.rows:
         return one
-    # 12 warps have no registers for the output of 16 rows.
+    # 12 warps of a multiprocessor have no registers for the output of 16 rows.
     rows = (8,) if one.warps > 8 or _head_class(layout) == 256 else (16, 8)
-    wider = (replace(one, rows=n, stages=stages, narrow=one.rows <= 4) for n in rows for stages in (one.stages, 1))
+    few = replace(one, blocks_per_sm=max(1, min(one.blocks_per_sm, 8 // one.warps)), narrow=one.rows <= 4)
+    wider = (replace(few, rows=n, stages=stages) for n in rows for stages in (one.stages, 1))
     return next((x for x in wider if x.rows > one.rows and _fits(device, layout, x)), one)
 
 
