@@ -4,7 +4,7 @@
 #include "latent/columns_tokens.cuh"
 
 // Slices that are unpacked while products of others, whose operands are in as many registers, are under way.
-constexpr int AT_ONCE = FEW ? 4 : 2, BUFFERS = 2;
+constexpr int AT_ONCE = 4, BUFFERS = 2;
 typedef u32 Operand[AT_ONCE][4];
 
 // Sums over lanes g = 0 to 7: the row that sum i of lane (g, t) belongs to, and those of N rows of lanes t.

@@ -2,8 +2,7 @@
 #pragma once
 #include "latent/wide_tokens.cuh"
 
-constexpr bool FEW = ROWS <= 32;  // so that registers are plenty
-constexpr int PARTS = !FEW && LD % 256 == 0 ? LD / 128 : 1, OF_PART = LATENT_SLICES / PARTS;  // of codes
+constexpr int PARTS = L_BITS > 4 && LD % 256 == 0 ? LD / 128 : 1, OF_PART = LATENT_SLICES / PARTS;  // of codes
 
 // A warp's 16 tokens as pages have them, of latents one part or two at a time. Loads have no conditions, which would
 // make them wait: what is beyond a sequence comes from any page, and no row sees it.
