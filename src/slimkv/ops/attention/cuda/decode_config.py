@@ -103,8 +103,8 @@ _PAIR_TIMES = {32: 1.0, 40: 1.17, 48: 1.33, 64: 1.6}
 # The same of a team of warps, and of 32 rows of large heads by pairs beside it.
 _TEAM_TIMES = {16: 0.78, 24: 0.9, 32: 1.0, 40: 1.17, 48: 1.38, 64: 1.78}
 _PAIRS_OF_LARGE_HEADS = 0.85
-# Registers of a thread up to which two blocks of a team fit, and one does without spills that cost more than rows gain.
-_TWO_TEAMS, _ONE_TEAM = 84, 195
+# Registers of a thread up to which two blocks of a team fit, and one block with hardly any spills.
+_TWO_TEAMS, _ONE_TEAM = 84, 185
 
 
 def max_group(layout: PageLayout) -> int:
