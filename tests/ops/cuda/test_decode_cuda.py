@@ -253,6 +253,8 @@ def test_blocks_that_fit_only_twice_are_shorter(dim, tokens, stages):
         ("k4v4", 256, 4, 1, DecodeConfig(4, 32, 12, 2)),
         ("k4v4", 256, 4, 2, DecodeConfig(8, 32, 8, 2)),
         ("k4v4", 256, 4, 4, DecodeConfig(32, 64, 16, 4, pairs=True, bulk=True)),
+        ("k4v4", 256, 6, 8, DecodeConfig(48, 128, 8, 1, team=True)),  # pairs would read pages twice
+        ("k4v4", 256, 6, 10, DecodeConfig(32, 64, 16, 4, pairs=True, bulk=True)),
         ("k5v5", 128, 4, 1, DecodeConfig(4, 64, 12, 1, bulk=True)),
         ("k8v8", 128, 4, 1, DecodeConfig(4, 32, 8, 2)),
         ("fp8", 128, 4, 1, DecodeConfig(4, 32, 12, 2)),
@@ -268,7 +270,7 @@ def test_the_table(format, dim, group, queries, config):
     [
         ("k4v4", 128, 4, 1, DecodeConfig(4, 64, 8, 1)),
         ("k4v4", 128, 8, 1, DecodeConfig(8, 32, 8, 1)),
-        ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 8, 1, team=True)),
+        ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 8, 1, 2, team=True)),
         ("k4v4", 256, 6, 1, DecodeConfig(8, 32, 8, 1)),
         ("k4v4", 256, 6, 4, DecodeConfig(24, 128, 8, 1, team=True)),
         ("k4v4", 256, 6, 8, DecodeConfig(48, 128, 8, 1, team=True)),

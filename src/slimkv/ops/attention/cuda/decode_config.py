@@ -100,8 +100,11 @@ _TABLE: dict[tuple[int, str, int], tuple[_Entry, ...]] = {
 # What blocks of so many rows take by pairs, measured.
 FEWEST_PAIR_ROWS = 32
 _PAIR_TIMES = {32: 1.0, 40: 1.17, 48: 1.33, 64: 1.6}
-# The same without products of warpgroups, of a team of warps.
-_TEAM_TIMES = {16: 0.76, 24: 0.89, 32: 1.0, 40: 1.16, 48: 1.36, 64: 1.75}
+# The same of a team of warps, and of 32 rows of large heads by pairs beside it.
+_TEAM_TIMES = {16: 0.78, 24: 0.9, 32: 1.0, 40: 1.17, 48: 1.38, 64: 1.78}
+_PAIRS_OF_LARGE_HEADS = 0.85
+# Registers of a thread up to which two blocks of a team fit, and one block with hardly any spills.
+_TWO_TEAMS, _ONE_TEAM = 84, 185
 
 
 def max_group(layout: PageLayout) -> int:
@@ -134,7 +137,7 @@ def config_for(
     # Of large heads 8 rows at a time, more often, take less time than 16, whose output fills the registers.
     most = 8 if _head_class(layout) == 256 and group <= 8 else 16
     if group * queries > most:
-        config = (_pairs if device.warpgroups else _team)(device, layout, group, queries)
+        config = _verification(device, layout, group, queries)
         if config is not None or group > most:
             return config
     rows = next(n for n in (4, 8, 16) if n >= min(most, group * queries))
@@ -245,13 +248,26 @@ def _pairs(device: Device, layout: PageLayout, group: int, queries: int) -> Deco
     return next((config for rows in by_time for config in fitting(rows, _PAIRS)), None)
 
 
+def _verification(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
+    """By pairs; without them, or where large heads have more rows than a pair, by a team if that takes less time."""
+    pairs = _pairs(device, layout, group, queries) if device.warpgroups else None
+    if pairs is not None and (_head_class(layout) == 128 or queries <= pairs.rows // group):
+        return pairs
+    team = _team(device, layout, group, queries)
+    if pairs is None or team is None:
+        return team or pairs
+    by_pairs = -(-queries // (pairs.rows // group)) * _PAIRS_OF_LARGE_HEADS
+    return team if -(-queries // (team.rows // group)) * _TEAM_TIMES[team.rows] < by_pairs else pairs
+
+
 def _team(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
     """By a team of warps, of as many rows as take the least time for all queries."""
 
     def fitting(rows: int) -> Iterator[DecodeConfig]:
-        for warps, blocks in ((8, 1), (4, 2), (4, 1)):
+        for warps, blocks, registers in ((8, 2, _TWO_TEAMS), (8, 1, _ONE_TEAM), (4, 2, _ONE_TEAM), (4, 1, _ONE_TEAM)):
             config = DecodeConfig(rows, 16 * warps, warps, 1, blocks, team=True)
-            if _values_in_parts(layout, warps) and _fits(device, layout, config) and _registers(layout, config) < 180:
+            fits = _values_in_parts(layout, warps) and _fits(device, layout, config)
+            if fits and _registers(layout, config) <= registers:
                 yield config
 
     rows_of_block = [rows for rows in _TEAM_TIMES if rows >= group]
