@@ -68,10 +68,8 @@ def test_raw_scores_are_those_of_the_harness(answered, cache):
 
 def test_packed_caches_are_really_used(answered):
     stock, packed, coarse = (answered[name]["loss"] for name in ("stock", "k4v4", "k2v2"))
-    fine = [abs(a[0] - b[0]) for a, b in zip(stock, packed, strict=True)]
-    rough = [abs(a[0] - b[0]) for a, b in zip(stock, coarse, strict=True)]
-    assert min(fine) > 1e-3
-    assert sum(rough) > sum(fine)
+    for one, other in ((stock, packed), (stock, coarse), (packed, coarse)):
+        assert min(abs(a[0] - b[0]) for a, b in zip(one, other, strict=True)) > 1e-3
 
 
 def test_what_the_harness_gives(answered):
