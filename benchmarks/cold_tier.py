@@ -15,42 +15,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from slimkv import ops
+from slimkv import fake_quantize
 from slimkv.calibration import Calibration
-from slimkv.calibration.positions import matrix_index
-from slimkv.codec import Codec
-from slimkv.codec.key_offset import OFFSET_DTYPE
 from slimkv.integrations.transformers.calibration.cached import auto_calibration
 from slimkv.lab import models
 from slimkv.lab.evals.texts import load_text, token_windows
-from slimkv.spec import CodecSpec, PageLayout
-
-BLOCK = 16
 
 
-def round_trip(key: Tensor, value: Tensor, layer: int, format: str, calibration: Calibration) -> tuple[Tensor, Tensor]:
+def round_trip(
+    key: Tensor, value: Tensor, layer: int, format: str, calibration: Calibration | None
+) -> tuple[Tensor, Tensor]:
     """key, value [1, heads, tokens, dim] -> what the pages of ``format`` give back."""
-    spec = CodecSpec.parse(format.removesuffix("+cal"), key.shape[-1], value.shape[-1])
-    layout, codec, tokens = PageLayout(spec, BLOCK), Codec(spec, key.device), key.shape[2]
-    rows = [x[0].transpose(0, 1).contiguous() for x in (key, value)]
-    slots, rounding = torch.arange(tokens, device=key.device), None
-    if format.endswith("+cal"):
-        offset = calibration.key_offset(layer, key.device)
-        matrices = calibration.query_aware_matrices(layer, codec, None, tokens)
-        edges = calibration.position_edges(tokens)
-        if matrices is not None:
-            index = matrix_index(slots, edges).to(torch.int32) if matrices.ndim == 4 else None
-            rounding = ops.Rounding(matrices, index)
-    else:
-        offset = rows[0].float().mean(0).to(OFFSET_DTYPE)
-    pages = torch.zeros(
-        tokens // BLOCK, rows[0].shape[1], layout.page_bytes, dtype=torch.uint8, device=key.device
-    )  # fmt: skip
-    kv = ops.PackedKV(pages, codec, layout, offset)
-    ops.store_kv(rows[0], rows[1], kv, slots, rounding)
-    out = torch.empty_like(rows[0]), torch.empty_like(rows[1])
-    ops.gather_kv(kv, slots, out=out)
-    return out[0].transpose(0, 1)[None], out[1].transpose(0, 1)[None]
+    known = calibration if format.endswith("+cal") else None
+    return fake_quantize(key, value, format.removesuffix("+cal"), known, layer=layer, num_layers=layer + 1)
 
 
 @torch.inference_mode()

@@ -109,12 +109,8 @@ def kept_path(model: str, layer: int, spec: CodecSpec, rank: int = 0, ranks: int
     key = _files_key(model)
     if key is None:
         return None
-    return (
-        cache_dir("offsets")
-        / key
-        / f"rank-{rank}-of-{ranks}"
-        / f"layer-{layer}-{spec.key.name}-{spec.seed}.safetensors"
-    )
+    name = f"layer-{layer}-{spec.key.name}-{spec.seed}.safetensors"
+    return cache_dir("offsets") / key / f"rank-{rank}-of-{ranks}" / name
 
 
 @lru_cache(maxsize=8)

@@ -26,10 +26,14 @@ def layer_offset(
     """
     if not model.centres(spec):
         return None
-    if pages_leave_the_engine(vllm_config) and model.calibrated_offset(layer, shared_codec(spec, device), held) is None:
+    if not pages_leave_the_engine(vllm_config):
+        return model.layer_offset(layer, spec, held, device)
+    codec = shared_codec(spec, device)
+    known = model.calibrated_offset(layer, codec, held)
+    if known is None:
         _tell(vllm_config)
         return None
-    return model.layer_offset(layer, spec, held, device)
+    return LayerOffset(held, codec, known)
 
 
 def whole_offset(model: ServedModel, layer: int, spec: CodecSpec) -> Tensor | None:
