@@ -10,7 +10,7 @@ from made_prompts import MODEL, fingerprint, layer
 
 from slimkv.calibration.identity import folder_digest, parameter_digest, weights_digest
 from slimkv.errors import CorruptDataError, InputError
-from slimkv.spec import CodecSpec
+from slimkv.spec import CodecSpec, LatentSpec
 from slimkv.wire import Fingerprint, LayerFingerprint
 from slimkv.wire.model import model_fields
 
@@ -35,6 +35,8 @@ def test_a_fingerprint_survives_a_round_trip():
             fingerprint(replace(layer(0), key_offset="ab" * 16), layer(1, "k5v3")),
             f"key_offset of layer 0 is none, not {'ab' * 16}",
         ),
+        (fingerprint(replace(layer(0), token_rows=True), layer(1, "k5v3")), "token_rows of layer 0 is False, not True"),
+        (fingerprint(replace(layer(0), index_bytes=132), layer(1, "k5v3")), "index_bytes of layer 0 is 0, not 132"),
         (fingerprint(block_size=32), "block size is 16, not 32"),
         (fingerprint(seed=7), "seed is 81, not 7"),
         (fingerprint(dtype="bfloat16"), "dtype is float32, not bfloat16"),
@@ -69,13 +71,13 @@ def test_the_rotation_and_the_levels_are_part_of_it():
     assert fingerprint(plain, seed=1).codebook == fingerprint(plain, seed=2).codebook, "fp8 is not rotated"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 2, "layers": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 3}', '{"version": 3, "layers": 3}'])
 def test_what_is_no_fingerprint_is_refused(text):
     with pytest.raises(CorruptDataError, match="here holds no fingerprint"):
         Fingerprint.from_json(text, "here")
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [2, 4])
 def test_another_version_is_refused(version):
     with pytest.raises(InputError, match=f"version {version}"):
         Fingerprint.from_json(f'{{"version": {version}}}', "here")
@@ -87,6 +89,27 @@ def test_rope_in_any_spelling_is_one_rope():
     assert model_fields(new) == model_fields(old)
     assert model_fields(new) != model_fields({**old, "rope_theta": 500000})
     assert model_fields({"model_type": "x", "text_config": old})["rope"] == model_fields(old)["rope"]
+
+
+def test_latents_belong_to_the_engine_that_orders_their_rope_part():
+    """Every engine orders that of DeepSeek V2 alike; vLLM renames its yarn."""
+    v2, v3 = ({"model_type": name, "kv_lora_rank": 512} for name in ("deepseek_v2", "deepseek_v3"))
+    yarn = {"rope_parameters": {"rope_type": "yarn", "factor": 4}}, {"rope_parameters": {"rope_type": "deepseek_yarn", "factor": 4}}
+    assert model_fields({**v2, **yarn[0]}, "transformers") == model_fields({**v2, **yarn[1]}, "vLLM")
+    assert model_fields(v3, "transformers")["latents_of"] == "transformers"
+    assert model_fields(v3, "vLLM") != model_fields(v3, "transformers")
+    assert "latents_of" not in model_fields({"model_type": "llama"}, "vLLM")
+
+
+def test_latents_in_token_rows_with_the_keys_of_an_indexer():
+    mark = LayerFingerprint.of(0, LatentSpec.parse("c4"), 1, "bfloat16", token_rows=True, index_bytes=132)
+    assert mark.format == "c4rrawbf16"
+    assert mark.layout(0, 64).token_rows
+    assert mark.page_bytes(0, 64) == 64 * (386 + 132)
+    again = Fingerprint.from_json(fingerprint(mark).to_json(), "here")
+    assert again.layers == (mark,)
+    with pytest.raises(CorruptDataError, match="token_rows 'x'"):
+        Fingerprint.from_json(fingerprint(mark).to_json().replace("true", '"x"'), "here")
 
 
 def test_another_checkpoint_gives_another_digest(tmp_path):

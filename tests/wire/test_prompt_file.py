@@ -90,7 +90,7 @@ def test_other_files_are_refused(tmp_path):
     save_file({"a": torch.zeros(3)}, path, metadata={"slimkv-prompt-cache": '{"version": 1}'})
     with pytest.raises(UnsupportedError, match="version 1"):
         read_header(path)
-    for about in ('{"version": 2}', "[]", "x", '{"version": 2, "fingerprint": {"version": 2}}'):
+    for about in ('{"version": 2}', "[]", "x", '{"version": 2, "fingerprint": {"version": 3}}'):
         save_file({"a": torch.zeros(3)}, path, metadata={"slimkv-prompt-cache": about})
         with pytest.raises(CorruptDataError):
             read_header(path)

@@ -1,8 +1,8 @@
 """``Fingerprint``: what the bytes of a packed cache mean. A process may read another's pages if their fingerprints are
 equal.
 
-It holds everything that decoding needs and everything that decides which K and V were encoded: layout, formats, sizes,
-rotation, codebooks, key offsets, the model with its weights. Query-aware rounding and scale policies are not part of
+It holds everything that decoding needs and everything that decides which K and V (or latents) were encoded: layout,
+formats, sizes, rotation, codebooks, key offsets, the model with its weights. Query-aware rounding and scale policies are not part of
 it: they choose different codes for the same vectors, and decoding does not use them.
 """
 
@@ -24,8 +24,7 @@ from slimkv.codec.rotation import signed_hadamard
 from slimkv.errors import CorruptDataError, InputError
 from slimkv.spec import LAYOUT_VERSION, CodecSpec, Kind, PageLayout, parse_spec
 
-VERSION = 2
-_DIGEST = 64  # hex digits of a sha256
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,8 @@ class LayerFingerprint:
     value_dim: int
     window: int | None = None  # tokens that a sliding layer attends
     key_offset: str = ""  # digest of the key offsets of all heads; empty without offsets
+    token_rows: bool = False  # how pages hold latents: token rows, or fragment order
+    index_bytes: int = 0  # per token, of the indexer's keys (sparse latents), which follow each page
 
     @classmethod
     def of(
@@ -49,6 +50,8 @@ class LayerFingerprint:
         dtype: str,
         window: int | None = None,
         key_offset: Tensor | None = None,
+        token_rows: bool = False,
+        index_bytes: int = 0,
     ) -> LayerFingerprint:
         """The fingerprint of a layer that stores ``spec`` in a model that computes in ``dtype``.
 
@@ -56,7 +59,8 @@ class LayerFingerprint:
         """
         plain = spec.with_raw_dtype(dtype)
         sizes = num_kv_heads, plain.key_dim, plain.value_dim
-        return cls(number, plain.canonical_format, *sizes, window, offset_digest(key_offset))
+        digest = offset_digest(key_offset)
+        return cls(number, plain.canonical_format, *sizes, window, digest, token_rows, index_bytes)
 
     def spec(self, seed: int) -> CodecSpec:
         """The codec that reads these pages."""
@@ -64,7 +68,11 @@ class LayerFingerprint:
 
     def layout(self, seed: int, block_size: int) -> PageLayout:
         """Where the bytes of its pages are."""
-        return PageLayout(self.spec(seed), block_size)
+        return PageLayout(self.spec(seed), block_size, self.token_rows)
+
+    def page_bytes(self, seed: int, block_size: int) -> int:
+        """Bytes of a page, with the indexer's keys behind it."""
+        return self.layout(seed, block_size).page_bytes + block_size * self.index_bytes
 
 
 @dataclass(frozen=True)
@@ -153,8 +161,9 @@ class Fingerprint:
             _check_count("num_kv_heads", layer.num_kv_heads, 1)
             if layer.window is not None:
                 _check_count("window", layer.window, 1)
-            if not isinstance(layer.key_offset, str):
-                raise ValueError(f"key_offset is {layer.key_offset!r}")
+            if not isinstance(layer.key_offset, str) or not isinstance(layer.token_rows, bool):
+                raise ValueError(f"key_offset is {layer.key_offset!r}, token_rows {layer.token_rows!r}")
+            _check_count("index_bytes", layer.index_bytes, 0)
             layer.layout(self.seed, self.block_size)
 
     @property
@@ -201,7 +210,7 @@ def _layer_differences(mine: tuple[LayerFingerprint, ...], theirs: tuple[LayerFi
     if numbers[0] != numbers[1]:
         return [f"layers with packed pages are {_short(numbers[0])}, not {_short(numbers[1])}"]
     out = []
-    for name in ("format", "num_kv_heads", "key_dim", "value_dim", "window", "key_offset"):
+    for name in LayerFingerprint.__dataclass_fields__:
         changed = [(a, b) for a, b in zip(mine, theirs, strict=True) if getattr(a, name) != getattr(b, name)]
         if changed:
             first, second = changed[0]

@@ -1,4 +1,4 @@
-"""Which model pages belong to: the fields of its configuration that decide K and V."""
+"""Which model pages belong to: the fields of its configuration that decide K and V, or latents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ from slimkv.calibration.identity import ModelIdentity, text_fields
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
 
 
-def model_fields(config: Any) -> dict[str, Any]:
-    """The fields of a transformers configuration (or mapping) that determine K and V, besides the weights."""
-    return {**ModelIdentity.of(config).to_fields(), "rope": _rope(text_fields(config))}
+# Models whose rope part every engine caches in the same order of dimensions. transformers reorders those of others.
+_ONE_ROPE_ORDER = ("deepseek_v2",)
+
+
+def model_fields(config: Any, engine: str = "") -> dict[str, Any]:
+    """The fields of a transformers configuration (or mapping) that determine K and V, besides the weights.
+
+    ``engine``: the writer's name, which counts for latents whose rope part other engines store differently.
+    """
+    given = text_fields(config)
+    found = {**ModelIdentity.of(config).to_fields(), "rope": _rope(given)}
+    if engine and given.get("kv_lora_rank") and given.get("model_type") not in _ONE_ROPE_ORDER:
+        found["latents_of"] = engine
+    return found
 
 
 def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,6 +38,8 @@ def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
     if found.get("rope_type") is None and found.get("type") is not None:
         found["rope_type"] = found["type"]
     found.pop("type", None)
+    if isinstance(kind := found.get("rope_type"), str):
+        found["rope_type"] = kind.removeprefix("deepseek_")  # vLLM renames yarn in the configuration of these models
     return {name: _number(value) for name, value in sorted(found.items()) if value is not None}
 
 

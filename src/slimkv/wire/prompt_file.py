@@ -83,7 +83,7 @@ class PromptCache:
             raise InputError("a prompt cache needs the pages of exactly the layers in its fingerprint")
         for layer in self.fingerprint.layers:
             given = self.layers[layer.number]
-            page = layer.layout(self.fingerprint.seed, size).page_bytes
+            page = layer.page_bytes(self.fingerprint.seed, size)
             wanted = (blocks - given.first_token // size, layer.num_kv_heads, page)
             if given.pages.dtype != torch.uint8 or tuple(given.pages.shape) != wanted or given.first_token < 0:
                 raise InputError(
@@ -256,7 +256,7 @@ def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> di
         pages = out.get(_name(layer.number))
         if pages is None:
             continue
-        page = layer.layout(header.fingerprint.seed, header.fingerprint.block_size).page_bytes
+        page = layer.page_bytes(header.fingerprint.seed, header.fingerprint.block_size)
         held = len(range(layer.num_kv_heads)[heads or slice(None)])
         wanted = [blocks - header.first_tokens[layer.number] // header.fingerprint.block_size, held, page]
         if list(pages.shape) != wanted or pages.dtype != torch.uint8:

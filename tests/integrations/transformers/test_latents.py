@@ -12,7 +12,9 @@ from transformers import DynamicCache
 
 import slimkv
 from slimkv.errors import SlimKVError
+from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.compat import caches_latents
+from slimkv.wire.prompt_file import read_header
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
@@ -94,18 +96,24 @@ def test_decoding_in_one_go_or_token_by_token(model):
     assert copied.get_seq_length() == pieces.get_seq_length() - 3
 
 
-def test_a_prompt_cache_file_of_latents(model, tmp_path):
+@pytest.mark.parametrize("format", ["c4", "c4r8", "raw"])
+def test_a_prompt_cache_file_of_latents(model, tmp_path, format):
+    """Packed layers and stock ones; other engines read the file only where they store rope parts in the same order."""
     model.save_pretrained(tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    cache = slimkv.SlimKVCache(model, "c4r8", block_size=16)
+    cache = slimkv.SlimKVCache(model, format, block_size=16)
     with torch.no_grad():
         model(IDS[:1], past_key_values=cache)
         file = cache.save(tmp_path / "prompt.safetensors", model, IDS[:1])
         again = slimkv.SlimKVCache.load(file, model)
         next_token = torch.tensor([[5]])
         ours, theirs = (model(next_token, past_key_values=x).logits for x in (cache, again))
-    assert {layer.format for layer in again.packed_layers} == {"c4r8"}
+    assert len(again.packed_layers) == len(cache.packed_layers) == (0 if format == "raw" else 2)
     assert torch.equal(ours, theirs)
+    mark = read_header(file).fingerprint
+    assert all(is_latent_format(layer.format) for layer in mark.layers)
+    own = None if model.config.model_type == "deepseek_v2" else "transformers"
+    assert dict(mark.model).get("latents_of") == own
 
 
 def test_formats_of_the_other_kind_are_refused(model):

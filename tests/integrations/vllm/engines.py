@@ -35,6 +35,17 @@ def slimkv(format: str = "k4v4", **settings: Any) -> dict[str, Any]:
     return {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": format, **settings}}}
 
 
+def connector(name: str, store: Any, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    """The engine arguments of a KV connector that keeps its pages in the folder ``store``."""
+    transfer: dict[str, Any] = {
+        "kv_connector": name, "kv_role": role,
+        "kv_connector_extra_config": {"shared_storage_path": str(store), **extra},
+    }  # fmt: skip
+    if name == "SlimKVPromptConnector":
+        transfer["kv_connector_module_path"] = "slimkv.integrations.vllm.prompt_connector"
+    return {"kv_transfer_config": transfer}
+
+
 def environment(**extra: str) -> dict[str, str]:
     """For a child process. PYTHONPATH lets it find slimkv as this process does."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

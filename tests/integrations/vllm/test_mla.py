@@ -6,7 +6,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import NGRAM, refusals, run_engine, slimkv
+import torch
+import transformers
+from engines import NGRAM, connector, refusals, run_engine, slimkv
 from mla_models import (
     LAYERS,
     LONG,
@@ -19,6 +21,7 @@ from mla_models import (
 )
 from prompts import model_folder, run
 
+from slimkv import SlimKVCache
 from slimkv.integrations.vllm.page_sizes import slot_bytes
 from slimkv.spec import LatentSpec
 
@@ -102,6 +105,45 @@ def test_tokens_that_fit_are_as_many_as_the_format_says(packed, stock):
     spec = LatentSpec.parse("c4").with_raw_dtype("float32")
     assert slot_bytes(spec) == 256 + 2 + 256
     assert packed["blocks"] / stock["blocks"] == pytest.approx(2304 / slot_bytes(spec), rel=0.002)
+
+
+def test_a_prompt_file_answers_as_the_miss_did(folder, packed, tmp_path):
+    """Packed latents of one process, read by another one. The file's tokens are not computed again."""
+    how = base(folder, **slimkv("c4"), **connector("SlimKVPromptConnector", tmp_path / "store"))
+    runs = [run("miss", SHARED, 12, one_by_one=True)]
+    writer, reader = (run_engine(how, runs, **KEEP) for _ in range(2))
+    assert writer["tokens"] == reader["tokens"] == {"miss": packed["tokens"]["miss"]}
+    external = [x["counters"]["miss"]["vllm:external_prefix_cache_hits"] for x in (writer, reader)]
+    assert external == [0, 9 * BLOCK], "the other two hit the engine's own cache"
+
+
+@pytest.mark.extended
+def test_latents_travel_between_engines_and_through_stores(folder, tmp_path):
+    """transformers to vLLM on two ranks, lossless; ExampleConnector; a reader of another format is refused."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    cache = SlimKVCache(model, "raw", block_size=BLOCK)
+    with torch.no_grad():
+        model(torch.tensor([LONG[0][:-1]]), past_key_values=cache)
+    cache.save(tmp_path / "prompts" / "a.safetensors", model, LONG[0])
+    prompts = connector("SlimKVPromptConnector", tmp_path / "prompts")
+    two = {"tensor_parallel_size": 2, "max_num_batched_tokens": 1024}
+    read = run_engine(
+        base(folder, **slimkv("raw"), **prompts, **two), [run("a", LONG[:2], 12)], VLLM_ENABLE_V1_MULTIPROCESSING="1"
+    )
+    assert read["tokens"]["a"] == transformers_tokens(folder, LONG[:2], 12)
+    assert read["counters"]["a"]["vllm:external_prefix_cache_hits"] == 12 * BLOCK
+    written = [path for path in (tmp_path / "prompts").glob("*.safetensors") if path.stem != "a"]
+    again = SlimKVCache.load(written[0], model, LONG[1])
+    out = model.generate(torch.tensor([LONG[1]]), past_key_values=again, max_new_tokens=12, do_sample=False)
+    assert out[0, len(LONG[1]) :].tolist() == read["tokens"]["a"][1]
+
+    whole = {"max_num_batched_tokens": 1024}  # that connector writes prompts which are computed in one step
+    how = base(folder, **whole, **connector("ExampleConnector", tmp_path / "store"))
+    writer, reader = (run_engine({**how, **slimkv("c4")}, [run("a", LONG[:1], 12)], **KEEP) for _ in range(2))
+    assert reader["tokens"] == writer["tokens"]
+    assert reader["counters"]["a"]["vllm:external_prefix_cache_hits"] == 12 * BLOCK
+    said = refusals(how, {"format": slimkv("c4", layers={"1": "c6"})}, **KEEP)
+    assert "format of layer 1 is c4rrawfp32, not c6rrawfp32" in said["format"]
 
 
 @pytest.mark.extended

@@ -188,7 +188,6 @@ def engine(settings="c4", hybrid=False, connector=None, **parallel):
         (engine(hybrid=True), {}, "beside state-space or linear-attention layers"),
         (engine(decode_context_parallel_size=2), {}, "does not run under decode context parallelism"),
         (engine(prefill_context_parallel_size=2), {}, "does not run under prefill context parallelism"),
-        (engine(connector="OffloadingConnector"), {}, "not moved by KV connectors, and this engine has Offloading"),
         (engine({"calibration": "auto"}), {}, "latent attention does not support calibration='auto'"),
     ],
 )

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 import torch
 import transformers
-from engines import refusals, run_engine, slimkv
+from engines import connector, refusals, run_engine, slimkv
 from prompts import run
 
 from slimkv import SlimKVCache
@@ -46,16 +46,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(folder):
     return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def connector(name: str, store, role: str = "kv_both", **extra):
-    transfer = {
-        "kv_connector": name, "kv_role": role,
-        "kv_connector_extra_config": {"shared_storage_path": str(store), **extra},
-    }  # fmt: skip
-    if name == "SlimKVPromptConnector":
-        transfer["kv_connector_module_path"] = "slimkv.integrations.vllm.prompt_connector"
-    return {"kv_transfer_config": transfer}
 
 
 def generate(model, ids: list[int], cache=None) -> list[int]:

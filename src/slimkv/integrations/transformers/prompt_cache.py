@@ -13,9 +13,10 @@ from slimkv.cache import PagedPool
 from slimkv.calibration.identity import parameter_digest, weights_digest
 from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, layer_kinds
+from slimkv.formats import RAW, RAW_LATENT
+from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, caches_latents, layer_kinds
 from slimkv.integrations.transformers.layers import PackedLayer, PackedSlidingLayer
-from slimkv.spec import CodecSpec
+from slimkv.spec import parse_spec
 from slimkv.wire import Fingerprint, LayerFingerprint, LayerPages, PromptCache
 from slimkv.wire.model import model_fields
 from slimkv.wire.prompt_file import first_needed
@@ -56,7 +57,8 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
     for number, (layer, (kind, _)) in enumerate(zip(cache.layers, layer_kinds(config), strict=True)):
         if kind not in _KINDS:
             raise UnsupportedError(f"layer {number} has {kind}; prompt-cache files hold {' and '.join(_KINDS)} only")
-        mark, pages, dtype = _layer_pages(number, layer, count, cache.block_size, cache.settings.seed)
+        lossless = RAW_LATENT if caches_latents(config) else RAW
+        mark, pages, dtype = _layer_pages(number, layer, count, cache.block_size, cache.settings.seed, lossless)
         marks.append(mark)
         layers[number] = pages
     fingerprint = Fingerprint.of(
@@ -64,7 +66,7 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
         block_size=cache.block_size,
         seed=cache.settings.seed,
         dtype=_name(dtype),
-        model=model_fields(config),
+        model=model_fields(config, WRITER),
         weights=model_weights(model),
     )
     return PromptCache(fingerprint, tuple(tokens[:count]), layers).save(path, WRITER)
@@ -98,9 +100,11 @@ def _name(dtype: Any) -> str:
 
 
 def _layer_pages(
-    number: int, layer: Any, count: int, block_size: int, seed: int
+    number: int, layer: Any, count: int, block_size: int, seed: int, lossless: str
 ) -> tuple[LayerFingerprint, LayerPages, torch.dtype]:
-    """The contents of a layer as pages; missing tokens of the first and last block are zeros."""
+    """The contents of a layer as pages, those of a stock layer in the format ``lossless``; missing tokens of the first
+    and last block are zeros.
+    """
     if type(layer) in (PackedLayer, PackedSlidingLayer):
         if not layer.is_initialized or layer.tables.batch != 1 or any(layer.tables.pads):
             raise InputError(
@@ -116,7 +120,7 @@ def _layer_pages(
         heads, dtype = layer.keys.shape[1], layer.keys.dtype
         window = getattr(layer, "sliding_window", None)
         first = count - layer.keys.shape[2]
-        spec = CodecSpec.parse("raw", layer.keys.shape[-1], layer.values.shape[-1], seed=seed).with_raw_dtype(
+        spec = parse_spec(lossless, layer.keys.shape[-1], layer.values.shape[-1], seed=seed).with_raw_dtype(
             _name(dtype)
         )
         pool = PagedPool(spec, -(-count // block_size) - first // block_size, heads, block_size)
@@ -155,7 +159,7 @@ def load_prompt(
         block_size=mark.block_size,
         seed=mark.seed,
         dtype=_name(getattr(model, "dtype", None) or mark.dtype),
-        model=model_fields(config),
+        model=model_fields(config, WRITER),
         weights=model_weights(model),
     )
     mark.check_same(own, str(path))
@@ -178,8 +182,8 @@ def _offsets(prompt: PromptCache) -> dict[int, Tensor]:
 
 def _as_asked(format: str, dtype: str) -> str:
     """``raw`` for pages in the model's own dtype, which are stock layers in transformers."""
-    raw = CodecSpec.parse("raw", 16).with_raw_dtype(dtype).canonical_format
-    return "raw" if format == raw else format
+    lossless = [parse_spec(name, 16).with_raw_dtype(dtype).canonical_format for name in (RAW, RAW_LATENT)]
+    return RAW if format in lossless else format
 
 
 def _usable(prompt: PromptCache, input_ids: Any, path: str | Path) -> int:

@@ -27,13 +27,20 @@ from slimkv.integrations.vllm.compat import (
     state_in_handshake,
 )
 from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS
+from slimkv.spec import CodecSpec, LatentSpec
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
 from slimkv.wire.model import model_fields
 
-PROMPTS = "SlimKVPromptConnector"
+PROMPTS, EXAMPLE_CONNECTOR = "SlimKVPromptConnector", "ExampleConnector"
+WRITER = "vLLM"
 STATED = "slimkv_fingerprint"  # keys of kv_connector_extra_config
 WEIGHTS = "slimkv_weights"
 UNCHECKED = "slimkv_unchecked"
+# Connectors that move every cache of a layer, the keys of an indexer too; ExampleConnector leaves those behind.
+CARRY_INDEXERS = {
+    PROMPTS, NATIVE_OFFLOAD, "SimpleCPUOffloadConnector", "MultiConnector", "NixlConnector", "NixlPullConnector",
+    "NixlPushConnector",
+}  # fmt: skip
 
 
 def connectors(vllm_config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -53,10 +60,16 @@ def _with_children(name: str, extra: Mapping[str, Any]) -> Iterator[tuple[str, M
 
 def check_connectors(vllm_config: Any) -> None:
     """Raises for connectors that cannot carry packed pages, and for unknown ones unless the user vouches for them."""
+    sparse = _is_sparse(vllm_config.model_config)
     for name, extra in connectors(vllm_config):
         rule, why = CONNECTORS.get(name, (None, ""))
         if rule is Rule.REFUSED:
             raise UnsupportedError(f"the KV connector {name} cannot carry slimkv's packed pages: {why}")
+        if sparse and rule is not None and name not in CARRY_INDEXERS:
+            raise UnsupportedError(
+                f"the KV connector {name} is not known to move the cache of an indexer (sparse latent attention) with "
+                f"the latents: use {', '.join(sorted(CARRY_INDEXERS))}"
+            )
         if rule is None and extra.get(UNCHECKED) is not True:
             known = ", ".join(n for n, (r, _) in CONNECTORS.items() if r is not Rule.REFUSED)
             raise UnsupportedError(
@@ -80,6 +93,11 @@ def check_connectors(vllm_config: Any) -> None:
                 f"{name} needs a folder of its own for packed pages: put {FOLDER_KEYS[name]!r} into its "
                 "kv_connector_extra_config"
             )
+
+
+def _is_sparse(model: Any) -> bool:
+    """Whether layers attend the tokens that an indexer picks, whose keys are in a cache of their own."""
+    return getattr(getattr(model, "hf_text_config", None), "index_topk", None) is not None
 
 
 def check_fingerprints(vllm_config: Any, block_size: int) -> None:
@@ -157,20 +175,21 @@ def engine_fingerprint(vllm_config: Any, block_size: int) -> Fingerprint:
             "of pipeline or decode context parallelism with this KV connector"
         )
     dtype = str(model.dtype).removeprefix("torch.")
+    packed, indexed = packed_layers(vllm_config).values(), indexer_layers(vllm_config)
     layers = [
         LayerFingerprint.of(
-            number, spec, all_heads(vllm_config, layer), dtype, layer.impl.sliding_window,
-            layer.impl.whole_key_offset(),
+            number, spec, all_heads(vllm_config, spec, layer), dtype, layer.impl.sliding_window,
+            layer.impl.whole_key_offset(), getattr(layer.impl, "token_rows", False),
+            sum(size for of, size in indexed.values() if of == number),
         )
-        for number, spec, layer in packed_layers(vllm_config).values()
+        for number, spec, layer in packed
     ]  # fmt: skip
-    seeds = {spec.seed for _, spec, _ in packed_layers(vllm_config).values()}
     return Fingerprint.of(
         layers,
         block_size=block_size,
-        seed=seeds.pop(),
+        seed=next(spec.seed for _, spec, _ in packed),
         dtype=dtype,
-        model=model_fields(model.hf_text_config),
+        model=model_fields(model.hf_text_config, WRITER),
         weights=engine_weights(vllm_config),
     )
 
@@ -192,8 +211,21 @@ def packed_layers(vllm_config: Any) -> dict[str, tuple[int, Any, Any]]:
     return found
 
 
-def all_heads(vllm_config: Any, layer: Any) -> int:
-    """KV heads of a layer on all ranks; ranks beyond the number of heads hold copies."""
+def indexer_layers(vllm_config: Any) -> dict[str, tuple[int, int]]:
+    """(layer number, bytes per token) by name of the caches that the indexers of sparse latents have."""
+    found = {}
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if hasattr(layer, "get_kv_cache_spec") and not hasattr(layer, "impl"):
+            spec, number = layer.get_kv_cache_spec(vllm_config), layer_number(name)
+            if getattr(spec, "cache_role", None) == "indexer" and number is not None:
+                found[name] = number, spec.real_page_size_bytes // spec.block_size
+    return found
+
+
+def all_heads(vllm_config: Any, spec: CodecSpec, layer: Any) -> int:
+    """KV heads of a layer on all ranks; ranks beyond the number of heads hold copies, as all do of latents."""
+    if isinstance(spec, LatentSpec):
+        return 1
     ranks = vllm_config.parallel_config.tensor_parallel_size
     total = vllm_config.model_config.get_total_num_kv_heads()
     if ranks == 1:
@@ -227,10 +259,12 @@ def wants_cross_layer_blocks(vllm_config: Any) -> bool:
     """Whether a block of all layers should lie in one piece: the native offload then copies it as one.
 
     Not where vLLM must cut blocks into kernel blocks (hybrid models), which such blocks cannot be, nor where layers
-    are left to another backend, nor against the user's own choice of a layout.
+    are left to another backend, nor against the user's own choice of a layout, nor beside ExampleConnector, which
+    would write latents into a copy.
     """
-    if not any(name == NATIVE_OFFLOAD for name, _ in connectors(vllm_config)):
+    names = {name for name, _ in connectors(vllm_config)}
+    if NATIVE_OFFLOAD not in names or EXAMPLE_CONNECTOR in names:
         return False
     model = vllm_config.model_config
-    plain = not (model.is_hybrid or model.is_encoder_decoder)
+    plain = not (model.is_hybrid or model.is_encoder_decoder or _is_sparse(model))
     return plain and vllm_config.cache_config.block_size in KERNEL_BLOCKS and not layout_is_chosen()

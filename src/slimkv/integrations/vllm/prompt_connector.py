@@ -30,14 +30,13 @@ from slimkv.integrations.vllm.compat import (
     tensor_parallel_gather,
     tensor_parallel_rank,
 )
-from slimkv.integrations.vllm.connectors import engine_fingerprint, packed_layers
+from slimkv.integrations.vllm.connectors import WRITER, engine_fingerprint, indexer_layers, packed_layers
 from slimkv.integrations.vllm.settings import EXAMPLE, wanted
 from slimkv.wire import Fingerprint, LayerPages, PromptCache, PromptStore
 from slimkv.wire.prompt_file import block_hashes, read_header, read_pages
 from slimkv.wire.store import read_marker
 
 NAME = "SlimKVPromptConnector"
-WRITER = "vLLM"
 
 
 @dataclass(frozen=True)
@@ -257,27 +256,28 @@ class _Worker:
         self._connector = connector
         self.failed: set[int] = set()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="slimkv-prompts")
-        self._pages: dict[int, Tensor] = {}  # by layer: [blocks, num_kv_heads, page_bytes]
+        self._pages: dict[int, list[Tensor]] = {}  # by layer: [blocks, num_kv_heads, bytes] of pages, indexer's keys
         self._offsets: dict[int, Tensor | None] = {}  # by layer: of keys, of all KV heads
         self._fingerprint: Fingerprint | None = None
 
     def register(self, kv_caches: dict[str, Tensor]) -> None:
         config = self._connector._vllm_config
-        packed = packed_layers(config)
-        if foreign := sorted(kv_caches.keys() - packed.keys()):
+        packed, indexers = packed_layers(config), indexer_layers(config)
+        if foreign := sorted(kv_caches.keys() - packed.keys() - indexers.keys()):
             raise UnsupportedError(
                 f"{NAME} holds packed pages only; these layers have others: {', '.join(foreign[:4])}"
             )
-        for name, cache in kv_caches.items():
+        for name, cache in sorted(kv_caches.items(), key=lambda item: item[0] in indexers):  # those come second
             blocks, heads, tokens, size = cache.shape
             if tokens != config.cache_config.block_size:
                 raise UnsupportedError(
                     f"{NAME} needs blocks that kernels read whole: blocks of {config.cache_config.block_size} tokens "
                     f"are cut into {tokens}; use --block-size {tokens}"
                 )
-            number, _, layer = packed[name]
-            self._pages[number] = cache.view(blocks, heads, tokens * size)
-            self._offsets[number] = layer.impl.whole_key_offset()
+            number = indexers[name][0] if name in indexers else packed[name][0]
+            self._pages.setdefault(number, []).append(cache.view(blocks, heads, tokens * size))
+            if name in packed:
+                self._offsets[number] = packed[name][2].impl.whole_key_offset()
         self._fingerprint = engine_fingerprint(config, config.cache_config.block_size)
         PromptStore(self._connector._folder, self._fingerprint)  # raises for a folder of another cache
 
@@ -291,7 +291,7 @@ class _Worker:
         """Which of a layer's KV heads this rank holds."""
         rank, ranks = tensor_parallel_rank()
         total = next(x.num_kv_heads for x in self.fingerprint.layers if x.number == number)
-        return rank_heads(total, self._pages[number].shape[1], rank, ranks)
+        return rank_heads(total, self._pages[number][0].shape[1], rank, ranks)
 
     def load(self, load: Load) -> None:
         """Reads a file into its blocks; a file that changed since the scheduler saw it is reported and not used."""
@@ -303,20 +303,25 @@ class _Worker:
                 raise InputError(f"{load.path} was replaced by another prompt's")
             heads = self._heads(next(iter(self._pages)))
             _, pages = read_pages(header, heads, list(self._pages))
-            for number, target in self._pages.items():
+            for number, targets in self._pages.items():
                 begin = header.first_tokens[number] // self.fingerprint.block_size
                 skip = max(0, begin - load.first)  # blocks before a sliding window are never read
-                ids = torch.tensor(load.block_ids[skip:], device=target.device)
-                source = pages[number][load.first + skip - begin : last - begin]
-                target[ids] = source.to(target.device)
+                ids = torch.tensor(load.block_ids[skip:], device=targets[0].device)
+                source = pages[number][load.first + skip - begin : last - begin].to(ids.device)
+                for target, part in zip(targets, source.split([x.shape[2] for x in targets], dim=2), strict=True):
+                    target[ids] = part
         except (SlimKVError, OSError) as error:
             logger.error("slimkv: a prompt-cache file cannot be used: %s", error)
             self.failed |= set(load.block_ids)
 
     def save(self, save: Save) -> None:
         """Copies the pages now; the file is written during the next steps."""
-        ids = torch.tensor(save.block_ids)
-        taken = {n: tensor_parallel_gather(x[ids.to(x.device)].cpu()) for n, x in self._pages.items()}
+        taken = {}
+        for layer in self.fingerprint.layers:
+            held = self._pages[layer.number]
+            ids = torch.tensor(save.block_ids, device=held[0].device)
+            pages = torch.cat([x[ids] for x in held], dim=2).cpu()
+            taken[layer.number] = [pages] if layer.num_kv_heads == 1 else tensor_parallel_gather(pages)
         if tensor_parallel_rank()[0] == 0:
             self.writer.submit(self._write, save.tokens, taken)
 

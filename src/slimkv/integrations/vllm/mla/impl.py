@@ -111,6 +111,9 @@ class SlimKVMLAImpl(MLACommonImpl):
         """The kinds of steps that are run once before any request."""
         return decoding_steps(self._config.model_config.max_model_len, verified_tokens(self._config))
 
+    def whole_key_offset(self) -> None:
+        """Of the fingerprint: latents are not centred."""
+
     # -- running -----------------------------------------------------------------------------------------------------
 
     def _packed(self, kv_cache: Tensor) -> ops.PackedKV:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.connectors import connectors
+from slimkv.integrations.vllm.compat import layout_is_chosen
+from slimkv.integrations.vllm.connectors import EXAMPLE_CONNECTOR, connectors
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES
 from slimkv.integrations.vllm.settings import parse
 
@@ -50,10 +51,9 @@ def refuse(vllm_config: Any, kv_cache_dtype: str, asked: list[str], mla: dict[st
     ):
         if size > 1:
             raise UnsupportedError(f"slimkv's latent attention does not run under {name}; use tensor parallelism")
-    if moved_by := [name for name, _ in connectors(vllm_config)]:
+    if layout_is_chosen() and any(name == EXAMPLE_CONNECTOR for name, _ in connectors(vllm_config)):
         raise UnsupportedError(
-            f"packed latents are not moved by KV connectors, and this engine has {', '.join(moved_by)}: leave out "
-            "kv_transfer_config and kv_offloading_size, or serve this model with vLLM's own attention backend"
+            f"{EXAMPLE_CONNECTOR} writes latents into a copy of the cache in some layouts: unset VLLM_KV_CACHE_LAYOUT"
         )
     settings = parse(vllm_config.additional_config)
     settings.refuse("latent attention", "calibration")
