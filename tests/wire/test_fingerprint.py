@@ -94,7 +94,10 @@ def test_rope_in_any_spelling_is_one_rope():
 def test_latents_belong_to_the_engine_that_orders_their_rope_part():
     """Every engine orders that of DeepSeek V2 alike; vLLM renames its yarn."""
     v2, v3 = ({"model_type": name, "kv_lora_rank": 512} for name in ("deepseek_v2", "deepseek_v3"))
-    yarn = {"rope_parameters": {"rope_type": "yarn", "factor": 4}}, {"rope_parameters": {"rope_type": "deepseek_yarn", "factor": 4}}
+    yarn = (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4}},
+        {"rope_parameters": {"rope_type": "deepseek_yarn", "factor": 4}},
+    )
     assert model_fields({**v2, **yarn[0]}, "transformers") == model_fields({**v2, **yarn[1]}, "vLLM")
     assert model_fields(v3, "transformers")["latents_of"] == "transformers"
     assert model_fields(v3, "vLLM") != model_fields(v3, "transformers")

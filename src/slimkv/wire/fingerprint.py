@@ -2,8 +2,8 @@
 equal.
 
 It holds everything that decoding needs and everything that decides which K and V (or latents) were encoded: layout,
-formats, sizes, rotation, codebooks, key offsets, the model with its weights. Query-aware rounding and scale policies are not part of
-it: they choose different codes for the same vectors, and decoding does not use them.
+formats, sizes, rotation, codebooks, key offsets, the model with its weights. Query-aware rounding and scale policies
+are not part of it: they choose different codes for the same vectors, and decoding does not use them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("vllm")
 
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm import compat, startup
+from slimkv.integrations.vllm import compat, prompt_connector, startup
 from slimkv.integrations.vllm.backend import SlimKVBackend
 from slimkv.integrations.vllm.compat import CONNECTORS, CROSS_LAYER_LAYOUT, FOLDER_KEYS, Rule
 from slimkv.integrations.vllm.connectors import (
@@ -21,8 +21,10 @@ from slimkv.integrations.vllm.connectors import (
     wants_cross_layer_blocks,
 )
 from slimkv.integrations.vllm.page_sizes import backend_for_spec
-from slimkv.spec import CodecSpec
+from slimkv.integrations.vllm.prompt_connector import Load, Save, _Worker
+from slimkv.spec import CodecSpec, LatentSpec, page_layout
 from slimkv.wire import Fingerprint
+from slimkv.wire.prompt_file import read_header
 
 pytestmark = pytest.mark.vllm
 
@@ -33,6 +35,35 @@ def attention(format: str = "k4v4", heads: int = 2, window: int | None = None, o
         attn_backend=SimpleNamespace(codec_spec=spec), num_kv_heads=heads, kv_sharing_target_layer_name=None,
         impl=SimpleNamespace(sliding_window=window, whole_key_offset=lambda: offset),
     )  # fmt: skip
+
+
+def latents(rows: bool = False):
+    """A layer of packed latents; of sparse ones with ``rows``."""
+    spec = LatentSpec.parse("c4", 128, 32).with_raw_dtype("float32")
+    return SimpleNamespace(
+        attn_backend=SimpleNamespace(codec_spec=spec), num_kv_heads=1, kv_sharing_target_layer_name=None,
+        impl=SimpleNamespace(sliding_window=None, whole_key_offset=lambda: None, token_rows=rows),
+    )  # fmt: skip
+
+
+def indexer():
+    """The cache of an indexer, as vLLM's own layer describes it."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
+
+    spec = MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
+    )
+    return SimpleNamespace(get_kv_cache_spec=lambda config: spec)
+
+
+def sparse_engine(name: str, **extra):
+    """Two layers of sparse latents; the second one attends what the first one's indexer picked."""
+    layers = {f"model.layers.{i}.self_attn.attn": latents(rows=True) for i in range(2)}
+    made = engine(name, {**layers, "model.layers.0.self_attn.indexer.k_cache": indexer()}, **extra)
+    fields = {"model_type": "deepseek_v32", "kv_lora_rank": 128}
+    made.model_config.hf_text_config = SimpleNamespace(index_topk=8, to_dict=lambda: fields)
+    made.cache_config.block_size = 16
+    return made
 
 
 def engine(name: str | None = None, layers=None, ranks: int = 1, **extra):
@@ -90,6 +121,57 @@ def test_the_children_of_a_multi_connector_are_checked():
     nested = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [bad]}}
     with pytest.raises(UnsupportedError, match="LMCacheConnectorV1"):
         check_connectors(engine("MultiConnector", connectors=[nested]))
+
+
+def test_connectors_of_sparse_latents_move_the_keys_of_indexers_too():
+    for name in ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector", "SlimKVPromptConnector"):
+        check_connectors(sparse_engine(name, shared_storage_path="x"))
+    for name in ("ExampleConnector", "MooncakeConnector", "MooncakeStoreConnector", "LMCacheMPConnector"):
+        with pytest.raises(UnsupportedError, match=rf"{name} is not known to move the cache of an indexer.*NixlConn"):
+            check_connectors(sparse_engine(name, shared_storage_path="x"))
+    check_connectors(sparse_engine("Mine", slimkv_unchecked=True))
+    assert not wants_cross_layer_blocks(sparse_engine("OffloadingConnector"))
+
+
+def test_latents_have_one_fingerprint_on_every_rank():
+    """A latent belongs to all heads. Rows are not fragments, and the bytes of an indexer's keys count."""
+    layers = {"model.layers.0.self_attn.attn": latents()}
+    alone, both = (engine_fingerprint(engine("X", layers, n, slimkv_weights="a"), 64) for n in (1, 2))
+    assert alone == both
+    (layer,) = alone.layers
+    assert (layer.num_kv_heads, layer.format, layer.token_rows, layer.index_bytes) == (1, "c4rrawfp32", False, 0)
+    sparse = engine_fingerprint(sparse_engine("X", slimkv_weights="a"), 16)
+    assert [(x.token_rows, x.index_bytes) for x in sparse.layers] == [(True, 132), (True, 0)]
+    assert dict(sparse.model)["latents_of"] == "vLLM"
+
+
+def test_a_prompt_file_holds_latents_and_the_keys_of_their_indexer(tmp_path, monkeypatch):
+    """What one worker saves another one loads, byte for byte, into other blocks."""
+    monkeypatch.setattr(prompt_connector, "tensor_parallel_rank", lambda: (0, 1))
+    config = sparse_engine("SlimKVPromptConnector", slimkv_weights="a", shared_storage_path=str(tmp_path))
+    size = page_layout(latents(True).attn_backend.codec_spec, 16, True).page_bytes // 16
+
+    def worker(fill: bool):
+        sizes = {"model.layers.0.self_attn.indexer.k_cache": 132}
+        sizes |= {f"model.layers.{i}.self_attn.attn": size for i in range(2)}
+        made = _Worker(SimpleNamespace(_vllm_config=config, _folder=tmp_path))
+        caches = {
+            name: torch.randint(0, 256 if fill else 1, (6, 1, 16, n), dtype=torch.uint8) for name, n in sizes.items()
+        }
+        made.register(caches)
+        return made, caches
+
+    (writer, written), (reader, read) = worker(True), worker(False)
+    writer.save(Save(tuple(range(48)), (4, 1, 3)))
+    writer.writer.shutdown(wait=True)
+    (path,) = tmp_path.glob("*.safetensors")
+    reader.load(Load(str(path), 1, (5, 0), read_header(path).block_hashes[2]))
+    assert not reader.failed
+    for name, cache in written.items():
+        assert torch.equal(read[name][[5, 0]], cache[[1, 3]])
+        assert not read[name][[1, 2, 3, 4]].any()
+    with pytest.raises(UnsupportedError, match=r"these layers have others: draft\.attn"):
+        reader.register({**read, "draft.attn": torch.zeros(6, 1, 16, 8)})
 
 
 def test_options_that_take_pages_apart_are_refused():
@@ -195,6 +277,8 @@ def test_native_offload_gets_blocks_of_all_layers_side_by_side(monkeypatch):
     assert wants_cross_layer_blocks(multi)
     assert not wants_cross_layer_blocks(engine())
     assert not wants_cross_layer_blocks(engine("NixlConnector"))
+    both = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "ExampleConnector"}]
+    assert not wants_cross_layer_blocks(engine("MultiConnector", connectors=both)), "that one writes into a copy"
     hybrid, large = engine("OffloadingConnector"), engine("OffloadingConnector")
     hybrid.model_config.is_hybrid = True
     large.cache_config.block_size = 256  # is cut into kernel blocks

@@ -195,4 +195,13 @@ def test_what_a_model_or_engine_asks_in_vain(config, arguments, message):
     given = {"kv_cache_dtype": "auto", "asked": [], "mla": {}, **arguments}
     with pytest.raises(SlimKVError, match=message):
         refuse(config, **given)
-    refuse(engine(), "auto", [], {"kv_lora_rank": 512, "indexer": None})
+    refuse(engine(connector="OffloadingConnector"), "auto", [], {"kv_lora_rank": 512, "indexer": None})
+
+
+def test_the_example_connector_needs_the_default_layout(monkeypatch):
+    """It reshapes a layer's cache, which copies it where a block of all layers lies in one piece."""
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    refuse(engine(connector="ExampleConnector"), "auto", [], {})
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
+    with pytest.raises(UnsupportedError, match="unset VLLM_KV_CACHE_LAYOUT"):
+        refuse(engine(connector="ExampleConnector"), "auto", [], {})

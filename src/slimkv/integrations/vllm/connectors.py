@@ -27,7 +27,7 @@ from slimkv.integrations.vllm.compat import (
     state_in_handshake,
 )
 from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS
-from slimkv.spec import CodecSpec, LatentSpec
+from slimkv.spec import LatentSpec
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
 from slimkv.wire.model import model_fields
 
@@ -178,8 +178,8 @@ def engine_fingerprint(vllm_config: Any, block_size: int) -> Fingerprint:
     packed, indexed = packed_layers(vllm_config).values(), indexer_layers(vllm_config)
     layers = [
         LayerFingerprint.of(
-            number, spec, all_heads(vllm_config, spec, layer), dtype, layer.impl.sliding_window,
-            layer.impl.whole_key_offset(), getattr(layer.impl, "token_rows", False),
+            number, spec, 1 if isinstance(spec, LatentSpec) else all_heads(vllm_config, layer), dtype,
+            layer.impl.sliding_window, layer.impl.whole_key_offset(), getattr(layer.impl, "token_rows", False),
             sum(size for of, size in indexed.values() if of == number),
         )
         for number, spec, layer in packed
@@ -222,10 +222,8 @@ def indexer_layers(vllm_config: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
-def all_heads(vllm_config: Any, spec: CodecSpec, layer: Any) -> int:
-    """KV heads of a layer on all ranks; ranks beyond the number of heads hold copies, as all do of latents."""
-    if isinstance(spec, LatentSpec):
-        return 1
+def all_heads(vllm_config: Any, layer: Any) -> int:
+    """KV heads of a layer on all ranks; ranks beyond the number of heads hold copies."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     total = vllm_config.model_config.get_total_num_kv_heads()
     if ranks == 1:
