@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import slimkv
 from slimkv.errors import SlimKVError
 from slimkv.formats import is_latent_format
-from slimkv.integrations.transformers.compat import caches_latents
+from slimkv.integrations.transformers.compat import VERSION, caches_latents
 from slimkv.wire.prompt_file import read_header
 
 SIZES = {
@@ -96,24 +96,42 @@ def test_decoding_in_one_go_or_token_by_token(model):
     assert copied.get_seq_length() == pieces.get_seq_length() - 3
 
 
-@pytest.mark.parametrize("format", ["c4", "c4r8", "raw"])
-def test_a_prompt_cache_file_of_latents(model, tmp_path, format):
-    """Packed layers and stock ones; other engines read the file only where they store rope parts in the same order."""
-    model.save_pretrained(tmp_path / "model")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+def saved_and_loaded(model, format, folder):
+    """A cache of one prompt, and that of its file."""
+    model.save_pretrained(folder / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     cache = slimkv.SlimKVCache(model, format, block_size=16)
     with torch.no_grad():
         model(IDS[:1], past_key_values=cache)
-        file = cache.save(tmp_path / "prompt.safetensors", model, IDS[:1])
+        file = cache.save(folder / "prompt.safetensors", model, IDS[:1])
         again = slimkv.SlimKVCache.load(file, model)
         next_token = torch.tensor([[5]])
         ours, theirs = (model(next_token, past_key_values=x).logits for x in (cache, again))
     assert len(again.packed_layers) == len(cache.packed_layers) == (0 if format == "raw" else 2)
     assert torch.equal(ours, theirs)
-    mark = read_header(file).fingerprint
+    return read_header(file).fingerprint
+
+
+@pytest.mark.parametrize("format", ["c4", "c4r8", "raw"])
+def test_a_prompt_cache_file_of_latents(model, tmp_path, format):
+    """Packed layers and stock ones; other engines read the file only where they store rope parts in the same order."""
+    mark = saved_and_loaded(model, format, tmp_path)
     assert all(is_latent_format(layer.format) for layer in mark.layers)
     own = None if model.config.model_type == "deepseek_v2" else "transformers"
     assert dict(mark.model).get("latents_of") == own
+
+
+@pytest.mark.skipif(VERSION < (5, 19), reason="models with an indexer cache K and V")
+@pytest.mark.parametrize("format", ["c4", "raw"])
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_prompt_cache_file_of_sparse_latents_holds_the_keys_of_the_indexer(kind, format, tmp_path):
+    sparse = {"q_lora_rank": 32, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 32}
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **sparse)
+    torch.manual_seed(1)
+    mark = saved_and_loaded(
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), format, tmp_path
+    )
+    assert [layer.index_bytes for layer in mark.layers] == [32 * 4, 32 * 4]
 
 
 def test_formats_of_the_other_kind_are_refused(model):

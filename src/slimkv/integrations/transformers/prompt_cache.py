@@ -16,6 +16,7 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import RAW, RAW_LATENT
 from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, caches_latents, layer_kinds
 from slimkv.integrations.transformers.layers import PackedLayer, PackedSlidingLayer
+from slimkv.integrations.transformers.stateful_layers import PackedIndexedLayer
 from slimkv.spec import parse_spec
 from slimkv.wire import Fingerprint, LayerFingerprint, LayerPages, PromptCache
 from slimkv.wire.model import model_fields
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from slimkv.integrations.transformers.cache import SlimKVCache
 
 WRITER = "transformers"
-_KINDS = ("full_attention", "sliding_attention")
+_KINDS = tuple(
+    kind for kind in ("full_attention", "sliding_attention", "indexed_attention") if kind in DYNAMIC_LAYER_TYPE_MAPPING
+)
 _STOCK = tuple(DYNAMIC_LAYER_TYPE_MAPPING[kind] for kind in _KINDS)
 
 
@@ -105,7 +108,7 @@ def _layer_pages(
     """The contents of a layer as pages, those of a stock layer in the format ``lossless``; missing tokens of the first
     and last block are zeros.
     """
-    if type(layer) in (PackedLayer, PackedSlidingLayer):
+    if type(layer) in (PackedLayer, PackedSlidingLayer, PackedIndexedLayer):
         if not layer.is_initialized or layer.tables.batch != 1 or any(layer.tables.pads):
             raise InputError(
                 "a file holds one sequence without padding; use cache.batch_select_indices to keep one that has none"
@@ -130,13 +133,32 @@ def _layer_pages(
     else:
         raise UnsupportedError(
             f"layer {number} is a {type(layer).__name__}, whose state a prompt-cache file does not hold; files are for "
-            "full and sliding attention without sink or recent tokens"
+            "full, sliding and indexed attention without sink or recent tokens"
         )
     offsets = page_tables(layout, pages.device).byte_offsets
     pages[0][:, offsets[: first % block_size].flatten()] = 0
     pages[-1][:, offsets[block_size - -count % block_size :].flatten()] = 0
-    mark = LayerFingerprint.of(number, layout.spec, heads, _name(dtype), window, offset)
+    index = _index_pages(layer, heads, dtype, count, block_size)
+    pages = torch.cat([pages, index], 2) if index.numel() else pages
+    mark = LayerFingerprint.of(
+        number, layout.spec, heads, _name(dtype), window, offset, index_bytes=index.shape[2] // block_size
+    )
     return mark, LayerPages(pages, first, offset), dtype
+
+
+def _index_pages(layer: Any, heads: int, dtype: torch.dtype, count: int, block_size: int) -> Tensor:
+    """The keys of a layer's indexer as bytes, uint8 [blocks, 1, block_size * bytes]; empty without an indexer."""
+    keys = getattr(layer, "indexer_keys", None)
+    if keys is None:
+        return torch.empty(0, 1, 0, dtype=torch.uint8)
+    if layer.indexer_position_ids is not None or keys.dtype != dtype or heads != 1:
+        raise UnsupportedError(
+            "prompt-cache files hold the keys of an indexer beside latents, in the model's dtype and without positions "
+            "of their own; keep this cache in memory"
+        )
+    rows = keys.new_zeros(-(-count // block_size) * block_size, keys.shape[-1])
+    rows[:count] = keys[0]
+    return rows.cpu().view(torch.uint8).view(-1, 1, block_size * keys.shape[-1] * keys.element_size())
 
 
 def _rows(states: Tensor) -> Tensor:
@@ -209,6 +231,9 @@ def _fill(layer: Any, mark: LayerFingerprint, prompt: PromptCache, count: int, d
     """Loads the first ``count`` tokens of a file into a layer."""
     size, held = prompt.fingerprint.block_size, prompt.layers[mark.number]
     dtype = getattr(torch, prompt.fingerprint.dtype)
+    pages, index = held.pages.split([held.pages.shape[2] - size * mark.index_bytes, size * mark.index_bytes], 2)
+    if mark.index_bytes:
+        layer.update_indexer(index.reshape(-1, mark.index_bytes).view(dtype)[None, :count].to(device))
     if isinstance(layer, PackedLayer):
         empty = [
             torch.empty(1, mark.num_kv_heads, 0, d, dtype=dtype, device=device) for d in (mark.key_dim, mark.value_dim)
@@ -218,11 +243,11 @@ def _fill(layer: Any, mark: LayerFingerprint, prompt: PromptCache, count: int, d
         layer.tokens = count
         blocks = range(layer.tables.kept_from // size, -(-count // size))
         begin = held.first_token // size
-        source = held.pages[blocks.start - begin : blocks.stop - begin].to(layer.pool.pages.device)
+        source = pages[blocks.start - begin : blocks.stop - begin].to(layer.pool.pages.device)
         layer.pool.pages[[j % layer.tables.rows for j in blocks]] = source
         return
-    pool = PagedPool(mark.spec(prompt.fingerprint.seed), held.pages.shape[0], mark.num_kv_heads, size)
-    pool.pages.copy_(held.pages)
+    pool = PagedPool(mark.spec(prompt.fingerprint.seed), pages.shape[0], mark.num_kv_heads, size)
+    pool.pages.copy_(pages)
     first = held.first_token if mark.window is None else max(held.first_token, count - mark.window + 1)
     slots = torch.arange(first, count) - held.first_token // size * size
     states = [x.transpose(0, 1)[None].to(device) for x in pool.gather(slots, dtype)]
