@@ -2,9 +2,8 @@
 
 Tensors: ``tokens`` int64 [tokens] and, for every layer, ``layer.<number>.pages`` uint8 [blocks, num_kv_heads,
 page_bytes] and, where keys are centred, ``layer.<number>.key_offset`` bfloat16 [num_kv_heads, key_dim]. Metadata: the
-fingerprint, where each layer's pages begin, a chained hash per block, and a checksum over the whole file, computed with
-zeros in place of its own digits. Keys are stored as attention reads them: after rotary embedding, at positions 0, 1, 2,
-...
+fingerprint, the first token of each layer's pages, a chained hash per block, and a checksum over the whole file,
+computed with zeros in place of its own digits. Keys are stored after the rotary embedding, at positions 0, 1, 2, ...
 """
 
 from __future__ import annotations
@@ -77,18 +76,15 @@ class PromptCache:
     def __post_init__(self) -> None:
         if not self.tokens:
             raise InputError("a prompt cache needs at least one token")
-        size = self.fingerprint.block_size
-        blocks = -(-len(self.tokens) // size)
         if set(self.layers) != {layer.number for layer in self.fingerprint.layers}:
             raise InputError("a prompt cache needs the pages of exactly the layers in its fingerprint")
         for layer in self.fingerprint.layers:
             given = self.layers[layer.number]
-            page = layer.page_bytes(self.fingerprint.seed, size)
-            wanted = (blocks - given.first_token // size, layer.num_kv_heads, page)
-            if given.pages.dtype != torch.uint8 or tuple(given.pages.shape) != wanted or given.first_token < 0:
+            wanted = _pages_shape(self.fingerprint, layer, len(self.tokens), given.first_token)
+            if given.pages.dtype != torch.uint8 or list(given.pages.shape) != wanted or given.first_token < 0:
                 raise InputError(
                     f"layer {layer.number} has pages {given.pages.dtype} {list(given.pages.shape)} from token "
-                    f"{given.first_token} on; {len(self.tokens)} tokens need uint8 {list(wanted)}"
+                    f"{given.first_token} on; {len(self.tokens)} tokens need uint8 {wanted}"
                 )
             if offset_digest(given.key_offset) != layer.key_offset:
                 raise InputError(f"layer {layer.number} has another key offset than its fingerprint says")
@@ -143,6 +139,12 @@ class PromptCache:
 def first_needed(layer: LayerFingerprint, tokens: int) -> int:
     """The first position that the next token after ``tokens`` tokens attends to in a layer."""
     return 0 if layer.window is None else max(0, tokens - layer.window + 1)
+
+
+def _pages_shape(mark: Fingerprint, layer: LayerFingerprint, tokens: int, first_token: int) -> list[int]:
+    """[blocks, num_kv_heads, page_bytes] of the pages of tokens ``first_token`` to ``tokens``."""
+    size = mark.block_size
+    return [-(-tokens // size) - first_token // size, layer.num_kv_heads, layer.page_bytes(mark.seed, size)]
 
 
 def _name(layer: int) -> str:
@@ -216,34 +218,30 @@ def read_pages(
 
 def read_offsets(header: PromptHeader) -> dict[int, Tensor]:
     """The key offsets bfloat16 [num_kv_heads, key_dim] of layers with centred keys, checked by their digests."""
-    offsets = {}
-    try:
-        with _safetensors("safe_open")(header.path, framework="pt") as file:
-            for layer in header.fingerprint.layers:
-                if layer.key_offset:
-                    offsets[layer.number] = file.get_tensor(_offset_name(layer.number))
-    except (_safetensors("SafetensorError"), OSError, ValueError) as error:
-        raise CorruptDataError(f"{header.path} is not a whole prompt cache ({error}); write it again") from error
-    for layer in header.fingerprint.layers:
-        given = offsets.get(layer.number)
+    centred = [layer for layer in header.fingerprint.layers if layer.key_offset]
+    tensors = _tensors(header.path, [_offset_name(layer.number) for layer in centred], None)
+    for layer, given in zip(centred, tensors, strict=True):
         wanted = (layer.num_kv_heads, layer.key_dim)
-        if given is not None and (
-            given.dtype != OFFSET_DTYPE or given.shape != wanted or offset_digest(given) != layer.key_offset
-        ):
+        if given.dtype != OFFSET_DTYPE or given.shape != wanted or offset_digest(given) != layer.key_offset:
             raise CorruptDataError(f"{header.path}: the key offset of layer {layer.number} was altered; write it again")
-    return offsets
+    return {layer.number: given for layer, given in zip(centred, tensors, strict=True)}
+
+
+def _tensors(path: Path, names: Sequence[str], heads: slice | None) -> list[Tensor]:
+    """Tensors of a file, those of pages for some heads only."""
+    try:
+        with _safetensors("safe_open")(path, framework="pt") as file:
+            return [
+                file.get_tensor(name) if name == _TOKENS or heads is None else file.get_slice(name)[:, heads]
+                for name in names
+            ]
+    except (_safetensors("SafetensorError"), OSError, ValueError) as error:
+        raise CorruptDataError(f"{path} is not a whole prompt cache ({error}); write it again") from error
 
 
 def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> dict[str, Tensor]:
-    """The tensors of a file, each checked against the shape that the fingerprint requires."""
-    try:
-        with _safetensors("safe_open")(header.path, framework="pt") as file:
-            out = {
-                name: file.get_tensor(name) if name == _TOKENS or heads is None else file.get_slice(name)[:, heads]
-                for name in names
-            }
-    except (_safetensors("SafetensorError"), OSError, ValueError) as error:
-        raise CorruptDataError(f"{header.path} is not a whole prompt cache ({error}); write it again") from error
+    """Tokens and pages of a file, each checked against the shape that the fingerprint requires."""
+    out = dict(zip(names, _tensors(header.path, names, heads), strict=True))
     if out[_TOKENS].dtype != torch.int64 or out[_TOKENS].dim() != 1:
         raise CorruptDataError(
             f"{header.path}: its tokens are {out[_TOKENS].dtype} {list(out[_TOKENS].shape)}, not int64 [tokens]"
@@ -251,14 +249,12 @@ def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> di
     tokens = out[_TOKENS].tolist()
     if len(tokens) != header.num_tokens or block_hashes(header.fingerprint, tokens) != header.block_hashes:
         raise CorruptDataError(f"{header.path}: its tokens do not belong to its block hashes; write it again")
-    blocks = -(-len(tokens) // header.fingerprint.block_size)
     for layer in header.fingerprint.layers:
         pages = out.get(_name(layer.number))
         if pages is None:
             continue
-        page = layer.page_bytes(header.fingerprint.seed, header.fingerprint.block_size)
-        held = len(range(layer.num_kv_heads)[heads or slice(None)])
-        wanted = [blocks - header.first_tokens[layer.number] // header.fingerprint.block_size, held, page]
+        wanted = _pages_shape(header.fingerprint, layer, len(tokens), header.first_tokens[layer.number])
+        wanted[1] = len(range(layer.num_kv_heads)[heads or slice(None)])
         if list(pages.shape) != wanted or pages.dtype != torch.uint8:
             raise CorruptDataError(f"{header.path}: layer {layer.number} has pages {list(pages.shape)}, not {wanted}")
     return out

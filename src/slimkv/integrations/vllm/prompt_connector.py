@@ -33,7 +33,7 @@ from slimkv.integrations.vllm.compat import (
 from slimkv.integrations.vllm.connectors import WRITER, engine_fingerprint, indexer_layers, packed_layers
 from slimkv.integrations.vllm.settings import EXAMPLE, wanted
 from slimkv.wire import Fingerprint, LayerPages, PromptCache, PromptStore
-from slimkv.wire.prompt_file import block_hashes, read_header, read_pages
+from slimkv.wire.prompt_file import read_header, read_pages
 from slimkv.wire.store import read_marker
 
 NAME = "SlimKVPromptConnector"
@@ -41,7 +41,7 @@ NAME = "SlimKVPromptConnector"
 
 @dataclass(frozen=True)
 class Load:
-    """Pages to read: blocks ``first``, ``first + 1``, ... of a file go to ``block_ids``."""
+    """Pages to read: the blocks of a file from ``first`` on go to ``block_ids``."""
 
     path: str
     first: int
@@ -74,7 +74,7 @@ class _Filling:
 
 
 class SlimKVPromptConnector(KVConnectorBase_V1):
-    """See the module."""
+    """See the module docstring."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -90,8 +90,9 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
         self._least_tokens = int(extra.get("save_min_tokens", 0))
         self._writes = self._kv_transfer_config.is_kv_producer
         self._reads = self._kv_transfer_config.is_kv_consumer
-        self._half = _Scheduler(self) if role == KVConnectorRole.SCHEDULER else None
-        self._worker = _Worker(self) if role == KVConnectorRole.WORKER else None
+        # One of the two, by the process this is in.
+        self._scheduler: Any = _Scheduler(self) if role == KVConnectorRole.SCHEDULER else None
+        self._worker: Any = _Worker(self) if role == KVConnectorRole.WORKER else None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -102,33 +103,31 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The number of tokens that a file has beyond the engine's own cache."""
-        assert self._half is not None
-        self._half.watch(request)
-        return self._half.match(request, num_computed_tokens) if self._reads else 0, False
+        self._scheduler.watch(request)
+        return self._scheduler.match(request, num_computed_tokens) if self._reads else 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Called when the request has its blocks."""
-        assert self._half is not None
-        self._half.accept(request.request_id, num_external_tokens)
+        self._scheduler.accept(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The workers' tasks in this step."""
-        assert self._half is not None
-        return self._half.plan(scheduler_output)
+        return self._scheduler.plan(scheduler_output)
 
     # -- the workers' half ---------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """uint8 [blocks, num_kv_heads, tokens, bytes] of every layer."""
-        assert self._worker is not None
         self._worker.register(kv_caches)
+
+    def _tasks(self) -> PromptMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PromptMetadata)
+        return metadata
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Reads this step's files into their blocks."""
-        assert self._worker is not None
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, PromptMetadata)
-        for load in metadata.loads:
+        for load in self._tasks().loads:
             self._worker.load(load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -139,15 +138,11 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Copies the pages of finished prompts and passes them to the thread that writes files."""
-        assert self._worker is not None
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, PromptMetadata)
-        for save in metadata.saves:
+        for save in self._tasks().saves:
             self._worker.save(save)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose file was damaged; vLLM fails or recomputes them (``kv_load_failure_policy``)."""
-        assert self._worker is not None
         failed, self._worker.failed = self._worker.failed, set()
         return failed
 
@@ -258,7 +253,7 @@ class _Worker:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="slimkv-prompts")
         self._pages: dict[int, list[Tensor]] = {}  # by layer: [blocks, num_kv_heads, bytes] of pages, indexer's keys
         self._offsets: dict[int, Tensor | None] = {}  # by layer: of keys, of all KV heads
-        self._fingerprint: Fingerprint | None = None
+        self.fingerprint: Fingerprint  # of this engine's pages, once they are registered
 
     def register(self, kv_caches: dict[str, Tensor]) -> None:
         config = self._connector._vllm_config
@@ -278,14 +273,8 @@ class _Worker:
             self._pages.setdefault(number, []).append(cache.view(blocks, heads, tokens * size))
             if name in packed:
                 self._offsets[number] = packed[name][2].impl.whole_key_offset()
-        self._fingerprint = engine_fingerprint(config, config.cache_config.block_size)
-        PromptStore(self._connector._folder, self._fingerprint)  # raises for a folder of another cache
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """The fingerprint of this engine's pages."""
-        assert self._fingerprint is not None
-        return self._fingerprint
+        self.fingerprint = engine_fingerprint(config, config.cache_config.block_size)
+        self._store = PromptStore(self._connector._folder, self.fingerprint)  # raises for a folder of another cache
 
     def _heads(self, number: int) -> slice:
         """Which of a layer's KV heads this rank holds."""
@@ -333,9 +322,6 @@ class _Worker:
                 step = max(1, len(shards) // layer.num_kv_heads)  # ranks that replicate a head
                 offset = self._offsets[layer.number]
                 layers[layer.number] = LayerPages(torch.cat(shards[::step], 1), key_offset=offset)
-            prompt = PromptCache(self.fingerprint, tokens, layers)
-            path = self._connector._folder / f"{block_hashes(self.fingerprint, tokens)[-1]}.safetensors"
-            if not path.exists():
-                prompt.save(path, WRITER)
+            self._store.save(PromptCache(self.fingerprint, tokens, layers), WRITER)
         except Exception:
             logger.exception("slimkv: a prompt-cache file could not be written")
