@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +15,16 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("nixl", reason="make test-vllm-extended installs it")
 
-from engines import BASE, HERE, environment, slimkv
+from engines import BASE, environment, slimkv
+from mla_models import deepseek_v2, saved
 from test_stores import make, prompt
 
 from slimkv.lab.soak.server import free_port
-from slimkv.spec import CodecSpec, PageLayout
+from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
+SCRIPT = Path(__file__).with_name("transfer_peer.py")
 LAYERS, HEADS, DIM = 3, 2, 64
 PROMPT = prompt(1, 301)
 BLOCKS = -(-len(PROMPT) // BASE["block_size"])
@@ -37,8 +41,8 @@ class Peer:
         own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         self.log, self.said = log, ""  # stderr, and what else it prints
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "transfer_peer.py"), json.dumps(engine)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=log.open("w"), text=True,
+            [sys.executable, str(SCRIPT), json.dumps(engine)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=log.open("w"), text=True,
             env=environment(**own, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
         )  # fmt: skip
 
@@ -57,12 +61,9 @@ class Peer:
         return json.loads(self.answer())
 
 
-@pytest.fixture(scope="module")
-def peers(tmp_path_factory):
-    folder = make(tmp_path_factory.mktemp("llama"), 0)
-    logs = tmp_path_factory.mktemp("logs")
-    kinds = {"prefill": "k4v4", "decode": "k4v4", "other": "k5v3"}  # k5v3 takes the bytes of k4v4
-    started = {name: Peer(folder, logs / name, slimkv(format)) for name, format in kinds.items()}
+@contextmanager
+def started_peers(folder: str, logs, formats: dict[str, str], **arguments: Any):
+    started = {name: Peer(folder, logs / name, {**slimkv(x), **arguments}) for name, x in formats.items()}
     try:
         for peer in started.values():
             assert peer.answer() == "ready"
@@ -71,6 +72,14 @@ def peers(tmp_path_factory):
         for peer in started.values():
             peer.process.kill()
             peer.process.wait()
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory):
+    folder = make(tmp_path_factory.mktemp("llama"), 0)
+    kinds = {"prefill": "k4v4", "decode": "k4v4", "other": "k5v3"}  # k5v3 takes the bytes of k4v4
+    with started_peers(folder, tmp_path_factory.mktemp("logs"), kinds) as started:
+        yield started
 
 
 def test_packed_pages_travel(peers):
@@ -93,3 +102,16 @@ def test_a_peer_of_another_format_is_refused(peers):
     assert (got["reason"], got["tokens"]) == ("error", [])  # vLLM's default for pages that did not come
     said = peers["other"].said
     assert re.search("hash mismatch. Local: .*slimkv k5v3, .*Remote: .*slimkv k4v4, ", said), said
+
+
+def test_packed_latents_travel(tmp_path):
+    """One page per layer and block, whatever the number of heads."""
+    block, spec = 16, LatentSpec.parse("c4").with_raw_dtype("float32")
+    how = {"block_size": block, "max_num_batched_tokens": 1024}
+    folder = saved(deepseek_v2, tmp_path / "model")
+    with started_peers(folder, tmp_path, {"prefill": "c4", "decode": "c4"}, **how) as peers:
+        alone = peers["prefill"].ask(12)["tokens"]
+        got = peers["decode"].ask(12, peers["prefill"].ask(1, FOR_A_PEER)["transfer"])
+    assert got["tokens"] == alone
+    assert got["vllm:external_prefix_cache_hits"] == len(PROMPT)
+    assert got["vllm:nixl_bytes_transferred"] == -(-len(PROMPT) // block) * 3 * PageLayout(spec, block).page_bytes
