@@ -31,6 +31,7 @@ typedef long long i64;
 
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
+#define UNROLL_FOR(...) for (__VA_ARGS__)
 #define KERNEL(threads, blocks) static void
 #define GRID_CONSTANT const
 #define SHARED_MEMORY(name) u8* const name = host::machine.shared

@@ -81,12 +81,10 @@ template <int GROUPS> DEVICE void wgmma_wait() {
 }
 // Nothing that reads or writes x moves across.
 template <int N> DEVICE void wgmma_fence_operand(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+  UNROLL_FOR (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+  UNROLL_FOR (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
 
 #define REGISTERS_4 "%0,%1,%2,%3"

@@ -16,6 +16,7 @@ static_assert(sizeof(i64) == 8 && sizeof(u64) == 8, "64-bit integers");
 
 #define DEVICE_MEMBER __device__ __forceinline__
 #define DEVICE static __device__ __forceinline__
+#define UNROLL_FOR(...) _Pragma("unroll") for (__VA_ARGS__)
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define SHARED_MEMORY(name) extern __shared__ __align__(16) u8 name[]
 #define SHARED_OPERANDS(name) \

@@ -18,8 +18,7 @@ struct MergedState {
   float highest, row_sum, x[VN];
   DEVICE_MEMBER void clear() {
     highest = MINUS_INFINITY, row_sum = 0;
-#pragma unroll
-    for (int i = 0; i < VN; i++) x[i] = 0;
+    UNROLL_FOR (int i = 0; i < VN; i++) x[i] = 0;
   }
   // What makes a part with maximum m and sum l relative to `to`; one without keys counts only if it is not a number.
   DEVICE_MEMBER static float factor(float m, float l, float to) {
@@ -29,18 +28,14 @@ struct MergedState {
   // The maximum of all first, so that no part waits for the exponential of another.
   template <int N> DEVICE_MEMBER void add(const float (&m)[N], const float (&l)[N], const float (&v)[N][VN]) {
     float row_max = highest;
-#pragma unroll
-    for (int j = 0; j < N; j++) row_max = max_f32(row_max, m[j]);
+    UNROLL_FOR (int j = 0; j < N; j++) row_max = max_f32(row_max, m[j]);
     const float mine = factor(highest, row_sum, row_max);
     row_sum = mul_rn(row_sum, mine);
-#pragma unroll
-    for (int i = 0; i < VN; i++) x[i] = mul_rn(x[i], mine);
-#pragma unroll
-    for (int j = 0; j < N; j++) {
+    UNROLL_FOR (int i = 0; i < VN; i++) x[i] = mul_rn(x[i], mine);
+    UNROLL_FOR (int j = 0; j < N; j++) {
       const float other = factor(m[j], l[j], row_max);
       row_sum = fma_rn(l[j], other, row_sum);
-#pragma unroll
-      for (int i = 0; i < VN; i++) x[i] = fma_rn(v[j][i], other, x[i]);
+      UNROLL_FOR (int i = 0; i < VN; i++) x[i] = fma_rn(v[j][i], other, x[i]);
     }
     highest = row_max;
   }
@@ -59,14 +54,12 @@ DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, 
   }
   const float inverse = row_sum == 0 ? 0.0f : factor / row_sum;
   float x[VN];
-#pragma unroll
-  for (int i = 0; i < VN; i++) x[i] = mul_rn(sums[i], inverse);
+  UNROLL_FOR (int i = 0; i < VN; i++) x[i] = mul_rn(sums[i], inverse);
   if (V_ROTATED)
     unrotate<VD, V_ROTATED ? V_CORE : 1>(x, args.value_sign_bits, args.value_core, (const u16*)args.value_signs,
         args.value_norm, scratch, lane);
   const i64 at = (i64)row * args.out_stride + (i64)head * args.out_head_stride;
-#pragma unroll
-  for (int i = 0; i < VN; i++) {
+  UNROLL_FOR (int i = 0; i < VN; i++) {
     const int d = lane + 32 * i;
     if (d >= VD) continue;
     if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = x[i];

@@ -13,8 +13,7 @@ DEVICE void load_query(const DecodeArgs& args, const DecodeRange& range, int c, 
             head = range.head * args.group_size + in_group(args, c);
   const bool valid = c < args.queries_of_chunk * args.group_size && query < range.s.queries;
   const i64 at = (i64)(range.s.start + query) * args.query_stride + (i64)head * args.query_head_stride;
-#pragma unroll
-  for (int i = 0; i < QN; i++) {
+  UNROLL_FOR (int i = 0; i < QN; i++) {
     const int d = lane + 32 * i;
     y[i] = valid && d < KD ? load_number(args.query, at + d, Q_TYPE) : 0.0f;
     if (args.scale < 0) y[i] = -y[i];
@@ -51,14 +50,12 @@ DEVICE float rotate_query(const DecodeArgs& args, float (&y)[QN], float* scratch
         scratch, lane);
   float row_max = 0.0f;
   bool finite = true;
-#pragma unroll
-  for (int i = 0; i < QN; i++) {
+  UNROLL_FOR (int i = 0; i < QN; i++) {
     const float a = y[i] < 0 ? -y[i] : y[i];
     finite = finite && a < as_float(0x7F800000u);
     row_max = max_f32(row_max, a);
   }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) row_max = max_f32(row_max, shfl_xor(row_max, d));
+  UNROLL_FOR (int d = 16; d; d >>= 1) row_max = max_f32(row_max, shfl_xor(row_max, d));
   return warp_any(!finite) ? as_float(0x7F800000u) : row_max;
 }
 
@@ -79,8 +76,7 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
   const float up = row_max > 1e-30f && finite ? largest / row_max : 0.0f;
   const int row = c / GROUP * 8 + (WIDE ? c % GROUP : 2 * (c % GROUP));
   float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < QN; i++) {
+  UNROLL_FOR (int i = 0; i < QN; i++) {
     const int d = lane + 32 * i;
     if (d >= KD) continue;
     const float x = finite ? mul_rn(y[i], up) : 0.0f;
@@ -100,8 +96,7 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
       if (!WIDE) to[NEXT_ROW / 2] = (u16)f32_to_f16(x - f16_to_f32(high));
     }
   }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
+  UNROLL_FOR (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (lane == 0) {
     const int position = range.s.length - range.s.queries + range.chunk * args.queries_of_chunk + by_group(args, c);
     *column_at(shared, c) = {finite || VERIFY ? row_max / largest * KEY_UNIT : NOT_A_NUMBER, sum,

@@ -27,16 +27,13 @@ DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tabl
 DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnState& columns, int g, StepScores& s) {
   const float cap_by = SOFTCAP ? 2.0f * LOG2E * rcp_approx(args.softcap) : 0.0f;
   constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
-#pragma unroll
-  for (int x = 0; x < SCORED_TILES; x++) {
+  UNROLL_FOR (int x = 0; x < SCORED_TILES; x++) {
     const u8* fields = slot + fields_of(TILES_APART * x);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       const u32 field = field_bits(fields, g + 8 * r);
       const float scale = small_scale_of(field);
       const float zero = K_KIND == UNIFORM ? small_zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r)) : 0;
-#pragma unroll
-      for (int c = 0; c < C; c++) {
+      UNROLL_FOR (int c = 0; c < C; c++) {
         float score = mul_rn(KEY_OFFSET != 0 ? fma_rn(-KEY_OFFSET, columns.sum[c], s[c][x][r]) : s[c][x][r], scale);
         if (K_KIND == UNIFORM) score = fma_rn(zero, columns.sum[c], score);
         if (!LATE_UNIT) score *= columns.unit_of(c);
@@ -51,20 +48,17 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
 DEVICE void hide_tokens(const u8* slot, const u8* shared, int token0, int lane, StepScores& s) {
   const int g = lane >> 2;
   u32 bad = 0;
-#pragma unroll
-  for (int i = 0; i < 2 * SCORED_TILES; i++) {
+  UNROLL_FOR (int i = 0; i < 2 * SCORED_TILES; i++) {
     const u8* fields = slot + fields_of(TILES_APART * (i / 2));
     const int token = g + 8 * (i & 1);
     if (field_bits(fields, token) == INVALID_FIELD ||
         field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD)
       bad |= 1u << i;
   }
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     const Column* column = column_at(shared, own_column(c, lane & 3));
     const int begin = WINDOW ? column->visible_begin : 0, end = column->visible_end;
-#pragma unroll
-    for (int i = 0; i < 2 * SCORED_TILES; i++) {
+    UNROLL_FOR (int i = 0; i < 2 * SCORED_TILES; i++) {
       const int x = i / 2, r = i & 1, token = token0 + 16 * TILES_APART * x + g + 8 * r;
       if constexpr (VERIFY) {  // where it is, so that steps without any move nothing
         if (bad >> i & 1) overwrite(s[c][x][r], NOT_A_NUMBER);

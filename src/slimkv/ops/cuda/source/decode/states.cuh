@@ -19,12 +19,10 @@ DEVICE void leave_states(const ColumnState& columns, RunningSoftmax& acc, float*
   const int g = lane >> 2, t = lane & 3;
   const bool marked =
       warp_any(acc.largest_fields >> 16 == INVALID_FIELD || (acc.largest_fields & 0xFFFF) == INVALID_FIELD);
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     if (marked) acc.row_sum[c] = NOT_A_NUMBER;
     if (MAX_WITHOUT_UNIT && acc.row_max[c] != MINUS_INFINITY) acc.row_max[c] *= columns.unit_of(c);
-#pragma unroll
-    for (int d = 4; d < 32; d <<= 1)
+    UNROLL_FOR (int d = 4; d < 32; d <<= 1)
       acc.row_sum[c] += shfl_xor(acc.row_sum[c], d), acc.shift[c] += shfl_xor(acc.shift[c], d);
     float* state = states + STATE_WORDS * (warp * COLUMNS + own_column(c, t));
     if (g == 0) {

@@ -40,8 +40,7 @@ struct ColumnState {
 
   DEVICE_MEMBER void load(const DecodeArgs& args, const DecodeRange& range, const u8* shared, int t) {
     const int first_query = range.chunk * args.queries_of_chunk;
-#pragma unroll
-    for (int c = 0; c < C; c++) {
+    UNROLL_FOR (int c = 0; c < C; c++) {
       const Column column = *column_at(shared, own_column(c, t));
       float& u = unit[VERIFY ? 0 : c];
       u = column.unit * (args.scale < 0 ? -args.scale : args.scale);
@@ -62,8 +61,7 @@ struct RunningSoftmax {
 
   DEVICE_MEMBER void clear() {
     largest_fields = 0;
-#pragma unroll
-    for (int c = 0; c < C; c++) row_max[c] = MINUS_INFINITY, row_sum[c] = 0, shift[c] = 0;
+    UNROLL_FOR (int c = 0; c < C; c++) row_max[c] = MINUS_INFINITY, row_sum[c] = 0, shift[c] = 0;
   }
 };
 

@@ -34,10 +34,8 @@ DEVICE void unpack_tile(const PrefillArgs& args, const Work& w, LevelTable key_l
   if (const int of_lane = PER_LANE * lane / 16;
       of_lane >= group && of_lane < end_group) {  // its tokens' part of the codes, to the L2 cache
     constexpr int K_PART = PER_LANE * K_TILE / 16, V_PART = PER_LANE * V_TILE / 16;
-#pragma unroll
-    for (int i = 0; i < K_PART; i += 128) prefetch_l2(own_page + own_place / PER_LANE * K_PART + i);
-#pragma unroll
-    for (int i = 0; i < V_PART; i += 128) prefetch_l2(own_page + V_CODES + own_place / PER_LANE * V_PART + i);
+    UNROLL_FOR (int i = 0; i < K_PART; i += 128) prefetch_l2(own_page + own_place / PER_LANE * K_PART + i);
+    UNROLL_FOR (int i = 0; i < V_PART; i += 128) prefetch_l2(own_page + V_CODES + own_place / PER_LANE * V_PART + i);
   }
   Fields fields;
   fields.load_from_page(own_page, own_place);

@@ -12,17 +12,13 @@ struct PassState {
       : mine(args.state + (i64)block_index() * 2 * ROWS + b * 128 * CONSUMERS + thread_index() - 128 * PRODUCERS),
         stride((i64)block_count() * 2 * ROWS) {}
   DEVICE_MEMBER void load(float (&o)[OUTPUTS], Softmax& softmax) const {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[i] = mine[i * stride];
-#pragma unroll
-    for (int r = 0; r < 2; r++)
+    UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[i] = mine[i * stride];
+    UNROLL_FOR (int r = 0; r < 2; r++)
       softmax.row_max[r] = mine[(OUTPUTS + r) * stride], softmax.row_sum[r] = mine[(OUTPUTS + 2 + r) * stride];
   }
   DEVICE_MEMBER void store(const float (&o)[OUTPUTS], const Softmax& softmax) const {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) mine[i * stride] = o[i] * softmax.output_factor();
-#pragma unroll
-    for (int r = 0; r < 2; r++)
+    UNROLL_FOR (int i = 0; i < OUTPUTS; i++) mine[i * stride] = o[i] * softmax.output_factor();
+    UNROLL_FOR (int r = 0; r < 2; r++)
       mine[(OUTPUTS + r) * stride] = softmax.row_max[r], mine[(OUTPUTS + 2 + r) * stride] = softmax.row_sum[r];
   }
 };
@@ -35,8 +31,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
   Visible visible[ROW_BLOCKS];
   Softmax softmax[ROW_BLOCKS];
   u8* const operand = operands + warpgroup * QUERY_BYTES;
-#pragma unroll
-  for (int b = 0; b < ROW_BLOCKS; b++) {
+  UNROLL_FOR (int b = 0; b < ROW_BLOCKS; b++) {
     const LaneRows rows =
         prepare_lane_rows(args, w, operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup, warp, lane);
     visible[b] = rows.visible, softmax[b] = rows.softmax;
@@ -44,12 +39,10 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
   queries_are_written(warpgroup);
 
   float o[ROW_BLOCKS][OUTPUTS];
-#pragma unroll
-  for (int b = 0; b < ROW_BLOCKS; b++) {
+  UNROLL_FOR (int b = 0; b < ROW_BLOCKS; b++) {
     if (HANDS_ON && !args.first_pass) PassState(args, b).load(o[b], softmax[b]);
     else
-#pragma unroll
-      for (int i = 0; i < OUTPUTS; i++) o[b][i] = 0.0f;
+      UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[b][i] = 0.0f;
   }
   const bool all =
       ROW_BLOCKS == 1 || (min_i32(w.s.queries, args.end_query) - w.first) * args.group_size > CONSUMERS * GROUP_ROWS;
@@ -59,12 +52,10 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     attend_tiles<1>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
 
   if (HANDS_ON && !args.last_pass) {
-#pragma unroll
-    for (int b = 0; b < ROW_BLOCKS; b++) PassState(args, b).store(o[b], softmax[b]);
+    UNROLL_FOR (int b = 0; b < ROW_BLOCKS; b++) PassState(args, b).store(o[b], softmax[b]);
     return;
   }
-#pragma unroll
-  for (int b = 0; b < ROW_BLOCKS; b++)
+  UNROLL_FOR (int b = 0; b < ROW_BLOCKS; b++)
     if (b == 0 || all)
       store_lane_rows(args, w, softmax[b], o[b], operand + b * CONSUMERS * QUERY_BYTES, b * CONSUMERS + warpgroup,
           warpgroup, warp, lane);

@@ -15,8 +15,7 @@ DEVICE LaneRows prepare_lane_rows(const PrefillArgs& args, const Work& w, u8* op
   LaneRows lane_rows;
   bool valid[2];
   i64 from[2];
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
+  UNROLL_FOR (int r = 0; r < 2; r++) {
     const Row row = row_of(args, w, row_block, 16 * warp + g + 8 * r);
     const int position = w.s.length - w.s.queries + row.of_sequence;
     lane_rows.visible.end[r] = args.causal ? min_i32(w.s.length, position + 1) : w.s.length;
@@ -36,8 +35,7 @@ DEVICE LaneRows prepare_lane_rows(const PrefillArgs& args, const Work& w, u8* op
 DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softmax& softmax, const float (&o)[OUTPUTS],
     u8* operand, int row_block, int warpgroup, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
+  UNROLL_FOR (int r = 0; r < 2; r++) {
     const Row row = row_of(args, w, row_block, 16 * warp + g + 8 * r);
     float row_sum = softmax.row_sum[r], row_max = softmax.row_max[r], by = 1.0f;
     row_sum += shfl_xor(row_sum, 1);
@@ -53,8 +51,7 @@ DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softma
     if (V_ROTATED) by *= args.value_norm;
     by *= softmax.output_factor();
     float x[OWN];
-#pragma unroll
-    for (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;
+    UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;
     if (!POWER_OF_TWO_D && r == 0)
       bar_sync(1 + warpgroup, 128);  // nobody needs queries any more, whose place rows go through
     store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, operand + 2048 * warp,

@@ -69,8 +69,7 @@ template <int KIND> DEVICE Field field_of(const u8* fields, int place, float up)
 template <int KIND, int BITS, class Codes>
 DEVICE void numbers_of(const Codes& codes, int slice, const float* levels, float (&x)[8]) {
   const u32 low = codes.low(slice), high = codes.high(slice);
-#pragma unroll
-  for (int n = 0; n < 8; n++) {
+  UNROLL_FOR (int n = 0; n < 8; n++) {
     const u32 code = code_at<BITS>(low, high, n);
     if (KIND == LLOYD) x[n] = levels[code];
     else if (KIND == UNIFORM) x[n] = as_float(0x4B000000u | code) - 8388608.0f;
@@ -84,17 +83,14 @@ template <class Codes>
 DEVICE void store_int8_keys(const UnpackArgs& args, const Codes& codes, bool some, int begin, Seen seen, int warp,
     int lane, u8* keys) {
   const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int j = 0; j < D / 64; j++) {
+  UNROLL_FOR (int j = 0; j < D / 64; j++) {
     u32 words[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-#pragma unroll
-    for (int s = 0; some && s < 4; s++) {
+    UNROLL_FOR (int s = 0; some && s < 4; s++) {
       // Twice the level is 2 (level + 63.5) - 127 = (2 (level + 63.5) + 1) - 128.
       code_bytes<K_KIND, K_BITS>(codes.low(4 * j + s), codes.high(4 * j + s), args.key_table, words[0][s], words[1][s]);
       words[0][s] = words[0][s] << 1 ^ 0x81818181u, words[1][s] = words[1][s] << 1 ^ 0x81818181u;
     }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int i = 0; i < 2; i++) {
       const int token = 16 * warp + g + 8 * i;
       const bool real = seen.has(begin + g + 8 * i);
       Words4 unit = {words[i][0], words[i][1], words[i][2], words[i][3]};
@@ -148,8 +144,7 @@ DEVICE void store_digits(const u8* page, int begin, Seen seen, int place, int wa
   if (lane >= 16) return;
   Digits digits = {0, 0};
   if (seen.has(begin + lane)) digits_of(page, place + lane, value_limit, digits);
-#pragma unroll
-  for (int c = 0; c < 8; c++)
+  UNROLL_FOR (int c = 0; c < 8; c++)
     staged[staged_unit(D + c, warp ^ c) + token_place(lane)] = (u8)(lane % 4 != c / 2 ? 0
             : c % 2                                                                   ? digits.second
                                                                                       : digits.first);
@@ -162,8 +157,7 @@ DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool s
     u8* staged) {
   constexpr u32 MAGNITUDE = (1u << (V_BITS - 1)) - 1;
   const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int s = 0; s < S; s++) {
+  UNROLL_FOR (int s = 0; s < S; s++) {
     u32 words[2] = {0, 0};
     if (some) {
       // Value 4 m + 2 b + a of a slice is token 8 m + 2 t + b, dimension g + 8 a. This puts the nibbles of a
@@ -178,8 +172,7 @@ DEVICE void store_e4m3_values(const UnpackArgs& args, const Codes& codes, bool s
                      (~(low << (4 - V_BITS)) & 0x80808080u)) &
           real;
     }
-#pragma unroll
-    for (int a = 0; a < 2; a++) {
+    UNROLL_FOR (int a = 0; a < 2; a++) {
       const int place = 64 * (s / 4) + 8 * g + 4 * (s % 4 / 2) + 2 * a + s % 2;
       *(u32*)(staged + staged_unit(place, warp ^ (place & 7)) + 4 * t) = words[a];
     }
@@ -196,15 +189,13 @@ DEVICE TileExponents tile_exponents(const u8* page, int begin, const Seen& seen,
     key = exponent_of<K_KIND, K_BITS>(page + K_FIELDS, place + lane % 16);
     value = exponent_of<V_KIND, V_BITS>(page + V_FIELDS, place + lane % 16);
   }
-#pragma unroll
-  for (int d = 8; d; d >>= 1) {
+  UNROLL_FOR (int d = 8; d; d >>= 1) {
     key = max_i32(key, shfl_xor(key, d));
     value = max_i32(value, shfl_xor(value, d));
   }
   if (lane == 0) exponents[2 * warp] = key, exponents[2 * warp + 1] = value;
   sync_threads();
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) {
+  UNROLL_FOR (int i = 0; i < WARPS; i++) {
     key = max_i32(key, exponents[2 * i]);
     value = max_i32(value, exponents[2 * i + 1]);
   }
@@ -219,21 +210,18 @@ DEVICE void store_fp16_keys(const Codes<K_BITS, S, false>& codes, const Field (&
     const Seen& seen, int warp, int lane, const float* levels, u8* keys) {
   const int g = lane >> 2, t = lane & 3;
   float x[8], y[8];
-#pragma unroll
-  for (int j = 0; j < PLACES / 32; j++) {
+  UNROLL_FOR (int j = 0; j < PLACES / 32; j++) {
     const bool both = 2 * j + 1 < S;  // slices that there are
     if (some) {
       numbers_of<K_KIND, K_BITS>(codes, 2 * j, levels, x);
       if (both) numbers_of<K_KIND, K_BITS>(codes, 2 * j + 1, levels, y);
     }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int i = 0; i < 2; i++) {
       const Field f = fields[i];
       Words4 words = {0, 0, 0, 0};
       if (seen.has(begin + g + 8 * i)) {
         u32 pairs[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++)
+        UNROLL_FOR (int k = 0; k < 4; k++)
           pairs[k] = pack_f16x2(x[4 * i + k] * f.scale + f.zero, both ? y[4 * i + k] * f.scale + f.zero : 0.0f);
         words = {pairs[0], pairs[1], pairs[2], pairs[3]};
       }
@@ -247,27 +235,22 @@ DEVICE void store_fp16_values(const Codes<V_BITS, S, true>& codes, const Field (
     const Seen& seen, int warp, int lane, const float* levels, u8* values) {
   const int g = lane >> 2, t = lane & 3;
   float x[8], y[8];
-#pragma unroll
-  for (int h = 0; h < HALVES; h++) {
+  UNROLL_FOR (int h = 0; h < HALVES; h++) {
     u32 words[4][4] = {};
-#pragma unroll
-    for (int k = 0; k < (h < WHOLE_HALVES ? 2 : 1); k++) {
+    UNROLL_FOR (int k = 0; k < (h < WHOLE_HALVES ? 2 : 1); k++) {
       const int slice = 4 * h + 2 * k;
       const bool first = slice < S, both = slice + 1 < S;  // slices that there are
       if (some && first) numbers_of<V_KIND, V_BITS>(codes, slice, levels, x);
       if (some && both) numbers_of<V_KIND, V_BITS>(codes, slice + 1, levels, y);
-#pragma unroll
-      for (int i = 0; first && i < 4; i++) {
+      UNROLL_FOR (int i = 0; first && i < 4; i++) {
         const Field f = fields[i];
         const bool real = seen.has(begin + 2 * t + 8 * (i / 2) + i % 2);
-#pragma unroll
-        for (int b = 0; b < 2; b++)
+        UNROLL_FOR (int b = 0; b < 2; b++)
           words[i][2 * k + b] =
               real ? pack_f16x2(x[2 * i + b] * f.scale + f.zero, both ? y[2 * i + b] * f.scale + f.zero : 0.0f) : 0;
       }
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
+    UNROLL_FOR (int i = 0; i < 4; i++) {
       const int token = 16 * warp + 2 * t + 8 * (i / 2) + i % 2;
       if (h < WHOLE_HALVES)
         *(Words4*)(values + unit_at(h, token, g, STEP)) = {words[i][0], words[i][1], words[i][2], words[i][3]};
@@ -327,14 +310,12 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
   Field of_key[2], of_value[4];
   // NaN shows in the scores of rows that see the token. In its values it would show everywhere: a hidden token's
   // probability is 0, and 0 times NaN is not 0.
-#pragma unroll
-  for (int i = 0; some && i < 2; i++) {
+  UNROLL_FOR (int i = 0; some && i < 2; i++) {
     const int at = place + g + 8 * i;
     of_key[i] = field_of<K_KIND>(page + K_FIELDS, at, key_up);
     if (marked<K_KIND>(page + K_FIELDS, at) || marked<V_KIND>(page + V_FIELDS, at)) of_key[i].scale = NOT_A_NUMBER;
   }
-#pragma unroll
-  for (int i = 0; some && i < 4; i++) {
+  UNROLL_FOR (int i = 0; some && i < 4; i++) {
     const int at = place + 2 * t + 8 * (i / 2) + i % 2;
     of_value[i] = field_of<V_KIND>(page + V_FIELDS, at, value_up);
     if (marked<V_KIND>(page + V_FIELDS, at)) of_value[i] = {0.0f, 0.0f};
@@ -344,8 +325,7 @@ KERNEL(32 * WARPS, EIGHT_BIT ? 4 : 3) unpack(GRID_CONSTANT UnpackArgs args) {
     store_int8_keys(args, key_codes, some, begin, seen, warp, lane, keys);
     store_token_numbers(args, page, begin, seen, place, warp, lane, value_limit, keys);
     u32 real = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
+    UNROLL_FOR (int i = 0; i < 4; i++) {
       const int at = 8 * (i / 2) + 2 * t + i % 2;
       if (seen.has(begin + at) && value_scale_at(page, place + at) >= value_limit) real |= 0xFFu << (8 * i);
     }

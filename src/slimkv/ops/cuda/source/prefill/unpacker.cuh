@@ -32,8 +32,7 @@ template <int KIND, int BITS> struct Format {
     if constexpr (BY_MAGNITUDE) {
       const u32 magnitudes = low & ((1u << (BITS - 1)) - 1) * 0x11111111u;
       const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, magnitudes >> 16);
-#pragma unroll
-      for (int n = 0; n < 4; n++) {
+      UNROLL_FOR (int n = 0; n < 4; n++) {
         constexpr int SIGN = 16 - BITS;  // bits from the sign of code 0 to that of a half
         const u32 signs = SIGN >= 4 * n ? low << (SIGN - 4 * n) : low >> (4 * n - SIGN);
         // The permutation's sign mode makes zeros of bytes that have no top bit.
@@ -45,8 +44,7 @@ template <int KIND, int BITS> struct Format {
         codes[0] = BITS > 4 ? bit_select(0x0F0F0F0Fu, low, high << 4) : low & 0x0F0F0F0Fu;
         codes[1] = BITS > 4 ? bit_select(0x0F0F0F0Fu, low >> 4, high) : low >> 4 & 0x0F0F0F0Fu;
       }
-#pragma unroll
-      for (int n = 0; n < 4; n++) {
+      UNROLL_FOR (int n = 0; n < 4; n++) {
         const u32 of = codes[n % 2];
         const int at = n / 2;
         if (KIND == LLOYD) {
@@ -167,8 +165,7 @@ struct Unpacker {
   DEVICE_MEMBER u32 clear_hidden(Fields& f, int first) const {
     const int begin = first_seen(w.s, WINDOW ? args.sliding_window : NO_WINDOW);
     u32 bad = 0;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
+    UNROLL_FOR (int i = 0; i < PER_LANE; i++) {
       const int token = first + PER_LANE * lane + i;
       const bool real = token >= begin && token < w.s.length, bad_token = f.marks(i / 2) & (i % 2 ? 2 : 1);
       if (real && bad_token) bad |= 1u << i;
@@ -185,8 +182,7 @@ struct Unpacker {
     bool clear = (!WINDOW || first >= w.s.length - w.s.queries - args.sliding_window + 1) && first + STEP <= w.s.length;
     if (K_KIND == UNIFORM || V_KIND == UNIFORM) {
       u32 marks = 0;
-#pragma unroll
-      for (int i = 0; i < PER_LANE / 2; i++) marks |= f.marks(i);
+      UNROLL_FOR (int i = 0; i < PER_LANE / 2; i++) marks |= f.marks(i);
       clear = clear && !warp_any(marks);
     } else {
       clear = clear && (most & 0xFFFF) != INVALID_FIELD && most >> 16 != INVALID_FIELD;
@@ -201,15 +197,13 @@ struct Unpacker {
               value_exponent = max_i32(value_most, LEAST_FIELD) - FIELD_BIAS;
     const float key_up = as_float((u32)(127 + FIELD_SHIFT + KeyFormat::TOP - key_exponent) << 23);
     const float value_up = as_float((u32)(127 + FIELD_SHIFT + ValueFormat::TOP - value_exponent) << 23);
-#pragma unroll
-    for (int i = 0; i < PER_LANE / 2; i++) {
+    UNROLL_FOR (int i = 0; i < PER_LANE / 2; i++) {
       f.key[i] = half_scales(f.key[i], key_up), f.value[i] = half_scales(f.value[i], value_up);
       if (K_KIND == UNIFORM) f.key_zero[i] = half_zeros(f.key_zero[i], key_up);
       if (V_KIND == UNIFORM) f.value_zero[i] = half_zeros(f.value_zero[i], value_up);
     }
     if (bad)
-#pragma unroll
-      for (int i = 0; i < PER_LANE; i++)
+      UNROLL_FOR (int i = 0; i < PER_LANE; i++)
         if (bad >> i & 1) f.key[i / 2] |= i % 2 ? 0x7FFF0000u : 0x7FFFu;
     const int key_unit = key_exponent - KeyFormat::TOP + KeyFormat::BELOW;
     const int value_unit = value_exponent - ValueFormat::TOP + ValueFormat::BELOW;
@@ -231,23 +225,19 @@ struct Unpacker {
     u8* const units[2] = {keys + unit_at(0, 16 * GROUPS * warp + g, first, STEP),
         keys + unit_at(0, 16 * GROUPS * warp + g, second, STEP)};
     u8* const rest = keys + unit_at(0, 16 * GROUPS * warp + g, t, STEP);  // of half as many dimensions
-#pragma unroll
-    for (int q = 0; q < GROUPS; q++) {
+    UNROLL_FOR (int q = 0; q < GROUPS; q++) {
       u32 scale[2], zero[2] = {0, 0};
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
+      UNROLL_FOR (int i = 0; i < 2; i++) {
         const u32 from = (u32)(16 * GROUPS * warp + g) / PER_LANE + (16 * q + 8 * i) / PER_LANE,
                   which = (u32)g % PER_LANE;
         scale[i] = halves_from(f.key, from).twice(which);
         if (K_KIND == UNIFORM) zero[i] = halves_from(f.key_zero, from).twice(which);
       }
-#pragma unroll
-      for (int j = 0; j < PLACES / 32; j++) {
+      UNROLL_FOR (int j = 0; j < PLACES / 32; j++) {
         const bool both = 2 * j + 1 < S;  // slices that there are
         const u32 low[2] = {codes[q].low(2 * j), both ? codes[q].low(2 * j + 1) : 0};
         const u32 high[2] = {codes[q].high(2 * j), both ? codes[q].high(2 * j + 1) : 0};
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLL_FOR (int i = 0; i < 2; i++) {
           u32 a[4];
           if constexpr (K_BITS == 8) {
             const u32 even = i ? high[0] : low[0], odd = i ? high[1] : low[1];  // slices
@@ -258,8 +248,7 @@ struct Unpacker {
             KeyFormat::halves(prmt(low[0], low[1], token), K_BITS > 4 ? prmt(high[0], high[1], token) : 0,
                 args.key_table, key_levels, scale[i], zero[i], a);
           }
-#pragma unroll
-          for (int n = 0; !both && n < 4; n++) a[n] &= 0xFFFFu;
+          UNROLL_FOR (int n = 0; !both && n < 4; n++) a[n] &= 0xFFFFu;
           *(Words4*)((j / 2 < WHOLE_HALVES ? units[j % 2] : rest) + unit_at(j / 2, 16 * q + 8 * i, 0, STEP)) = {a[0],
               a[1], a[2], a[3]};
         }
@@ -281,11 +270,9 @@ struct Unpacker {
         values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g, STEP)};
     u8* const rest[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g / 2, STEP) + g % 2 * 8,
         values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g / 2, STEP) + g % 2 * 8};
-#pragma unroll
-    for (int q = 0; q < GROUPS; q++) {
+    UNROLL_FOR (int q = 0; q < GROUPS; q++) {
       u32 scale[4], zero[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
+      UNROLL_FOR (int i = 0; i < 4; i += 2) {
         const u32 from = (u32)(16 * GROUPS * warp + 2 * t) / PER_LANE + (16 * q + 4 * i) / PER_LANE,
                   which = (u32)(2 * t) % PER_LANE;
         const Halves scales = halves_from(f.value, from);
@@ -295,18 +282,15 @@ struct Unpacker {
           zero[i] = zeros.twice(which), zero[i + 1] = zeros.twice(which + 1);
         }
       }
-#pragma unroll
-      for (int h = 0; h < HALVES; h++) {
+      UNROLL_FOR (int h = 0; h < HALVES; h++) {
         u32 low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int k = 0; k < 4; k++)
+        UNROLL_FOR (int k = 0; k < 4; k++)
           if (4 * h + k < S) low[k] = codes[q].low(4 * h + k), high[k] = codes[q].high(4 * h + k);
         if constexpr (V_BITS < 8) {
           turn(low);
           if (V_BITS > 4) turn(high);
         }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        UNROLL_FOR (int i = 0; i < 4; i++) {
           u32 a[4];
           if constexpr (V_BITS == 8) {
             const u32 token = i % 2 ? 0x7632 : 0x5410;
@@ -317,8 +301,7 @@ struct Unpacker {
           } else {
             ValueFormat::halves(low[i], high[i], args.value_table, value_levels, scale[i], zero[i], a);
           }
-#pragma unroll
-          for (int n = 0; n < 4; n++)
+          UNROLL_FOR (int n = 0; n < 4; n++)
             if (4 * h + n / 2 * 2 + 1 >= S) a[n] &= 0xFFFFu;
           const int row = unit_at(h, 16 * q + 8 * (i / 2), 0, STEP);
           if (h < WHOLE_HALVES) *(Words4*)(units[i % 2] + row) = {a[0], a[1], a[2], a[3]};

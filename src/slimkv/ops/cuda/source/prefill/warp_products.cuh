@@ -12,10 +12,8 @@ template <int BLOCKS> struct Queries {
   u32 address, held[HELD_QUERIES ? PLACES / 16 : 1][BLOCKS][4];
 
   DEVICE_MEMBER Queries(u32 operand, int lane) : address(by_columns(operand, thread_index() / 32 % 4 * 16, lane)) {
-#pragma unroll
-    for (int k = 0; HELD_QUERIES && k < PLACES / 16; k++)
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++) load(k, b, held[k][b]);
+    UNROLL_FOR (int k = 0; HELD_QUERIES && k < PLACES / 16; k++)
+      UNROLL_FOR (int b = 0; b < BLOCKS; b++) load(k, b, held[k][b]);
   }
   DEVICE_MEMBER void load(int k, int b, u32 (&q)[4]) const {
     ldmatrix_x4(q, (address ^ k % 4 * 32) + b * CONSUMERS * QUERY_BYTES + k / 4 * 128 * GROUP_ROWS);
@@ -24,21 +22,17 @@ template <int BLOCKS> struct Queries {
 
 // s = Q K^T, all tokens of the tile. A lane's fragment of keys serves all blocks.
 template <int BLOCKS> DEVICE void multiply_scores(float (&s)[BLOCKS][N], const Queries<BLOCKS>& queries, u32 keys) {
-#pragma unroll
-  for (int k = 0; k < PLACES / 16; k++) {
+  UNROLL_FOR (int k = 0; k < PLACES / 16; k++) {
     u32 q[BLOCKS][4];
-#pragma unroll
-    for (int b = 0; b < BLOCKS; b++)
+    UNROLL_FOR (int b = 0; b < BLOCKS; b++)
       if constexpr (HELD_QUERIES)
         q[b][0] = queries.held[k][b][0], q[b][1] = queries.held[k][b][1], q[b][2] = queries.held[k][b][2],
         q[b][3] = queries.held[k][b][3];
       else queries.load(k, b, q[b]);
-#pragma unroll
-    for (int n = 0; n < STEP / 16; n++) {
+    UNROLL_FOR (int n = 0; n < STEP / 16; n++) {
       u32 key[4];
       ldmatrix_x4(key, (keys ^ k % 4 * 32) + k / 4 * HALF_TILE + n * 2048);
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++) {
+      UNROLL_FOR (int b = 0; b < BLOCKS; b++) {
         mma_f16(s[b] + 8 * n, q[b][0], q[b][1], q[b][2], q[b][3], key[0], key[1]);
         mma_f16(s[b] + 8 * n + 4, q[b][0], q[b][1], q[b][2], q[b][3], key[2], key[3]);
       }
@@ -49,14 +43,11 @@ template <int BLOCKS> DEVICE void multiply_scores(float (&s)[BLOCKS][N], const Q
 // o += P V.
 template <int BLOCKS> DEVICE void multiply_output(float (&o)[ROW_BLOCKS][OUTPUTS], const u32 (&p)[BLOCKS][N / 2],
     u32 values) {
-#pragma unroll
-  for (int k = 0; k < STEP / 16; k++)
-#pragma unroll
-    for (int n = 0; n < PLACES / 16; n++) {
+  UNROLL_FOR (int k = 0; k < STEP / 16; k++)
+    UNROLL_FOR (int n = 0; n < PLACES / 16; n++) {
       u32 value[4];
       ldmatrix_x4_trans(value, (values ^ n % 4 * 32) + n / 4 * HALF_TILE + k * 2048);
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++) {
+      UNROLL_FOR (int b = 0; b < BLOCKS; b++) {
         mma_f16(o[b] + 8 * n, p[b][4 * k], p[b][4 * k + 1], p[b][4 * k + 2], p[b][4 * k + 3], value[0], value[1]);
         mma_f16(o[b] + 8 * n + 4, p[b][4 * k], p[b][4 * k + 1], p[b][4 * k + 2], p[b][4 * k + 3], value[2], value[3]);
       }
@@ -92,11 +83,9 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     sync_threads();  // values are there, and nobody needs the keys
     if (i + 1 < w.count) copy_keys(i + 1);
     u32 p[BLOCKS][N / 2];
-#pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
+    UNROLL_FOR (int b = 0; b < BLOCKS; b++) {
       if (softmax[b].take(s[b], unit, visible[b], tile, is_clear(w, tile), i == 0, lane & 3, args.softcap, p[b]))
-#pragma unroll
-        for (int n = 0; n < OUTPUTS; n++) o[b][n] *= softmax[b].rescale[n / 2 % 2];
+        UNROLL_FOR (int n = 0; n < OUTPUTS; n++) o[b][n] *= softmax[b].rescale[n / 2 % 2];
     }
     multiply_output<BLOCKS>(o, p, values);
   }

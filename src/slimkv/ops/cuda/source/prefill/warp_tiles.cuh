@@ -15,8 +15,7 @@ DEVICE i64 tiles_of(const PrefillArgs& args, const Work& w) {
 
 // A thread's part of a tile.
 DEVICE void copy_tile(u8* to, const u8* from) {
-#pragma unroll
-  for (int i = 0; i < KEYS_BYTES; i += 16 * THREADS)
+  UNROLL_FOR (int i = 0; i < KEYS_BYTES; i += 16 * THREADS)
     if (KEYS_BYTES % (16 * THREADS) == 0 || i + 16 * thread_index() < KEYS_BYTES)
       cp_async_16(to + i + 16 * thread_index(), from + i + 16 * thread_index());
 }

@@ -17,8 +17,7 @@ template <class F, int W, int SHIFT, bool FIRST> struct NibbleUnits {
   // base: the plane in the tile.
   DEVICE_MEMBER void load(const u8* base, int position, int lane) {
     const Place place(position);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
+    UNROLL_FOR (int i = 0; i < COUNT; i++) {
       int unit = 32 * i + lane, part = unit % PARTS, word = unit / PARTS;
       if (!has(i, lane)) continue;
       const u8* at = base + fragment_word(word, place.template lane_of<F::VALUES>(part), WORDS) * 4 + 2 * place.high;
@@ -32,12 +31,10 @@ template <class F, int W, int SHIFT, bool FIRST> struct NibbleUnits {
     else *(T*)at = (T)(*(T*)at | code << SHIFT);
   }
   DEVICE_MEMBER void put(u8* codes, int lane) const {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
+    UNROLL_FOR (int i = 0; i < COUNT; i++) {
       int unit = 32 * i + lane, part = unit % PARTS, word = unit / PARTS;
       if (!has(i, lane)) continue;
-#pragma unroll
-      for (int j = 0; j < SHARE; j++) {
+      UNROLL_FOR (int j = 0; j < SHARE; j++) {
         int dim = 16 * (word * SHARE + j);
         u32 four = bits[i] >> (W * j);
         if constexpr (F::VALUES) {
@@ -50,8 +47,7 @@ template <class F, int W, int SHIFT, bool FIRST> struct NibbleUnits {
       }
     }
     if (TAIL_BYTES > 0 && lane < TAIL_BYTES)
-#pragma unroll
-      for (int n = 0; n < 8 / W; n++)
+      UNROLL_FOR (int n = 0; n < 8 / W; n++)
         set<u8>(codes + code_index(16 * WORDS * SHARE + lane * (8 / W) + n), rest >> (W * n) & MASK);
     sync_warp();
   }
@@ -64,8 +60,7 @@ template <class F> struct ByteUnits {
   DEVICE_MEMBER static bool has(int i, int lane) { return SLICES * PARTS % 32 == 0 || 32 * i + lane < SLICES * PARTS; }
   DEVICE_MEMBER void load(const u8* base, int position, int lane) {
     const Place place(position);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
+    UNROLL_FOR (int i = 0; i < COUNT; i++) {
       int unit = 32 * i + lane, part = unit % PARTS, slice = unit / PARTS;
       if (!has(i, lane)) continue;
       const u8* at =
@@ -74,8 +69,7 @@ template <class F> struct ByteUnits {
     }
   }
   DEVICE_MEMBER void put(u8* codes, int lane) const {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
+    UNROLL_FOR (int i = 0; i < COUNT; i++) {
       int unit = 32 * i + lane, part = unit % PARTS, dim = unit / PARTS * 16;
       if (!has(i, lane)) continue;
       if constexpr (F::VALUES) {
@@ -99,24 +93,20 @@ template <class F> struct RawUnits {
   DEVICE_MEMBER void load(const u8* base, int position, int lane) {
     const Place place(position);
     int first = (4 * place.high + (F::VALUES ? 2 * (place.row & 1) : 0)) * F::BITS / 32;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
+    UNROLL_FOR (int i = 0; i < COUNT; i++) {
       int unit = 32 * i + lane, part = unit % PARTS, slice = unit / PARTS;
       if (!has(i, lane)) continue;
-#pragma unroll
-      for (int n = 0; n < EACH; n++)
+      UNROLL_FOR (int n = 0; n < EACH; n++)
         words[i][n] = *(const u32*)(base +
             fragment_word(slice * PER_SLICE + first + n, place.template lane_of<F::VALUES>(part), SLICES * PER_SLICE) *
                 4);
     }
   }
   DEVICE_MEMBER void put(u8* numbers, int lane) const {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
+    UNROLL_FOR (int i = 0; i < COUNT; i++) {
       int unit = 32 * i + lane, part = unit % PARTS, slice = unit / PARTS;
       if (!has(i, lane)) continue;
-#pragma unroll
-      for (int n = 0; n < NUMBERS; n++) {
+      UNROLL_FOR (int n = 0; n < NUMBERS; n++) {
         int dim = 16 * slice + (F::VALUES ? part + 8 * n : 2 * part + (n & 1) + 8 * (n >> 1));
         if constexpr (F::BITS == 32) ((u32*)numbers)[dim] = words[i][n];
         else ((u16*)numbers)[dim] = (u16)(words[i][n / 2] >> (16 * (n & 1)));

@@ -13,8 +13,7 @@ template <int W, int SHIFT> DEVICE u32 nibble_pair(u32 first, u32 second) {
 template <int W, int SHIFT> DEVICE void store_plain(const u8* codes, int first, int bytes, u32 keep, u8* to, int lane) {
   for (int at = lane; at < bytes; at += 32) {
     u32 bits = 0;
-#pragma unroll
-    for (int n = 0; n < 8 / W; n++)
+    UNROLL_FOR (int n = 0; n < 8 / W; n++)
       bits |= ((u32)codes[code_index(first + at * (8 / W) + n)] >> SHIFT & ((1 << W) - 1)) << (W * n);
     to[at] = (u8)(bits & keep);
   }
@@ -26,13 +25,11 @@ template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, 
   constexpr int SHARE = 4 / W, SLICES = F::D / 16, WORDS = SLICES / SHARE, TAIL = SLICES % SHARE,
                 PARTS = F::VALUES ? 8 : 4;
   const Place place(position);
-#pragma unroll
-  for (int i = 0; i < (WORDS * PARTS + 31) / 32; i++) {
+  UNROLL_FOR (int i = 0; i < (WORDS * PARTS + 31) / 32; i++) {
     int unit = 32 * i + lane, part = unit % PARTS, word = unit / PARTS;
     if (WORDS * PARTS % 32 && word >= WORDS) break;
     u32 bits = 0;
-#pragma unroll
-    for (int j = 0; j < SHARE; j++) {
+    UNROLL_FOR (int j = 0; j < SHARE; j++) {
       int dim = 16 * (word * SHARE + j);
       if constexpr (F::VALUES) {
         bits |= nibble_pair<W, SHIFT>(codes[code_index(dim + part)], codes[code_index(dim + part + 8)]) << (W * j);
@@ -55,8 +52,7 @@ template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, 
 template <class F> DEVICE void store_code_bytes(const u8* codes, u32 keep, u8* base, int position, int lane) {
   constexpr int SLICES = F::D / 16, PARTS = F::VALUES ? 8 : 4;
   const Place place(position);
-#pragma unroll
-  for (int i = 0; i < (SLICES * PARTS + 31) / 32; i++) {
+  UNROLL_FOR (int i = 0; i < (SLICES * PARTS + 31) / 32; i++) {
     int unit = 32 * i + lane, part = unit % PARTS, slice = unit / PARTS;
     if (SLICES * PARTS % 32 && slice >= SLICES) break;
     u8* at = base + fragment_word(2 * slice + place.high, place.template lane_of<F::VALUES>(part), 2 * SLICES) * 4;
@@ -115,13 +111,11 @@ template <class F, int PAGE_TOKENS> DEVICE void store_raw(const u8* row, u8* pag
   }
   u8* tile = side + position / 16 * F::TILE_BYTES;
   const Place place(position & 15);
-#pragma unroll
-  for (int i = 0; i < (SLICES * PARTS + 31) / 32; i++) {
+  UNROLL_FOR (int i = 0; i < (SLICES * PARTS + 31) / 32; i++) {
     int unit = 32 * i + lane, part = unit % PARTS, slice = unit / PARTS;
     if (SLICES * PARTS % 32 && slice >= SLICES) break;
     int first = 4 * place.high + (F::VALUES ? 2 * (place.row & 1) : 0), there = place.template lane_of<F::VALUES>(part);
-#pragma unroll
-    for (int n = 0; n < NUMBERS; n += 32 / F::BITS) {
+    UNROLL_FOR (int n = 0; n < NUMBERS; n += 32 / F::BITS) {
       auto dim = [&](int m) { return 16 * slice + (F::VALUES ? part + 8 * m : 2 * part + (m & 1) + 8 * (m >> 1)); };
       u32 word = F::BITS == 32 ? ((const u32*)row)[dim(n)]
                                : ((const u16*)row)[dim(n)] | (u32)((const u16*)row)[dim(n + 1)] << 16;
