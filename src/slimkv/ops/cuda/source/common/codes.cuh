@@ -92,7 +92,7 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
                      : 128 * PAIRS + 4 * lane;
   }
 
-  // Of parts that are not alike. Two words at a time; the last one of an odd number comes with that of another lane.
+  // For parts of unequal size. Loads two words at a time; the last of an odd number comes with that of another lane.
   DEVICE_MEMBER void load_uneven_part(const u8* plane, int lane, int part) {
     constexpr int ALL = at_least_one(S / PER_WORD), LAST_PAIR = (ALL - 1) & ~1;
     if constexpr (WORDS % 2 == 0) {
@@ -261,18 +261,13 @@ DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) 
 
 // ---- halves -------------------------------------------------------------------------------------------------------
 
-template <int BITS> DEVICE u32 code_at(u32 low, u32 high, int n) {
-  if (BITS == 8) return ((n < 4 ? low : high) >> (8 * (n & 3))) & 0xFF;
-  return ((low >> (4 * n)) & 0xF) | (((high >> (4 * n)) & 0xF) << 4);
-}
-
 // The offset that `code_halves` adds to every value of uniform codes. A byte behind fp16's 0x64 is 1024 + the byte.
 // Keys keep this offset, and it is subtracted from their score. Values are centred, because they are summed over many
 // tokens.
 template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
   return KIND != UNIFORM ? 0.0f : TRANSPOSED ? -(float)(1 << (BITS - 1)) : 1024.0f;
 }
-// And what its numbers are multiplied by to be levels.
+// The factor from the halves of `code_halves` to levels.
 template <int KIND, int BITS> constexpr float half_unit() { return KIND == FP8 ? 256.0f : 1.0f; }
 
 // The values of a slice as an MMA operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7); keys want the middle two
@@ -291,22 +286,16 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u3
       UNROLL_FOR (int i = 0; i < 4; i++) a[i] = sub_f16x2(a[i], (0x6400u + (1u << (BITS - 1))) * 0x10001u);
     return;
   }
-  u32 words[2] = {low, high};  // codes as bytes
-  if (BITS < 8) {
-    const u32 even = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4,
-              odd = (low >> 4 & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);
-    words[0] = prmt(even, odd, 0x5140), words[1] = prmt(even, odd, 0x7362);
-  }
+  u32 bytes[2] = {low, high};  // of codes 0-3 and 4-7 or, below 8 bits, of even and odd ones
+  if (BITS < 8) bytes[0] = bit_select(0x0F0F0F0Fu, low, high << 4), bytes[1] = bit_select(0x0F0F0F0Fu, low >> 4, high);
+  auto level = [&](int n) { return BITS < 8 ? levels.at(bytes[n % 2], n / 2) : levels.at(bytes[n / 4], n % 4); };
   UNROLL_FOR (int i = 0; i < 4; i++) {
     const int m = (i & 1) + 4 * (i >> 1), n = m + 2;
     u32& to = a[i == 1 ? ODD : i == 2 ? NEXT : i];
     if (KIND == FP8) {
       const u32 x = prmt(low, high, (u32)((m << 4) | (n << 12))) & 0xFF00FF00u;
       to = (x & 0x80008000u) | ((x >> 1) & 0x3F803F80u);
-    } else {
-      const u32 word = words[m / 4];
-      to = prmt(levels.at(word, m % 4), levels.at(word, n % 4), 0x5410);
-    }
+    } else to = prmt(level(m), level(n), 0x5410);
   }
 }
 
@@ -327,22 +316,6 @@ template <bool TRANSPOSED> DEVICE void denormal_halves(u32 low, Table table, u32
 }
 // Twice the magnitudes, of what makes levels bytes.
 DEVICE u32 doubled_magnitudes(u32 entries) { return (~entries & 0x3F3F3F3Fu) << 1 | 0x01010101u; }
-
-// ---- halves one by one --------------------------------------------------------------------------------------------
-
-// Lloyd-Max of 6-8 bits.
-template <class C> DEVICE void joined_halves(const C& codes, int s, const LevelTable& levels, u32 (&a)[4]) {
-  constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;
-  u32 words[2];
-  codes.template bytes<false>(s, words);
-  UNROLL_FOR (int i = 0; i < 4; i++) {
-    const int m = (i & 1) + 4 * (i >> 1), n = m + 2;
-    a[i == 1         ? ODD
-            : i == 2 ? NEXT
-                     : i] = prmt(levels.at(words[C::word_of_byte(m)], C::place_of_byte(m)),
-        levels.at(words[C::word_of_byte(n)], C::place_of_byte(n)), 0x5410);
-  }
-}
 
 // ---- halves by pairs ----------------------------------------------------------------------------------------------
 

@@ -114,31 +114,18 @@ DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bi
   sync_warp();
 }
 
-// x times the rotation: `bits` holds its random signs, `core` the core's columns (up to 32), `signs` the whole matrix.
-// scratch: DIM floats for this warp, aligned to 16 bytes.
-template <int DIM, int CORE>
+// x times the rotation or, BACK, its transpose. `bits`: the random signs. `core`: the core's columns (BACK: rows), up to
+// 32. `signs`: the whole matrix. scratch: DIM floats for this warp, aligned to 16 bytes.
+template <int DIM, int CORE, bool BACK = false>
 DEVICE void rotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm,
     float* scratch, int lane) {
   if (POWER_OF_TWO(DIM) && DIM >= 32) {
+    if (BACK) hadamard<DIM>(x, lane);
     UNROLL_FOR (int i = 0; i < (DIM + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
-    hadamard<DIM>(x, lane);
+    if (!BACK) hadamard<DIM>(x, lane);
   } else if constexpr (core_of_lanes(CORE)) {
-    multiply_by_core_of_lanes<DIM, CORE, false>(x, bits, core, norm, scratch, lane);
+    multiply_by_core_of_lanes<DIM, CORE, BACK>(x, bits, core, norm, scratch, lane);
   } else {
-    multiply_by_core<DIM, CORE, false>(x, bits, signs, norm, scratch, lane);
-  }
-}
-
-// The other way; `core`: its rows.
-template <int DIM, int CORE>
-DEVICE void unrotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm,
-    float* scratch, int lane) {
-  if (POWER_OF_TWO(DIM) && DIM >= 32) {
-    hadamard<DIM>(x, lane);
-    UNROLL_FOR (int i = 0; i < (DIM + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
-  } else if constexpr (core_of_lanes(CORE)) {
-    multiply_by_core_of_lanes<DIM, CORE, true>(x, bits, core, norm, scratch, lane);
-  } else {
-    multiply_by_core<DIM, CORE, true>(x, bits, signs, norm, scratch, lane);
+    multiply_by_core<DIM, CORE, BACK>(x, bits, signs, norm, scratch, lane);
   }
 }

@@ -40,7 +40,7 @@ DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, Qu
       if (2 * i + 1 < KS) key_bytes(codes[x], 2 * i + 1, tables.key, a[2], a[3]);
       UNROLL_FOR (int n = 0; n < NG; n++) {
         const u32 b0 = queries.q[n][Q_IN_SHARED ? 0 : i][0], b1 = queries.q[n][Q_IN_SHARED ? 0 : i][1];
-        if (i == 0) mma_u8_s8_from(c[x][n], a[0], a[1], a[2], a[3], b0, b1, 0, 0, 0, 0);
+        if (i == 0) mma_u8_s8_from_zero(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
         else mma_u8_s8(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
       }
     }

@@ -104,7 +104,7 @@ DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, con
   return moves;
 }
 
-// Those to probabilities times their values' scales, in units of FIELD_UNIT / RAISED.
+// Raised exponents to probabilities times their values' scales, in units of FIELD_UNIT / RAISED.
 DEVICE void raised_exponentials(const u8* slot, int g, StepScores& s, Accumulator& acc) {
   UNROLL_FOR (int c = 0; c < C; c++) {
     float sum = -0.0f, shift = -0.0f;

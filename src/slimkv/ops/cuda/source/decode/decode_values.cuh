@@ -9,7 +9,7 @@ DEVICE void value_bytes(const ValueCodes& codes, int slice, Table table, u32& fi
   code_bytes<V_KIND, V_BITS, true>(codes.low(slice), codes.high(slice), table, first, second);
 }
 
-// What a slice's products add to the output of a step.
+// Adds the products of a slice to the output.
 DEVICE void add_products(const i32 (&c)[NG][4], const Probabilities& w, int slice, Accumulator& acc) {
   UNROLL_FOR (int n = 0; n < NG; n++)
     UNROLL_FOR (int j = 0; j < 2; j++)
@@ -36,7 +36,7 @@ template <class PackedCodes> DEVICE void add_merged_value_bytes(const PackedCode
       value_bytes(even[x], i, table, a0, a2);
       value_bytes(odd[x], i, table, a1, a3);
       UNROLL_FOR (int n = 0; n < NG; n++) {
-        if (x == 0) mma_u8_u8_from(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1], 0, 0, 0, 0);
+        if (x == 0) mma_u8_u8_from_zero(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1]);
         else mma_u8_u8(c[n], a0, a1, a2, a3, b[n][x][0], b[n][x][1]);
       }
     }
@@ -47,7 +47,7 @@ template <class PackedCodes> DEVICE void add_merged_value_bytes(const PackedCode
 // The bytes of probabilities in the order of a value word's tokens.
 DEVICE u32 in_token_order(u32 p) { return prmt(p, 0, 0x3120); }
 
-// Others are put apart as bytes.
+// Wider codes are separated as bytes.
 DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table,
     Accumulator& acc) {
   u32 b[NG][NT];
@@ -65,7 +65,7 @@ DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Proba
       }
       UNROLL_FOR (int n = 0; n < NG; n++) {
         const u32 b0 = b[n][x], b1 = x + 1 < NT ? b[n][x + 1 < NT ? x + 1 : x] : 0;
-        if (x == 0) mma_u8_u8_from(c[n], a0, a1, a2, a3, b0, b1, 0, 0, 0, 0);
+        if (x == 0) mma_u8_u8_from_zero(c[n], a0, a1, a2, a3, b0, b1);
         else mma_u8_u8(c[n], a0, a1, a2, a3, b0, b1);
       }
     }

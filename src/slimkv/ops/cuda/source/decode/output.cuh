@@ -20,7 +20,7 @@ struct MergedState {
     highest = MINUS_INFINITY, row_sum = 0;
     UNROLL_FOR (int i = 0; i < VN; i++) x[i] = 0;
   }
-  // What makes a part with maximum m and sum l relative to `to`; one without keys counts only if it is not a number.
+  // The factor that rescales a part with maximum m and sum l to `to`. A part without keys counts only if it is NaN.
   DEVICE_MEMBER static float factor(float m, float l, float to) {
     return m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - to);
   }
@@ -46,17 +46,12 @@ struct MergedState {
 DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, float row_sum, const float (&sums)[VN],
     float* scratch, int lane) {
   float factor = 1.0f;
-  if (args.sinks) {
-    const float sink = args.sinks[(i64)row * args.sink_stride + head] * LOG2E, above = max_f32(highest, sink);
-    factor = highest == MINUS_INFINITY ? 0.0f : exp2_approx(highest - above);
-    row_sum = fma_rn(row_sum, row_sum == row_sum ? factor : 1.0f, exp2_approx(sink - above));
-    highest = above;
-  }
+  if (args.sinks) factor = add_sink(args.sinks[(i64)row * args.sink_stride + head], highest, row_sum);
   const float inverse = row_sum == 0 ? 0.0f : factor / row_sum;
   float x[VN];
   UNROLL_FOR (int i = 0; i < VN; i++) x[i] = mul_rn(sums[i], inverse);
   if (V_ROTATED)
-    unrotate<VD, V_ROTATED ? V_CORE : 1>(x, args.value_sign_bits, args.value_core, (const u16*)args.value_signs,
+    rotate<VD, V_ROTATED ? V_CORE : 1, true>(x, args.value_sign_bits, args.value_core, (const u16*)args.value_signs,
         args.value_norm, scratch, lane);
   const i64 at = (i64)row * args.out_stride + (i64)head * args.out_head_stride;
   UNROLL_FOR (int i = 0; i < VN; i++) {
@@ -66,6 +61,5 @@ DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, 
     else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(x[i]) : f32_to_f16(x[i]));
   }
   if (args.lse && lane == 0)
-    args.lse[(i64)row * args.num_kv_heads * args.group_size + head] =
-        row_sum == 0 ? MINUS_INFINITY : (highest + log2_approx(row_sum)) * LN2;
+    args.lse[(i64)row * args.num_kv_heads * args.group_size + head] = log_sum_exp(highest, row_sum);
 }

@@ -1,13 +1,11 @@
-// Queries from global memory to operands: rotated, scaled by their largest
-// coordinate, cut into bytes or halves.
+// Queries from global memory to operands: rotated, scaled by their largest coordinate, cut into bytes or halves.
 #pragma once
 #include "common/rotation.cuh"
 #include "decode/schedule.cuh"
 
 constexpr int QN = (KD + 31) / 32;
 
-// The query of column c of a range: dimension lane + 32 i. A negative scale of
-// scores is a negative query.
+// The query of column c of a range: dimension lane + 32 i. A negative scale of scores is a negative query.
 DEVICE void load_query(const DecodeArgs& args, const DecodeRange& range, int c, float (&y)[QN], int lane) {
   const int query = range.chunk * args.queries_of_chunk + by_group(args, c),
             head = range.head * args.group_size + in_group(args, c);
@@ -28,7 +26,7 @@ DEVICE int operand_offset(int row, int word) {
   return 8 * (32 * (row / 8 * QI + word / 8) + 4 * (row % 8) + word % 4) + word % 8 / 4 * 4;
 }
 constexpr int NEXT_ROW = 32; // bytes
-// The same of a half of a warpgroup's operands, whose rows have 64 of them.
+// The offset of number `number` of a row in a warpgroup's operands, which have 64 numbers in a row of 128 bytes.
 DEVICE int operand_place(int row, int number) {
   return number / 64 * 128 * COLUMNS + 128 * row + ((number % 64 / 8 ^ (row & 7)) << 4) + 2 * (number % 8);
 }
@@ -42,8 +40,7 @@ struct Column {
 DEVICE Column* column_at(u8* shared, int c) { return (Column*)(shared + COLUMN_AT) + c; }
 DEVICE const Column* column_at(const u8* shared, int c) { return (const Column*)(shared + COLUMN_AT) + c; }
 
-// One warp: rotates a query. Returns its largest magnitude; what is not finite
-// counts as that.
+// One warp: rotates a query. Returns its largest magnitude, infinity if a number is not finite.
 DEVICE float rotate_query(const DecodeArgs& args, float (&y)[QN], float* scratch, int lane) {
   if (K_ROTATED)
     rotate<KD, K_ROTATED ? K_CORE : 1>(y, args.key_sign_bits, args.key_core, (const u16*)args.key_signs, args.key_norm,
@@ -85,8 +82,7 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
       sum += (float)write_bytes(x, operands + operand_offset(row, word) + byte);
     } else {
       const u32 high = VERIFY && !finite ? 0x7E00u : f32_to_f16(x);
-      // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or
-      // side by side, as `pair_halves` does.
+      // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or side by side, as `pair_halves` does.
       const int in_slice = d % 16, place = K_IN_PAIRS ? in_slice : 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
       u16* to = (u16*)(operands +
           (WARPGROUPS ? operand_place(row, d / 16 * 16 + place)

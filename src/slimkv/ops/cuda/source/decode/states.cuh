@@ -9,12 +9,11 @@ DEVICE void sum_of_warps(const float* states, int column, float& all_max, float&
   for (int w = 0; w < WORKERS; w++) all_max = max_f32(all_max, states[STATE_WORDS * (w * COLUMNS + column)]);
   for (int w = 0; w < WORKERS; w++) {
     const float* state = states + STATE_WORDS * (w * COLUMNS + column);
-    const float m = state[0], l = state[1];
-    all_sum = fma_rn(l, m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - all_max), all_sum);
+    all_sum = fma_rn(state[1], MergedState::factor(state[0], state[1], all_max), all_sum);
   }
 }
 
-// What a warp knows of its columns.
+// Writes the maxima and sums of a warp's columns.
 DEVICE void leave_states(const ColumnState& columns, RunningSoftmax& acc, float* states, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   const bool marked =

@@ -1,9 +1,11 @@
 // Warpgroups that unpack tiles from their pages into the rings of shared memory, for others that multiply (FUSED).
 // Compile-time: PACKED_STAGES (tiles' pages that are in shared memory at a time), PACKED_BYTES (of one).
 #pragma once
+#include "common/hopper.cuh"
 #include "prefill/unpacker.cuh"
+#include "prefill/work.cuh"
 
-// What a warp copies of a tile: the codes of its tokens and the fields of all of them, scales and then zeros.
+// A warp copies of a tile the codes of its own tokens and the fields of all tokens, scales and then zeros.
 constexpr int PACKED_OF_WARP = PACKED_BYTES / (4 * PRODUCERS);
 
 struct Producer : Unpacker {
@@ -52,7 +54,7 @@ struct Producer : Unpacker {
       sync_warp();
       const u8* const from = packed + read;
       Fields fields;
-      fields.load(from + GROUPS * (K_TILE + V_TILE), PER_LANE * lane);
+      fields.load<false>(from + GROUPS * (K_TILE + V_TILE), PER_LANE * lane);
       const TileScale unit = scale(fields, tile_at(w, i));
       Codes<K_BITS, S, false> key_codes[GROUPS];
       UNROLL_FOR (int q = 0; q < GROUPS; q++) key_codes[q].load(from + q * K_TILE, lane);

@@ -21,8 +21,6 @@ DEVICE void start_output(float (&o)[OUTPUTS], const u32 (&p)[N / 2], u32 values)
   wgmma_commit();
 }
 
-template <int VALUE> struct Constant { static constexpr int value = VALUE; };
-
 // The loop over a block's tiles, for the first BLOCKS blocks of 64 rows of a warpgroup. A step is one tile for one of
 // them: its scores and softmax overlap the output of the previous step, so a tile in shared memory serves all of them.
 template <int BLOCKS>

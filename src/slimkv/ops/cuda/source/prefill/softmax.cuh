@@ -1,4 +1,4 @@
-// The softmax of 16-bit prefill: scores of a tile to probabilities as halves, against a reference that seldom moves.
+// The online softmax of 16-bit prefill: scores of a tile to probabilities in fp16. The running maximum seldom moves.
 #pragma once
 #include "prefill/work.cuh"
 
@@ -20,7 +20,7 @@ struct Softmax {
 
   DEVICE_MEMBER static float power(float exponent) { return as_float((u32)(127 + (int)exponent) << 23); }
   DEVICE_MEMBER static float exponent_of(const TileScale& unit) { return BY_ROW ? 0.0f : unit.value; }
-  // What makes the output a sum of probabilities times values.
+  // The factor from the accumulators to a sum of probabilities times values.
   DEVICE_MEMBER float output_factor() const { return BY_ROW ? power(out_unit) : 1.0f; }
   // BY_ROW: to the unit of a tile; whether it is another one. Behind `follow`, if that has happened.
   DEVICE_MEMBER bool move_unit(const TileScale& unit, bool followed) {
@@ -35,7 +35,7 @@ struct Softmax {
   DEVICE_MEMBER float score(float s, int r, const TileScale& unit, float from, float softcap) const {
     if (!SOFTCAP) return fma_rn(s, factor[r] * unit.key, from);
     const float by = factor[r] * unit.key * cap_factor(softcap);
-    return soft_cap(SCORE_SHIFT ? fma_rn(s, by, shift[r]) : s * by, from, softcap);
+    return soft_cap(SCORE_SHIFT ? fma_rn(s, by, shift[r]) : s * by, softcap) + from;
   }
 
   // The running maximum is updated only when it lags by RESCALE_THRESHOLD powers of two, so that the output is seldom

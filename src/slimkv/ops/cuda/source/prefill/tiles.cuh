@@ -69,6 +69,7 @@ DEVICE int first_seen(const PrefillSequence& s, int window) { return max_i32(0, 
 DEVICE int first_seen_tile(const PrefillSequence& s, int window) { return first_seen(s, window) / STEP; }
 DEVICE int prefilled_before(const i32* starts, int sequence, int most_queries, int lane) {
   i32 before = 0;
+#pragma unroll 1
   for (int i = lane; i < sequence; i += 32) before += ldg_i32(starts + i + 1) - ldg_i32(starts + i) > most_queries;
   UNROLL_FOR (int d = 16; d; d >>= 1) before += shfl_xor(before, d);
   return before;

@@ -1,15 +1,18 @@
-// Unpacks the codes of pages into a tile of fp16 (tiles.cuh), in warps of attend.cu.
+// Unpacks the codes of pages into a tile of fp16 (tiles.cuh).
 //
 // A warp takes 16 GROUPS tokens of a tile at a time, whose codes its lanes hold in the order of
-// docs/design/page-format.md. A lane unpacks whole 16-byte units of the tile. Every warp reads the fields of all tokens
-// itself, because they determine the tile's powers of two.
-// Compile-time: BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages).
+// docs/design/page-format.md. A lane unpacks whole 16-byte units of the tile. Tokens that no query sees become zeros:
+// their pages may hold anything. Every warp reads the fields of all tokens itself, because they determine the tile's
+// powers of two.
+// Compile-time: BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), K_LEVELS, V_LEVELS
+// (table entries), ONE_TABLE (one table for both).
 #pragma once
 #include "common/codes.cuh"
-#include "common/hopper.cuh"
-#include "prefill/work.cuh"
+#include "prefill/args.cuh"
 
-constexpr int S = D / 16, GROUPS = FUSED ? STEP / 64 / PRODUCERS : 1, PER_LANE = STEP / 32;
+constexpr int S = D / 16, GROUPS = FUSED ? STEP / 64 / PRODUCERS : 1;
+constexpr int PER_LANE = STEP < 64 ? 2 : STEP / 32;  // tokens whose fields a lane has
+DEVICE int first_of_lane(int lane) { return STEP < 64 ? PER_LANE * lane % STEP : PER_LANE * lane; }
 // Exponents of fields: the bias that is subtracted, the exponent of FIELD_UNIT, and a lower bound, so that nothing
 // overflows.
 constexpr int FIELD_BIAS = 40, FIELD_SHIFT = 87, LEAST_FIELD = 16;
@@ -17,9 +20,11 @@ constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 constexpr int FIELD_ARRAYS = 2 + (K_KIND == UNIFORM) + (V_KIND == UNIFORM), FIELD_BYTES = 2 * STEP;
 
 // How the codes of a format become fp16: a token's values are its scale times those of `halves` plus, for uniform
-// codes, its zero.
+// codes, its zero. BY_ROW: tokens that a row does not see have a say in the tile's unit, which must not show in the
+// result. Numbers come from a table, because products of denormal numbers would round by the unit.
 template <int KIND, int BITS> struct Format {
-  static constexpr bool BY_MAGNITUDE = KIND == LLOYD && BITS <= 4, LOOKED_UP = KIND == LLOYD && BITS > 4;
+  static constexpr bool BY_MAGNITUDE = KIND == LLOYD && BITS <= 4 && !BY_ROW,
+                        LOOKED_UP = KIND == LLOYD && !BY_MAGNITUDE;
   // The exponent of the largest scale of a tile, as a half: of its largest number if codes are uniform.
   static constexpr int TOP = LOOKED_UP ? 7 : KIND == FP8 ? 14 : 15;
   // Powers of two that `halves` leaves out: twice a level is a denormal number, fp8 has 2^8 less.
@@ -76,17 +81,13 @@ struct Fields {
       to[0] = *(const u32*)(fields + 2 * place);
     }
   }
-  DEVICE_MEMBER void load(const u8* arrays, int place) {
-    load_side(arrays, place, key);
-    load_side(arrays + FIELD_BYTES, place, value);
-    if (K_KIND == UNIFORM) load_side(arrays + 2 * FIELD_BYTES, place, key_zero);
-    if (V_KIND == UNIFORM) load_side(arrays + (FIELD_ARRAYS - 1) * FIELD_BYTES, place, value_zero);
-  }
-  DEVICE_MEMBER void load_from_page(const u8* page, int place) {
-    load_side(page + in_page(0), place, key);
-    load_side(page + in_page(1), place, value);
-    if (K_KIND == UNIFORM) load_side(page + in_page(2), place, key_zero);
-    if (V_KIND == UNIFORM) load_side(page + in_page(FIELD_ARRAYS - 1), place, value_zero);
+  // From arrays side by side or, IN_PAGE, where a page has them.
+  template <bool IN_PAGE> DEVICE_MEMBER void load(const u8* from, int place) {
+    auto array = [&](int i) { return from + (IN_PAGE ? in_page(i) : i * FIELD_BYTES); };
+    load_side(array(0), place, key);
+    load_side(array(1), place, value);
+    if (K_KIND == UNIFORM) load_side(array(2), place, key_zero);
+    if (V_KIND == UNIFORM) load_side(array(FIELD_ARRAYS - 1), place, value_zero);
   }
   // Where a page has array `i` of them.
   DEVICE_MEMBER static int in_page(int i) {
@@ -94,7 +95,7 @@ struct Fields {
     return (i == 2 && K_KIND == UNIFORM ? K_FIELDS : V_FIELDS) + 2 * BLOCK_SIZE;
   }
 
-  // Of two tokens, bit by bit, whether one of their fields says that it is not a number.
+  // Two tokens, a bit each: whether one of its fields marks it as NaN.
   DEVICE_MEMBER u32 marks(int i) const {
     auto of = [](u32 x) { return ((x & 0xFFFF) == INVALID_FIELD ? 1u : 0u) | (x >> 16 == INVALID_FIELD ? 2u : 0u); };
     u32 found = of(key[i]) | of(value[i]);
@@ -119,7 +120,7 @@ struct Fields {
     most_zero = max_u16x2(most_zero, most_zero >> 16) & 0xFFFF;
     return (u32)max_i32((int)(most >> 10) + BITS, (int)(most_zero >> 9)) + 2;
   }
-  // Of all tokens of the tile: of keys in the low half, of values in the high one.
+  // The largest of the tile: keys in the low half, values in the high half.
   DEVICE_MEMBER u32 most() const {
     return warp_max(most_of<K_KIND, K_BITS>(key, key_zero)) |
         warp_max(most_of<V_KIND, V_BITS>(value, value_zero)) << 16;
@@ -134,23 +135,31 @@ DEVICE u32 half_zeros(u32 x, float up) {
   return pack_f16x2(small_zero_of(x & 0xFFFF) * up, small_zero_of(x >> 16) * up);
 }
 
-// Levels as halves, an entry for each lane (LevelTable).
-DEVICE void fill_levels(const float* levels, u8* to, int entries, int threads = THREADS) {
-  for (int i = thread_index(); i < 32 * entries; i += threads) ((u32*)to)[i] = f32_to_f16(levels[i / 32]);
+// Levels as halves, an entry for each lane, which threads fill before they meet.
+struct Levels { LevelTable key, value; };
+DEVICE Levels fill_levels(const PrefillArgs& args, u8* to, int threads, int lane) {
+  auto fill = [&](const float* levels, u32* table, int entries) {
+    for (int i = thread_index(); entries && i < 32 * entries; i += threads) table[i] = f32_to_f16(levels[i / 32]);
+  };
+  constexpr int VALUES_FROM = ONE_TABLE ? 0 : 32 * K_LEVELS;
+  fill(args.key_levels, (u32*)to, K_LEVELS);
+  fill(args.value_levels, (u32*)to + VALUES_FROM, ONE_TABLE ? 0 : V_LEVELS);
+  const u32 of_lane = shared_address(to) + 4 * lane;
+  return {{of_lane}, {of_lane + 4 * VALUES_FROM}};
 }
 
 // A warp that has codes of a tile, in the order in which its lanes hold them.
 struct Unpacker {
   const PrefillArgs& args;
   const Work& w;
-  LevelTable key_levels, value_levels;
+  Levels levels;
   int warp;  // whose 16 GROUPS tokens of a tile are these
   int lane;
 
-  // Of a lane's tokens, or of the whole tile where it has one.
+  // The page of a lane's tokens, or of the whole tile if it lies in one.
   static constexpr bool ONE_PAGE = BLOCK_SIZE % STEP == 0;
   DEVICE_MEMBER i32 page_of(int tile) const {
-    const int token = tile * STEP + (ONE_PAGE ? 0 : PER_LANE * lane);
+    const int token = tile * STEP + (ONE_PAGE ? 0 : first_of_lane(lane));
     return token < w.s.length ? ldg_i32(args.block_table + (i64)w.sequence * args.table_stride + token / BLOCK_SIZE)
                               : 0;
   }
@@ -163,10 +172,10 @@ struct Unpacker {
   // Clears the fields of hidden tokens, whose pages may hold anything, and of marked tokens. Returns which of the
   // lane's tokens are marked.
   DEVICE_MEMBER u32 clear_hidden(Fields& f, int first) const {
-    const int begin = first_seen(w.s, WINDOW ? args.sliding_window : NO_WINDOW);
+    const int begin = WINDOW ? first_seen(w.s, args.sliding_window) : 0;
     u32 bad = 0;
     UNROLL_FOR (int i = 0; i < PER_LANE; i++) {
-      const int token = first + PER_LANE * lane + i;
+      const int token = first + first_of_lane(lane) + i;
       const bool real = token >= begin && token < w.s.length, bad_token = f.marks(i / 2) & (i % 2 ? 2 : 1);
       if (real && bad_token) bad |= 1u << i;
       if (!real || bad_token) f.clear(i / 2, i % 2 ? 0x0000FFFFu : 0xFFFF0000u);
@@ -193,8 +202,9 @@ struct Unpacker {
     }
     const int key_most = (int)(K_KIND == UNIFORM ? most & 0xFFFF : most >> 10 & 63),
               value_most = (int)(V_KIND == UNIFORM ? most >> 16 : most >> 26);
-    const int key_exponent = max_i32(key_most, LEAST_FIELD) - FIELD_BIAS,
-              value_exponent = max_i32(value_most, LEAST_FIELD) - FIELD_BIAS;
+    const int key_exponent = max_i32(key_most, LEAST_FIELD) - FIELD_BIAS;
+    int value_exponent = max_i32(value_most, LEAST_FIELD) - FIELD_BIAS;
+    if (BY_ROW) value_exponent += value_exponent & 1;  // units seldom change
     const float key_up = as_float((u32)(127 + FIELD_SHIFT + KeyFormat::TOP - key_exponent) << 23);
     const float value_up = as_float((u32)(127 + FIELD_SHIFT + ValueFormat::TOP - value_exponent) << 23);
     UNROLL_FOR (int i = 0; i < PER_LANE / 2; i++) {
@@ -210,7 +220,7 @@ struct Unpacker {
     return {as_float((u32)(127 + key_unit) << 23), (float)value_unit, as_float((u32)(127 - value_unit) << 23), 0.0f};
   }
 
-  // Halves of PER_LANE tokens, from the lane that has them; one of them, twice.
+  // Halves of PER_LANE tokens, from the lane that holds them. twice(i): number i in both halves of a word.
   struct Halves {
     u32 low, high;
     DEVICE_MEMBER u32 twice(u32 i) const { return prmt(low, high, 0x1010u + 0x2222u * i); }
@@ -241,12 +251,12 @@ struct Unpacker {
           u32 a[4];
           if constexpr (K_BITS == 8) {
             const u32 even = i ? high[0] : low[0], odd = i ? high[1] : low[1];  // slices
-            KeyFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.key_table, key_levels, scale[i],
+            KeyFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.key_table, levels.key, scale[i],
                 zero[i], a);
           } else {
             const u32 token = i ? 0x7632 : 0x5410;
             KeyFormat::halves(prmt(low[0], low[1], token), K_BITS > 4 ? prmt(high[0], high[1], token) : 0,
-                args.key_table, key_levels, scale[i], zero[i], a);
+                args.key_table, levels.key, scale[i], zero[i], a);
           }
           UNROLL_FOR (int n = 0; !both && n < 4; n++) a[n] &= 0xFFFFu;
           *(Words4*)((j / 2 < WHOLE_HALVES ? units[j % 2] : rest) + unit_at(j / 2, 16 * q + 8 * i, 0, STEP)) = {a[0],
@@ -256,7 +266,7 @@ struct Unpacker {
     }
   }
 
-  // Of four words with the codes of four tokens, byte by byte, those of each token.
+  // Transposes the bytes of four words: from a byte per token to a word per token.
   DEVICE_MEMBER static void turn(u32 (&x)[4]) {
     const u32 low[2] = {prmt(x[0], x[1], 0x5140), prmt(x[2], x[3], 0x5140)},
               high[2] = {prmt(x[0], x[1], 0x7362), prmt(x[2], x[3], 0x7362)};
@@ -296,10 +306,10 @@ struct Unpacker {
             const u32 token = i % 2 ? 0x7632 : 0x5410;
             const u32 even = i / 2 ? prmt(high[0], high[2], token) : prmt(low[0], low[2], token);
             const u32 odd = i / 2 ? prmt(high[1], high[3], token) : prmt(low[1], low[3], token);
-            ValueFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.value_table, value_levels,
+            ValueFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.value_table, levels.value,
                 scale[i], zero[i], a);
           } else {
-            ValueFormat::halves(low[i], high[i], args.value_table, value_levels, scale[i], zero[i], a);
+            ValueFormat::halves(low[i], high[i], args.value_table, levels.value, scale[i], zero[i], a);
           }
           UNROLL_FOR (int n = 0; n < 4; n++)
             if (4 * h + n / 2 * 2 + 1 >= S) a[n] &= 0xFFFFu;
@@ -311,3 +321,37 @@ struct Unpacker {
     }
   }
 };
+
+constexpr int GROUPS_OF_TILE = STEP / 16;
+
+// Groups `group` to `end_group` of 16 tokens of a tile to the workspace, by a warp.
+DEVICE void unpack_groups(const PrefillArgs& args, const Work& w, const Levels& levels, int tile, int group,
+    int end_group, int lane) {
+  Unpacker unpacker = {args, w, levels, 0, lane};
+  const i64 row = tiles_of(args, w) + tile;
+  const i32 page = unpacker.page_of(tile);
+  const u8* const own_page = unpacker.page_at(page);
+  const int own_token = first_of_lane(lane), own_place = (tile * STEP + own_token) % BLOCK_SIZE;
+  if (own_token / 16 >= group && own_token / 16 < end_group) {  // its tokens' part of the codes, to the L2 cache
+    constexpr int K_PART = PER_LANE * K_TILE / 16, V_PART = PER_LANE * V_TILE / 16;
+    UNROLL_FOR (int i = 0; i < K_PART; i += 128) prefetch_l2(own_page + own_place / PER_LANE * K_PART + i);
+    UNROLL_FOR (int i = 0; i < V_PART; i += 128) prefetch_l2(own_page + V_CODES + own_place / PER_LANE * V_PART + i);
+  }
+  Fields fields;
+  fields.load<true>(own_page, own_place);
+  const TileScale unit = unpacker.scale(fields, tile);
+  if (group == 0 && lane == 0) args.tile_scales[row] = unit;
+#pragma unroll 1
+  for (; group < end_group; group++) {
+    unpacker.warp = group;
+    const u8* const from = unpacker.page_at(Unpacker::page_with(page, 16 * group));
+    const int place = (tile * STEP + 16 * group) % BLOCK_SIZE / 16;
+    Codes<K_BITS, S, false> key_codes[GROUPS];
+    key_codes[0].load(from + place * K_TILE, lane);
+    unpacker.store_keys(key_codes, fields, args.keys + row * KEYS_BYTES);
+    sync_warp();  // values are loaded when no register is needed for keys any more
+    Codes<V_BITS, S, true> value_codes[GROUPS];
+    value_codes[0].load(from + V_CODES + place * V_TILE, lane);
+    unpacker.store_values(value_codes, fields, args.values + row * VALUES_BYTES);
+  }
+}

@@ -2,9 +2,30 @@
 // over a block's tiles. All threads copy tiles, each a part: values while scores are multiplied, the next keys while
 // the output is.
 #pragma once
+#include "common/hopper.cuh"
 #include "prefill/softmax.cuh"
-#include "prefill/warp_fragments.cuh"
-#include "prefill/warp_tiles.cuh"
+
+static_assert(KEYS_BYTES == VALUES_BYTES, "tiles are copied alike");
+
+// A warp's queries are its own.
+DEVICE void queries_are_written(int) { sync_warp(); }
+
+// A thread's part of a tile.
+DEVICE void copy_tile(u8* to, const u8* from) {
+  UNROLL_FOR (int i = 0; i < KEYS_BYTES; i += 16 * THREADS)
+    if (KEYS_BYTES % (16 * THREADS) == 0 || i + 16 * thread_index() < KEYS_BYTES)
+      cp_async_16(to + i + 16 * thread_index(), from + i + 16 * thread_index());
+}
+
+// Operands: rows of 128 bytes in shared memory (tiles.cuh), four 8 x 8 matrices of 16-bit elements at a time. The first
+// 16-byte unit of a lane's row; further units of the tile differ in other bits. For queries and values the second pair
+// of matrices has other columns, for keys other rows.
+DEVICE u32 by_columns(u32 tile, int row, int lane) {
+  return tile + (row + lane % 16) * 128 + ((lane / 16 ^ (lane & 7)) << 4);
+}
+DEVICE u32 by_rows(u32 tile, int lane) {
+  return tile + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2 ^ (lane & 7)) << 4);
+}
 
 // A warp's queries, 16 rows of each of BLOCKS blocks of rows: kept in registers (HELD_QUERIES), or loaded for each
 // tile.
@@ -26,8 +47,7 @@ template <int BLOCKS> DEVICE void multiply_scores(float (&s)[BLOCKS][N], const Q
     u32 q[BLOCKS][4];
     UNROLL_FOR (int b = 0; b < BLOCKS; b++)
       if constexpr (HELD_QUERIES)
-        q[b][0] = queries.held[k][b][0], q[b][1] = queries.held[k][b][1], q[b][2] = queries.held[k][b][2],
-        q[b][3] = queries.held[k][b][3];
+        UNROLL_FOR (int i = 0; i < 4; i++) q[b][i] = queries.held[k][b][i];
       else queries.load(k, b, q[b]);
     UNROLL_FOR (int n = 0; n < STEP / 16; n++) {
       u32 key[4];

@@ -141,7 +141,7 @@ template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lan
 template <class F> constexpr u32 LARGEST_EXPONENT = F::DTYPE == FLOAT16 ? 142 : 135;
 constexpr u32 TOO_LARGE = 240;
 
-// That power, as a pair.
+// The power of two, as a pair.
 template <class F> DEVICE u32 power_for(u32 exponent) {
   u32 power = F::DTYPE != FLOAT16 ? (136 - exponent) << 7
       : exponent < 133            ? (133 - exponent) << 10
@@ -188,7 +188,7 @@ template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW]
   }
 }
 
-// Of exponents of tokens g and g + 8 the one of the lane's own token.
+// Exponents of tokens g and g + 8 to that of the lane's own token.
 DEVICE u32 exponent_of_token(u32 both, int lane) {
   u32 there = shfl(both, 4 * (lane & 7));
   return lane & 8 ? there >> 16 : there & 0xFF;
@@ -202,7 +202,7 @@ template <class F> DEVICE u32 fixed_point(const u32 raw[F::CHUNKS][2][F::RAW], i
   return exponent_of_token(both, lane);
 }
 
-// What there is one of per token. squared: the sum of its squares.
+// Scalars of a token. squared: the sum of its squares.
 template <class F> DEVICE TokenScalars scalars_of(float squared, u32 exponent, float unit) {
   TokenScalars s;
   s.bad = exponent >= (F::SHORT ? TOO_LARGE : 255);

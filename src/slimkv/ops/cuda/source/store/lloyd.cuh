@@ -1,6 +1,5 @@
 // Lloyd-Max codes of rotated coordinates, and the scale that goes with them.
 #pragma once
-#include "store/fields.cuh"
 #include "store/pages.cuh"
 #include "store/slices.cuh"
 
@@ -34,7 +33,7 @@ template <class F> constexpr int TILE_MEMORY =
 // Cells belong to their upper edge.
 template <class F> DEVICE u32 cell_of(float x) { return ceil_product(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
 
-// The same of numbers below all cells too, which are in the first.
+// Numbers below all cells belong to the first cell.
 template <class F> DEVICE u32 cell_from_below(float x) {
   return ceil_product_or_zero(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO);
 }
@@ -55,7 +54,7 @@ template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
   return code_of_cell<F>(cell_of<F>(x), x, tables);
 }
 
-// What the scale needs of a lane's tokens: sums of squared levels.
+// Sums of squared levels of a lane's tokens, for the scale.
 template <class F> struct LevelSums {
   static constexpr bool PACKED = F::BITS <= 4, WIDE = F::ONE_SLICE && !PACKED, SQUARES = PACKED || WIDE;
   // Of twice the centroids, or in units of 1 / LEVEL_DENOMINATOR^2. Rounding to nearest stays below 2^32 per vector.
@@ -113,9 +112,7 @@ template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sum
   }
   if constexpr (LevelSums<F>::PACKED) sums.add_codes(order, low, side);
   if constexpr (F::BITS < 8) codes.put(slice, low, high);
-  else
-    codes.put_bytes(slice, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24,
-        code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24);
+  else codes.put_bytes(slice, four_bytes(code), four_bytes(code + 4));
 }
 
 // The sum of squares in the lane of each token, and the same rounded once.
@@ -136,7 +133,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>&
   store_planes<F, PAGE_TOKENS>(codes, field, pages, args.page_stride, slots, lane, part);
 }
 
-// What makes a sum of short integers a number of cells, in units of the smallest float.
+// The factor from a sum of short integers to a number of cells, in units of the smallest float.
 template <class F> DEVICE float cells_per_sum(const TokenScalars& s) {
   return mul_rn(s.factor, power_of_two(SHORT_SHIFT<F> + F::CELL_SHIFT - 149));
 }

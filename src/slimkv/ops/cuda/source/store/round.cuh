@@ -28,7 +28,7 @@ template <class F> struct Weights {
       cp_async_commit();
     }
   }
-  // Of row i, those of slice s, if there is one.
+  // The weights of row i for slice s, or for the last slice.
   DEVICE_MEMBER Words4 row(int i, int s) const {
     const int from = i * STRIDE + 16 * min_i32(s, F::D / 16 - 1);
     if constexpr (SHARED_WEIGHTS) return ld_shared_constant_16(at + from);
@@ -74,14 +74,9 @@ template <class F> struct ScaledLevels {
 
   DEVICE_MEMBER ScaledLevels(u8* memory) : levels(memory + LloydTables<F>::BYTES) {}
   DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
-    if constexpr (BY_CELL) {
+    if constexpr (BY_CELL || RECORDS) {
 #pragma unroll 1
-      for (int i = thread; i < F::CELLS / 4; i += threads)
-        cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
-      cp_async_commit();
-    } else if constexpr (RECORDS) {
-#pragma unroll 1
-      for (int i = thread; i < F::CELLS; i += threads)
+      for (int i = thread; i < F::CELLS / (RECORDS ? 1 : 4); i += threads)
         cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
       cp_async_commit();
     } else
@@ -96,13 +91,11 @@ template <class F> struct ScaledLevels {
       const bool above = x > record.bound;
       code = above ? record.codes >> 16 : record.codes & 0xFFFF;
       return above ? record.above : record.below;
-    } else if constexpr (BY_CELL) {
-      const float level = ((const float*)levels)[cell];
-      code = code_of_cell<F>(cell, x, tables);
-      return level;
     } else {
+      float level;
+      if constexpr (BY_CELL) level = ((const float*)levels)[cell];
       code = code_of_cell<F>(cell, x, tables);
-      return ((const float*)levels)[code];
+      return BY_CELL ? level : ((const float*)levels)[code];
     }
   }
 };

@@ -32,16 +32,12 @@ template <class F> DEVICE void copy_eight(u8* p, const u8* from) {
 
 // Eight numbers in the output's type.
 template <class F> DEVICE void store_eight(u8* p, const float x[8]) {
-  if constexpr (F::DTYPE == FLOAT32) {
-    u32 words[8];
-    UNROLL_FOR (int n = 0; n < 8; n++) words[n] = as_bits(x[n]);
-    store_words<F>(p, words);
-  } else {
-    u32 words[4];
-    UNROLL_FOR (int n = 0; n < 4; n++)
-      words[n] = F::DTYPE == BFLOAT16 ? pack_bf16x2(x[2 * n], x[2 * n + 1]) : pack_f16x2(x[2 * n], x[2 * n + 1]);
-    store_words<F>(p, words);
+  u32 words[F::RAW];
+  UNROLL_FOR (int n = 0; n < F::RAW; n++) {
+    if constexpr (F::DTYPE == FLOAT32) words[n] = as_bits(x[n]);
+    else words[n] = F::DTYPE == BFLOAT16 ? pack_bf16x2(x[2 * n], x[2 * n + 1]) : pack_f16x2(x[2 * n], x[2 * n + 1]);
   }
+  store_words<F>(p, words);
 }
 
 template <class F, int CORE, bool UNROTATE, int RAW_DTYPE> struct Decoder {

@@ -50,9 +50,7 @@ template <class F, int CORE> struct Encoder<F, CORE, FP8> {
       u32 code[8];
       UNROLL_FOR (int n = 0; n < 8; n++) code[n] = fp8_code(x[i][n], scale.up);
       u32* to = (u32*)(codes + code_index(8 * (32 * i + lane)));
-      if (has_eight<F::D>(i, lane))
-        to[0] = code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24,
-        to[1] = code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24;
+      if (has_eight<F::D>(i, lane)) to[0] = four_bytes(code), to[1] = four_bytes(code + 4);
     }
     sync_warp();
     return {scale.field, scale.field == INVALID_FIELD ? 0 : 0xFFFFFFFFu};

@@ -14,13 +14,13 @@ template <int COUNT> DEVICE void add_pairs(i32 (&x)[COUNT]) {
       if (!(i & step)) add_pair(x[i], x[i + step]);
 }
 
-// Of all that a lane has in eights.
+// Pairs within a lane's eights.
 template <int TURNS> DEVICE void add_eights(i32 (&x)[TURNS][8]) {
   UNROLL_FOR (int i = 0; i < TURNS; i++) add_pairs(x[i]);
   if constexpr (TURNS == 2)
     UNROLL_FOR (int n = 0; n < 8; n++) add_pair(x[0][n], x[1][n]);
 }
-// Of numbers apart: all pairs that are in none of the eights.
+// All other pairs, of numbers that lie apart.
 template <int D> DEVICE void add_apart(i32 (&x)[D / 32], int lane) {
   add_pairs(x);
   UNROLL_FOR (int step = 8; step < (TURNS_OF<D> == 2 ? 16 : 32); step *= 2)
