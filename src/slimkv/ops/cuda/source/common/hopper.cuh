@@ -9,32 +9,21 @@
 // ---- barriers in shared memory ------------------------------------------------------------------------------------
 
 // A phase ends when `count` threads have arrived and all bytes that were announced have landed.
-DEVICE void mbarrier_init(u64* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
+SLIMKV_ASM_MEMORY(mbarrier_init, (u64 * barrier, int count), "mbarrier.init.shared::cta.b64 [%0], %1;",
+    "r"(shared_address(barrier)), "r"(count));
+SLIMKV_ASM_MEMORY(mbarrier_arrive, (u64 * barrier), "mbarrier.arrive.shared::cta.b64 _, [%0];",
+    "r"(shared_address(barrier)));
+SLIMKV_ASM_MEMORY(mbarrier_arrive_expect_tx, (u64 * barrier, u32 bytes),
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(shared_address(barrier)), "r"(bytes));
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void mbarrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-      : "memory");
-}
 // Waits for the end of the phase whose number has this last bit.
-DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::
-          "r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
+SLIMKV_ASM_MEMORY(mbarrier_wait, (u64 * barrier, u32 parity),
+    "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}",
+    "r"(shared_address(barrier)), "r"(parity));
 // Global to shared memory, 16-byte units.
-DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
-}
+SLIMKV_ASM_MEMORY(cp_async_bulk, (void* shared, const void* global, u32 bytes, u64* barrier),
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];",
+    "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)));
 // Makes this thread's stores to shared memory, and those it has synchronised with, visible to WGMMA and bulk copies. It
 // waits for all outstanding memory accesses of the thread.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -44,26 +33,19 @@ DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;
 // Stores four 8 x 8 matrices of 16-bit elements from fragments into rows of 16 bytes, or their transposes: lane 8 m + r
 // has the address of row r of matrix m, to which OFFSET is added.
 #define SLIMKV_STMATRIX_X4(name, shape) \
-  template <int OFFSET> DEVICE void name(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) { \
-    asm volatile("stmatrix.sync.aligned." shape ".shared.b16 [%0 + %5], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), \
-        "r"(m1), "r"(m2), "r"(m3), "n"(OFFSET) \
-        : "memory"); \
-  }
-SLIMKV_STMATRIX_X4(stmatrix_x4, "m8n8.x4")
-SLIMKV_STMATRIX_X4(stmatrix_x4_trans, "m8n8.x4.trans")
-template <int OFFSET> DEVICE void stmatrix_x2_trans(u32 address, u32 m0, u32 m1) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0 + %3], {%1, %2};" ::"r"(address), "r"(m0), "r"(m1),
-      "n"(OFFSET)
-      : "memory");
-}
+  template <int OFFSET> \
+  SLIMKV_ASM_MEMORY(name, (u32 address, u32 m0, u32 m1, u32 m2, u32 m3), \
+      "stmatrix.sync.aligned." shape ".shared.b16 [%0 + %5], {%1, %2, %3, %4};", "r"(address), "r"(m0), "r"(m1), \
+      "r"(m2), "r"(m3), "n"(OFFSET))
+SLIMKV_STMATRIX_X4(stmatrix_x4, "m8n8.x4");
+SLIMKV_STMATRIX_X4(stmatrix_x4_trans, "m8n8.x4.trans");
+template <int OFFSET>
+SLIMKV_ASM_MEMORY(stmatrix_x2_trans, (u32 address, u32 m0, u32 m1),
+    "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0 + %3], {%1, %2};", "r"(address), "r"(m0), "r"(m1), "n"(OFFSET));
 
 // Barriers 1-15 of the block, of `threads` that either wait or only arrive.
-DEVICE void bar_sync(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-DEVICE void bar_arrive(int number, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
+SLIMKV_ASM_MEMORY(bar_sync, (int number, int threads), "bar.sync %0, %1;", "r"(number), "r"(threads));
+SLIMKV_ASM_MEMORY(bar_arrive, (int number, int threads), "bar.arrive %0, %1;", "r"(number), "r"(threads));
 
 template <int N> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
@@ -154,18 +136,18 @@ template <int N, bool BF16> struct WgmmaOf;
   };
 #define SLIMKV_WGMMA_BOTH(N, R, ...) \
   SLIMKV_WGMMA(N, R, false, "f16", __VA_ARGS__) SLIMKV_WGMMA(N, R, true, "bf16", __VA_ARGS__)
-SLIMKV_WGMMA_BOTH(8, 4, "4", "5", "6", "7", "8", "9")
-SLIMKV_WGMMA_BOTH(16, 8, "8", "9", "10", "11", "12", "13")
-SLIMKV_WGMMA_BOTH(24, 12, "12", "13", "14", "15", "16", "17")
-SLIMKV_WGMMA_BOTH(32, 16, "16", "17", "18", "19", "20", "21")
-SLIMKV_WGMMA_BOTH(40, 20, "20", "21", "22", "23", "24", "25")
-SLIMKV_WGMMA_BOTH(48, 24, "24", "25", "26", "27", "28", "29")
-SLIMKV_WGMMA_BOTH(56, 28, "28", "29", "30", "31", "32", "33")
-SLIMKV_WGMMA_BOTH(64, 32, "32", "33", "34", "35", "36", "37")
-SLIMKV_WGMMA(96, 48, false, "f16", "48", "49", "50", "51", "52", "53")
-SLIMKV_WGMMA(128, 64, false, "f16", "64", "65", "66", "67", "68", "69")
-SLIMKV_WGMMA(192, 96, false, "f16", "96", "97", "98", "99", "100", "101")
-SLIMKV_WGMMA(256, 128, false, "f16", "128", "129", "130", "131", "132", "133")
+SLIMKV_WGMMA_BOTH(8, 4, "4", "5", "6", "7", "8", "9");
+SLIMKV_WGMMA_BOTH(16, 8, "8", "9", "10", "11", "12", "13");
+SLIMKV_WGMMA_BOTH(24, 12, "12", "13", "14", "15", "16", "17");
+SLIMKV_WGMMA_BOTH(32, 16, "16", "17", "18", "19", "20", "21");
+SLIMKV_WGMMA_BOTH(40, 20, "20", "21", "22", "23", "24", "25");
+SLIMKV_WGMMA_BOTH(48, 24, "24", "25", "26", "27", "28", "29");
+SLIMKV_WGMMA_BOTH(56, 28, "28", "29", "30", "31", "32", "33");
+SLIMKV_WGMMA_BOTH(64, 32, "32", "33", "34", "35", "36", "37");
+SLIMKV_WGMMA(96, 48, false, "f16", "48", "49", "50", "51", "52", "53");
+SLIMKV_WGMMA(128, 64, false, "f16", "64", "65", "66", "67", "68", "69");
+SLIMKV_WGMMA(192, 96, false, "f16", "96", "97", "98", "99", "100", "101");
+SLIMKV_WGMMA(256, 128, false, "f16", "128", "129", "130", "131", "132", "133");
 // The names that kernels use. Wgmma: with A in fragments, the columns of B are contiguous.
 template <int N, bool BF16> using WgmmaNarrow = WgmmaOf<N, BF16>;
 template <int N> struct Wgmma : WgmmaOf<N, false> {
@@ -187,9 +169,9 @@ template <int N> struct WgmmaBytes;
       WGMMA_OF_REGISTERS(N, R, "k32.f32.e4m3.e4m3", ", 1, 1", A0, A1, A2, A3, A4, A5, "r"(add)); \
     } \
   };
-SLIMKV_WGMMA_BYTES(8, 4, "4", "5", "6", "7", "8", "9")
-SLIMKV_WGMMA_BYTES(64, 32, "32", "33", "34", "35", "36", "37")
-SLIMKV_WGMMA_BYTES(128, 64, "64", "65", "66", "67", "68", "69")
+SLIMKV_WGMMA_BYTES(8, 4, "4", "5", "6", "7", "8", "9");
+SLIMKV_WGMMA_BYTES(64, 32, "32", "33", "34", "35", "36", "37");
+SLIMKV_WGMMA_BYTES(128, 64, "64", "65", "66", "67", "68", "69");
 #endif
 
 // A descriptor of an operand in shared memory with 128-byte swizzle: in every 8 rows of 128 bytes (1,024 bytes,

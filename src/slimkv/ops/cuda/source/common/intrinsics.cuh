@@ -24,6 +24,21 @@ static_assert(sizeof(i64) == 8 && sizeof(u64) == 8, "64-bit integers");
 #define GRID_CONSTANT const __grid_constant__
 #define HOST_TESTABLE(name, Args)  // what the tests launch
 
+// A function of one asm statement: result, its constraint, name, parameters, text, and operands from %1 on. FIXED:
+// volatile, neither moved nor dropped.
+#define SLIMKV_ASM_AS(QUALIFIER, R, C, name, parameters, text, ...) \
+  DEVICE R name parameters { \
+    R r; \
+    asm QUALIFIER(text : "=" C(r) : __VA_ARGS__); \
+    return r; \
+  }
+#define SLIMKV_ASM(R, C, name, parameters, text, ...) SLIMKV_ASM_AS(, R, C, name, parameters, text, __VA_ARGS__)
+#define SLIMKV_ASM_FIXED(R, C, name, parameters, text, ...) \
+  SLIMKV_ASM_AS(volatile, R, C, name, parameters, text, __VA_ARGS__)
+// One that accesses memory, or waits for others who do.
+#define SLIMKV_ASM_MEMORY(name, parameters, text, ...) \
+  DEVICE void name parameters { asm volatile(text::__VA_ARGS__ : "memory"); }
+
 struct __align__(8) Words2 { u32 x, y; };
 struct __align__(16) Words4 { u32 x, y, z, w; };
 
@@ -34,9 +49,7 @@ DEVICE int block_count() { return gridDim.x; }
 DEVICE void sync_threads() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 // Barrier `number` (from 1 on) of some warps of a block, `threads` in all.
-DEVICE void sync_team(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
+SLIMKV_ASM_MEMORY(sync_team, (int number, int threads), "bar.sync %0, %1;", "r"(number), "r"(threads));
 DEVICE bool team_any(bool p, int number, int threads) {
   u32 r;
   asm volatile("{.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;}"
@@ -49,17 +62,6 @@ DEVICE bool team_any(bool p, int number, int threads) {
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
 
-// A function of one asm statement: result, its constraint, name, parameters, text, and operands from %1 on. FIXED:
-// volatile, neither moved nor dropped.
-#define SLIMKV_ASM_AS(QUALIFIER, R, C, name, parameters, text, ...) \
-  DEVICE R name parameters { \
-    R r; \
-    asm QUALIFIER(text : "=" C(r) : __VA_ARGS__); \
-    return r; \
-  }
-#define SLIMKV_ASM(R, C, name, parameters, text, ...) SLIMKV_ASM_AS(, R, C, name, parameters, text, __VA_ARGS__)
-#define SLIMKV_ASM_FIXED(R, C, name, parameters, text, ...) \
-  SLIMKV_ASM_AS(volatile, R, C, name, parameters, text, __VA_ARGS__)
 // Instructions of two or three words, or of one float.
 #define SLIMKV_OF_2(name, instruction) \
   SLIMKV_ASM(u32, "r", name, (u32 a, u32 b), instruction " %0, %1, %2;", "r"(a), "r"(b))
@@ -69,16 +71,16 @@ DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
 
 // Byte i of the result is byte s_i of (a, b), s the third operand; with bit 3 of s_i set, the sign of that byte eight
 // times.
-SLIMKV_OF_3(prmt, u32, "prmt.b32")
+SLIMKV_OF_3(prmt, u32, "prmt.b32");
 // The bits of a where the mask is one, those of b elsewhere: one instruction, which compilers do not find for a
 // constant mask.
-SLIMKV_ASM(u32, "r", bit_select, (u32 mask, u32 a, u32 b), "lop3.b32 %0, %1, %2, %3, 0xCA;", "r"(mask), "r"(a), "r"(b))
+SLIMKV_ASM(u32, "r", bit_select, (u32 mask, u32 a, u32 b), "lop3.b32 %0, %1, %2, %3, 0xCA;", "r"(mask), "r"(a), "r"(b));
 
 // Fast ones, accurate to a few units in the last place.
-SLIMKV_OF_FLOAT(exp2_approx, "ex2.approx.ftz.f32")
-SLIMKV_OF_FLOAT(log2_approx, "lg2.approx.ftz.f32")
-SLIMKV_OF_FLOAT(rcp_approx, "rcp.approx.ftz.f32")
-SLIMKV_OF_FLOAT(rsqrt_approx, "rsqrt.approx.ftz.f32")
+SLIMKV_OF_FLOAT(exp2_approx, "ex2.approx.ftz.f32");
+SLIMKV_OF_FLOAT(log2_approx, "lg2.approx.ftz.f32");
+SLIMKV_OF_FLOAT(rcp_approx, "rcp.approx.ftz.f32");
+SLIMKV_OF_FLOAT(rsqrt_approx, "rsqrt.approx.ftz.f32");
 
 // Single IEEE operations, never contracted.
 DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
@@ -110,8 +112,8 @@ DEVICE i32 f32_to_i32_rz(float x) { return __float2int_rz(x); }
     asm(instruction " %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(__uint_as_float(zero))); \
     return __float_as_uint(r); \
   }
-SLIMKV_CEIL_PRODUCT(ceil_product, "fma.rp.f32")
-SLIMKV_CEIL_PRODUCT(ceil_product_or_zero, "fma.rp.sat.f32")
+SLIMKV_CEIL_PRODUCT(ceil_product, "fma.rp.f32");
+SLIMKV_CEIL_PRODUCT(ceil_product_or_zero, "fma.rp.sat.f32");
 DEVICE float floor_of(float x) { return floorf(x); }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE float min_f32(float a, float b) { return fminf(a, b); }
@@ -120,20 +122,20 @@ DEVICE int max_i32(int a, int b) { return max(a, b); }
 DEVICE u32 max_u32(u32 a, u32 b) { return max(a, b); }
 
 // 16-bit floats as bits.
-SLIMKV_ASM(float, "f", f16_to_f32, (u32 x), "{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}", "r"(x))
-SLIMKV_ASM(u32, "r", f32_to_f16, (float x), "{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}", "f"(x))
-SLIMKV_ASM(u32, "r", f32_to_bf16, (float x), "{.reg .b16 h; cvt.rn.bf16.f32 h, %1; cvt.u32.u16 %0, h;}", "f"(x))
-SLIMKV_ASM(u32, "r", pack_f16x2, (float low, float high), "cvt.rn.f16x2.f32 %0, %1, %2;", "f"(high), "f"(low))
-SLIMKV_ASM(u32, "r", pack_bf16x2, (float low, float high), "cvt.rn.bf16x2.f32 %0, %1, %2;", "f"(high), "f"(low))
+SLIMKV_ASM(float, "f", f16_to_f32, (u32 x), "{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}", "r"(x));
+SLIMKV_ASM(u32, "r", f32_to_f16, (float x), "{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}", "f"(x));
+SLIMKV_ASM(u32, "r", f32_to_bf16, (float x), "{.reg .b16 h; cvt.rn.bf16.f32 h, %1; cvt.u32.u16 %0, h;}", "f"(x));
+SLIMKV_ASM(u32, "r", pack_f16x2, (float low, float high), "cvt.rn.f16x2.f32 %0, %1, %2;", "f"(high), "f"(low));
+SLIMKV_ASM(u32, "r", pack_bf16x2, (float low, float high), "cvt.rn.bf16x2.f32 %0, %1, %2;", "f"(high), "f"(low));
 // e4m3, rounded to the nearest even, at most 448: two numbers in the low half of a word, or four, the first in the
 // lowest byte. The last function makes halves of two. Only kernels of sm_90a use them.
 #if __CUDA_ARCH__ >= 890
 SLIMKV_ASM(u32, "r", pack_e4m3x2, (float low, float high),
-    "{.reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, %1, %2; cvt.u32.u16 %0, h;}", "f"(high), "f"(low))
+    "{.reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, %1, %2; cvt.u32.u16 %0, h;}", "f"(high), "f"(low));
 SLIMKV_ASM(u32, "r", pack_e4m3x4, (float a, float b, float c, float d),
     "{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; cvt.rn.satfinite.e4m3x2.f32 y, %4, %3; mov.b32 %0, {x, y};}",
-    "f"(a), "f"(b), "f"(c), "f"(d))
-SLIMKV_ASM(u32, "r", unpack_e4m3x2, (u32 x), "{.reg .b16 h; cvt.u16.u32 h, %1; cvt.rn.f16x2.e4m3x2 %0, h;}", "r"(x))
+    "f"(a), "f"(b), "f"(c), "f"(d));
+SLIMKV_ASM(u32, "r", unpack_e4m3x2, (u32 x), "{.reg .b16 h; cvt.u16.u32 h, %1; cvt.rn.f16x2.e4m3x2 %0, h;}", "r"(x));
 #else
 DEVICE u32 pack_e4m3x2(float, float) { return 0; }
 DEVICE u32 pack_e4m3x4(float, float, float, float) { return 0; }
@@ -141,23 +143,23 @@ DEVICE u32 unpack_e4m3x2(u32) { return 0; }
 #endif
 // Pair by pair the larger magnitude, with any sign; NaN if there is one.
 #if __CUDA_ARCH__ >= 860
-SLIMKV_OF_2(max_abs_f16x2, "max.NaN.xorsign.abs.f16x2")
-SLIMKV_OF_2(max_abs_bf16x2, "max.NaN.xorsign.abs.bf16x2")
+SLIMKV_OF_2(max_abs_f16x2, "max.NaN.xorsign.abs.f16x2");
+SLIMKV_OF_2(max_abs_bf16x2, "max.NaN.xorsign.abs.bf16x2");
 #else
-SLIMKV_OF_2(max_f16x2, "max.NaN.f16x2")
-SLIMKV_OF_2(max_bf16x2, "max.NaN.bf16x2")
+SLIMKV_OF_2(max_f16x2, "max.NaN.f16x2");
+SLIMKV_OF_2(max_bf16x2, "max.NaN.bf16x2");
 DEVICE u32 max_abs_f16x2(u32 a, u32 b) { return max_f16x2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu); }
 DEVICE u32 max_abs_bf16x2(u32 a, u32 b) { return max_bf16x2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu); }
 #endif
 // Pair by pair, rounded once, down to the smallest denormal numbers; the sum with -0 is the product with its sign.
-SLIMKV_OF_3(fma_f16x2, u32, "fma.rn.f16x2")
-SLIMKV_OF_3(fma_bf16x2, u32, "fma.rn.bf16x2")
-SLIMKV_OF_2(sub_f16x2, "sub.rn.f16x2")
+SLIMKV_OF_3(fma_f16x2, u32, "fma.rn.f16x2");
+SLIMKV_OF_3(fma_bf16x2, u32, "fma.rn.bf16x2");
+SLIMKV_OF_2(sub_f16x2, "sub.rn.f16x2");
 DEVICE u32 mul_f16x2(u32 a, u32 b) { return fma_f16x2(a, b, 0x80008000u); }
 DEVICE u32 mul_bf16x2(u32 a, u32 b) { return fma_bf16x2(a, b, 0x80008000u); }
 DEVICE u32 sub_bf16x2(u32 a, u32 b) { return fma_bf16x2(b, 0xBF80BF80u, a); }
 #if __CUDA_ARCH__ >= 900
-SLIMKV_OF_2(max_u16x2, "max.u16x2")
+SLIMKV_OF_2(max_u16x2, "max.u16x2");
 #else
 DEVICE u32 max_u16x2(u32 a, u32 b) {  // the larger word has the larger high half
   return max(a & 0xFFFFu, b & 0xFFFFu) | max(a, b) & 0xFFFF0000u;
@@ -169,13 +171,13 @@ template <class T> DEVICE T shfl_xor(T x, int mask) { return __shfl_xor_sync(0xF
 template <class T> DEVICE T shfl(T x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 DEVICE bool warp_any(bool p) { return __any_sync(0xFFFFFFFFu, p); }
 // Over all lanes, in one instruction.
-SLIMKV_ASM_FIXED(u32, "r", warp_sum, (u32 x), "redux.sync.add.u32 %0, %1, 0xFFFFFFFF;", "r"(x))
-SLIMKV_ASM_FIXED(u32, "r", warp_max, (u32 x), "redux.sync.max.u32 %0, %1, 0xFFFFFFFF;", "r"(x))
+SLIMKV_ASM_FIXED(u32, "r", warp_sum, (u32 x), "redux.sync.add.u32 %0, %1, 0xFFFFFFFF;", "r"(x));
+SLIMKV_ASM_FIXED(u32, "r", warp_max, (u32 x), "redux.sync.max.u32 %0, %1, 0xFFFFFFFF;", "r"(x));
 DEVICE u32 warp_ballot(bool p) { return __ballot_sync(0xFFFFFFFFu, p); }
 DEVICE int warp_count(bool p) { return __popc(__ballot_sync(0xFFFFFFFFu, p)); }
 
 // Transposes an 8 x 8 matrix of 16-bit elements, of which lane 4 r + c holds elements 2 c and 2 c + 1 of row r.
-SLIMKV_ASM_FIXED(u32, "r", movmatrix_trans, (u32 x), "movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;", "r"(x))
+SLIMKV_ASM_FIXED(u32, "r", movmatrix_trans, (u32 x), "movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;", "r"(x));
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory into fragments: lane 8 m + r has the address of row r
 // of matrix m. The second function loads their transposes.
 #define SLIMKV_LDMATRIX(name, shape) \
@@ -185,15 +187,15 @@ SLIMKV_ASM_FIXED(u32, "r", movmatrix_trans, (u32 x), "movmatrix.sync.aligned.m8n
         : "r"(address) \
         : "memory"); \
   }
-SLIMKV_LDMATRIX(ldmatrix_x4, "m8n8.x4")
-SLIMKV_LDMATRIX(ldmatrix_x4_trans, "m8n8.x4.trans")
+SLIMKV_LDMATRIX(ldmatrix_x4, "m8n8.x4");
+SLIMKV_LDMATRIX(ldmatrix_x4_trans, "m8n8.x4.trans");
 
 // c plus the four products of the bytes of a and b.
-SLIMKV_OF_3(dp4a_u8, u32, "dp4a.u32.u32")
-SLIMKV_OF_3(dp4a_u8_s8, i32, "dp4a.u32.s32")
-SLIMKV_OF_3(dp4a_s8, i32, "dp4a.s32.s32")
+SLIMKV_OF_3(dp4a_u8, u32, "dp4a.u32.u32");
+SLIMKV_OF_3(dp4a_u8_s8, i32, "dp4a.u32.s32");
+SLIMKV_OF_3(dp4a_s8, i32, "dp4a.s32.s32");
 // x >> 16, on the units that multiply: logic is what unpacking has too little of.
-SLIMKV_OF_3(dp2a_low, u32, "dp2a.lo.u32.u32")
+SLIMKV_OF_3(dp2a_low, u32, "dp2a.lo.u32.u32");
 DEVICE u32 high_half(u32 x) { return dp2a_low(x, 0x0100u, 0u); }
 
 // c += A B, A 16 x k row by row, B k x 8 column by column, in the lanes' fragments (see docs/design/page-format.md).
@@ -209,12 +211,12 @@ DEVICE u32 high_half(u32 x) { return dp2a_low(x, 0x0100u, 0u); }
         : "=" C(d[0]), "=" C(d[1]), "=" C(d[2]), "=" C(d[3]) \
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), C((T)0)); \
   }
-SLIMKV_MMA(mma_u8_s8, i32, "r", "m16n8k32.row.col.s32.u8.s8.s32")
-SLIMKV_MMA(mma_s8_s8, i32, "r", "m16n8k32.row.col.s32.s8.s8.s32")
-SLIMKV_MMA(mma_s8_u8, i32, "r", "m16n8k32.row.col.s32.s8.u8.s32")
-SLIMKV_MMA(mma_u8_u8, i32, "r", "m16n8k32.row.col.s32.u8.u8.s32")
-SLIMKV_MMA(mma_f16, float, "f", "m16n8k16.row.col.f32.f16.f16.f32")
-SLIMKV_MMA(mma_bf16, float, "f", "m16n8k16.row.col.f32.bf16.bf16.f32")
+SLIMKV_MMA(mma_u8_s8, i32, "r", "m16n8k32.row.col.s32.u8.s8.s32");
+SLIMKV_MMA(mma_s8_s8, i32, "r", "m16n8k32.row.col.s32.s8.s8.s32");
+SLIMKV_MMA(mma_s8_u8, i32, "r", "m16n8k32.row.col.s32.s8.u8.s32");
+SLIMKV_MMA(mma_u8_u8, i32, "r", "m16n8k32.row.col.s32.u8.u8.s32");
+SLIMKV_MMA(mma_f16, float, "f", "m16n8k16.row.col.f32.f16.f16.f32");
+SLIMKV_MMA(mma_bf16, float, "f", "m16n8k16.row.col.f32.bf16.bf16.f32");
 
 // x, of which the compiler no longer knows that all lanes have the same: it stays in a register of each lane.
 DEVICE u32 in_register(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
@@ -230,46 +232,39 @@ DEVICE int read_laneid() {
 
 // Memory.
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// An address from which nothing is loaded before what was stored so far is there.
+DEVICE u32 settled(u32 address) {
+  asm volatile("" : "+r"(address)::"memory");
+  return address;
+}
 // A word, half a word or four words of a table that does not change any more.
 template <int OFFSET = 0>
-SLIMKV_ASM(u32, "r", ld_shared_constant, (u32 address), "ld.shared.u32 %0, [%1+%2];", "r"(address), "n"(OFFSET))
+SLIMKV_ASM(u32, "r", ld_shared_constant, (u32 address), "ld.shared.u32 %0, [%1+%2];", "r"(address), "n"(OFFSET));
 SLIMKV_ASM(u32, "r", ld_shared_constant_half, (u32 address), "{.reg .b16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h;}",
-    "r"(address))
+    "r"(address));
 #define SLIMKV_LOAD_WORDS4(name, instruction, T, C) \
   DEVICE Words4 name(T p) { \
     Words4 r; \
     asm(instruction ".v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : C(p)); \
     return r; \
   }
-    SLIMKV_LOAD_WORDS4(ld_shared_constant_16, "ld.shared", u32, "r")
-    // Data that is read once, and tables that are read again and again.
-    SLIMKV_LOAD_WORDS4(ldg_streaming, "ld.global.nc.L1::no_allocate", const void*, "l")
-        SLIMKV_LOAD_WORDS4(ldg_cached, "ld.global.nc", const void*, "l")
-    // An address from which nothing is loaded before what was stored so far is there.
-    DEVICE u32 settled(u32 address) {
-  asm volatile("" : "+r"(address)::"memory");
-  return address;
-}
-template <int OFFSET> DEVICE void st_shared_words4(u32 address, const Words4& x) {
-  asm volatile("st.shared.v4.b32 [%0 + %5], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w),
-      "n"(OFFSET)
-      : "memory");
-}
-DEVICE void cp_async_16(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
-      : "memory");
-}
+SLIMKV_LOAD_WORDS4(ld_shared_constant_16, "ld.shared", u32, "r");
+// Data that is read once, and tables that are read again and again.
+SLIMKV_LOAD_WORDS4(ldg_streaming, "ld.global.nc.L1::no_allocate", const void*, "l");
+SLIMKV_LOAD_WORDS4(ldg_cached, "ld.global.nc", const void*, "l");
+template <int OFFSET>
+SLIMKV_ASM_MEMORY(st_shared_words4, (u32 address, const Words4& x), "st.shared.v4.b32 [%0 + %5], {%1, %2, %3, %4};",
+    "r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "n"(OFFSET));
+SLIMKV_ASM_MEMORY(cp_async_16, (void* shared, const void* global), "cp.async.cg.shared.global.L2::128B [%0], [%1], 16;",
+    "r"(shared_address(shared)), "l"(global));
 // OFFSET bytes behind both addresses, without additions.
-template <int OFFSET> DEVICE void cp_async_16_behind(u32 shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0 + %2], [%1 + %2], 16;" ::"r"(shared), "l"(global), "n"(OFFSET)
-      : "memory");
-}
+template <int OFFSET>
+SLIMKV_ASM_MEMORY(cp_async_16_behind, (u32 shared, const void* global),
+    "cp.async.cg.shared.global.L2::128B [%0 + %2], [%1 + %2], 16;", "r"(shared), "l"(global), "n"(OFFSET));
 // 16 zeros where there is nothing to copy; the address is then not used.
-DEVICE void cp_async_16_or_zero(bool real, void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-      "r"(real ? 16 : 0)
-      : "memory");
-}
+SLIMKV_ASM_MEMORY(cp_async_16_or_zero, (bool real, void* shared, const void* global),
+    "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;", "r"(shared_address(shared)), "l"(global),
+    "r"(real ? 16 : 0));
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int GROUPS> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory"); }
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
@@ -282,9 +277,7 @@ DEVICE i32 ld_acquire(const i32* p) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
   return r;
 }
-DEVICE void add_relaxed(i32* p, i32 x) {
-  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
-}
+SLIMKV_ASM_MEMORY(add_relaxed, (i32 * p, i32 x), "red.relaxed.gpu.global.add.s32 [%0], %1;", "l"(p), "r"(x));
 DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
