@@ -1,7 +1,7 @@
 // Unpacks the pages of prefilled sequences into the tiles of attend.cu (tiles.cuh): all items of a pass or, for AHEAD,
 // the first ones. A block has one tile of an item, a warp 16 of its tokens.
 //
-// Compile-time: D, STEP, EIGHT_BIT, BY_ROW (work.cuh), KEYS_BYTES, VALUES_BYTES (tiles.cuh), and those of unpacker.cuh
+// Compile-time: D, STEP, EIGHT_BIT, BY_ROW (work.cuh), KEYS_BYTES, VALUES_BYTES (tiles.cuh), and those of halves.cuh
 // or unpack_bytes.cuh. WINDOW is 1: without one, sliding_window is longer than any sequence.
 #if EIGHT_BIT
 #include "prefill/unpack_bytes.cuh"
