@@ -150,52 +150,57 @@ template <int GROUPS> DEVICE void wgmma_wait() { host::meet("wgmma_wait", nullpt
 template <int N> DEVICE void wgmma_fence_operand(float (&)[N]) {}
 template <int N> DEVICE void wgmma_fence_operand(u32 (&)[N]) {}
 
-template <int N> struct Wgmma {
-  template <bool ADD> static void shared_a(float (&c)[N / 2], u64 a, u64 b) {
-    const int lane = host::lane(), warp = host::machine.current / 32 % 4;
-    float rows[2][16];
-    for (int r = 0; r < 2; r++)
-      for (int k = 0; k < 16; k++) rows[r][k] = host::side_by_side(a, 16 * warp + lane / 4 + 8 * r, k);
-    for (int i = 0; i < N / 2; i += 4)
-      for (int j = 0; j < 2; j++) {
-        float column[16];
-        for (int k = 0; k < 16; k++) column[k] = host::side_by_side(b, 2 * i + 2 * (lane % 4) + j, k);
-        for (int r = 0; r < 2; r++) {
-          double sum = ADD ? c[i + 2 * r + j] : 0.0;
-          for (int k = 0; k < 16; k++) sum += (double)rows[r][k] * column[k];
-          c[i + 2 * r + j] = (float)sum;
-        }
-      }
+template <int N, bool BF16> struct WgmmaOf {
+  template <bool ADD = true> static void shared_a(float (&c)[N / 2], u64 a, u64 b) {
+    multiply(c, shared_rows(a, false), b, false, ADD);
   }
-  static void register_a(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    u64 mine[4] = {a0, a1, a2, a3};
-    host::Operands all = host::meet("register_a", mine, 4);
-    float rows[2][16];
-    for (int r = 0; r < 2; r++)
-      for (int k = 0; k < 16; k++)
-        rows[r][k] = f16_to_f32((u32)(all[host::lane() / 4 * 4 + k / 2 % 4][k / 8 * 2 + r] >> (16 * (k % 2))) & 0xFFFF);
-    add_across(c, rows, b);
+  static void shared_a_across(float (&c)[N / 2], u64 a, u64 b) { multiply(c, shared_rows(a, false), b, true, true); }
+  static void transposed_a(float (&c)[N / 2], u64 a, u64 b) { multiply(c, shared_rows(a, true), b, false, true); }
+  template <bool ADD = true> static void register_a(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+    multiply(c, fragment_rows(a0, a1, a2, a3), b, false, ADD);
   }
-  static void shared_a_across(float (&c)[N / 2], u64 a, u64 b) {
-    const int warp = host::machine.current / 32 % 4;
-    float rows[2][16];
-    for (int r = 0; r < 2; r++)
-      for (int k = 0; k < 16; k++) rows[r][k] = host::side_by_side(a, 16 * warp + host::lane() / 4 + 8 * r, k);
-    add_across(c, rows, b);
+  static void register_a_across(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+    multiply(c, fragment_rows(a0, a1, a2, a3), b, true, true);
   }
 
  private:
-  static void add_across(float (&c)[N / 2], const float (&rows)[2][16], u64 b) {
+  struct Operand { float rows[2][16]; };  // g and g + 8 of a warp's 16
+  static Operand shared_rows(u64 a, bool transposed) {
+    const int first = 16 * (host::machine.current / 32 % 4) + host::lane() / 4;
+    Operand x;
+    for (int r = 0; r < 2; r++)
+      for (int k = 0; k < 16; k++)
+        x.rows[r][k] = transposed ? host::across(a, k, first + 8 * r) : host::side_by_side(a, first + 8 * r, k, BF16);
+    return x;
+  }
+  static Operand fragment_rows(u32 a0, u32 a1, u32 a2, u32 a3) {
+    u64 mine[4] = {a0, a1, a2, a3};
+    host::Operands all = host::meet("register_a", mine, 4);
+    Operand x;
+    for (int r = 0; r < 2; r++)
+      for (int k = 0; k < 16; k++)
+        x.rows[r][k] = host::number_of(
+            (u32)(all[host::lane() / 4 * 4 + k / 2 % 4][k / 8 * 2 + r] >> (16 * (k % 2))) & 0xFFFF, BF16);
+    return x;
+  }
+  static void multiply(float (&c)[N / 2], const Operand& a, u64 b, bool across, bool add) {
     for (int i = 0; i < N / 2; i += 4)
       for (int j = 0; j < 2; j++) {
+        const int n = 2 * i + 2 * (host::lane() % 4) + j;
         float column[16];
-        for (int k = 0; k < 16; k++) column[k] = host::across(b, k, 2 * i + 2 * (host::lane() % 4) + j);
+        for (int k = 0; k < 16; k++) column[k] = across ? host::across(b, k, n) : host::side_by_side(b, n, k, BF16);
         for (int r = 0; r < 2; r++) {
-          double sum = c[i + 2 * r + j];
-          for (int k = 0; k < 16; k++) sum += (double)rows[r][k] * column[k];
+          double sum = add ? c[i + 2 * r + j] : 0.0;
+          for (int k = 0; k < 16; k++) sum += (double)a.rows[r][k] * column[k];
           c[i + 2 * r + j] = (float)sum;
         }
       }
+  }
+};
+template <int N, bool BF16> using WgmmaNarrow = WgmmaOf<N, BF16>;
+template <int N> struct Wgmma : WgmmaOf<N, false> {
+  static void register_a(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+    WgmmaOf<N, false>::register_a_across(c, a0, a1, a2, a3, b);
   }
 };
 
@@ -235,46 +240,5 @@ template <int N> struct WgmmaBytes {
         for (int k = 0; k < 32; k++) column[k] = host::byte_of(b, 2 * i + 2 * (host::lane() % 4) + j, k);
         for (int r = 0; r < 2; r++) product(i + 2 * r + j, rows[r], column);
       }
-  }
-};
-
-template <int N, bool BF16> struct WgmmaNarrow {
-  static void add(float (&c)[N / 2], const float (&rows)[2][16], u64 b) {
-    for (int i = 0; i < N / 2; i += 4)
-      for (int j = 0; j < 2; j++) {
-        float column[16];
-        for (int k = 0; k < 16; k++) column[k] = host::side_by_side(b, 2 * i + 2 * (host::lane() % 4) + j, k, BF16);
-        for (int r = 0; r < 2; r++) {
-          double sum = c[i + 2 * r + j];
-          for (int k = 0; k < 16; k++) sum += (double)rows[r][k] * column[k];
-          c[i + 2 * r + j] = (float)sum;
-        }
-      }
-  }
-  template <bool ADD = true> static void register_a(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    u64 mine[4] = {a0, a1, a2, a3};
-    host::Operands all = host::meet("register_a", mine, 4);
-    if (!ADD)
-      for (float& x : c) x = 0.0f;
-    float rows[2][16];
-    for (int r = 0; r < 2; r++)
-      for (int k = 0; k < 16; k++)
-        rows[r][k] = host::number_of(
-            (u32)(all[host::lane() / 4 * 4 + k / 2 % 4][k / 8 * 2 + r] >> (16 * (k % 2))) & 0xFFFF, BF16);
-    add(c, rows, b);
-  }
-  static void shared_a(float (&c)[N / 2], u64 a, u64 b) {
-    const int lane = host::lane(), warp = host::machine.current / 32 % 4;
-    float rows[2][16];
-    for (int r = 0; r < 2; r++)
-      for (int k = 0; k < 16; k++) rows[r][k] = host::side_by_side(a, 16 * warp + lane / 4 + 8 * r, k, BF16);
-    add(c, rows, b);
-  }
-  static void transposed_a(float (&c)[N / 2], u64 a, u64 b) {
-    const int lane = host::lane(), warp = host::machine.current / 32 % 4;
-    float rows[2][16];
-    for (int r = 0; r < 2; r++)
-      for (int k = 0; k < 16; k++) rows[r][k] = host::across(a, k, 16 * warp + lane / 4 + 8 * r);
-    add(c, rows, b);
   }
 };

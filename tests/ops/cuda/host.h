@@ -31,6 +31,7 @@ typedef long long i64;
 
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
+#define UNROLL_FOR(...) for (__VA_ARGS__)
 #define KERNEL(threads, blocks) static void
 #define GRID_CONSTANT const
 #define SHARED_MEMORY(name) u8* const name = host::machine.shared
@@ -417,9 +418,8 @@ DEVICE float add_rn(float a, float b) { return a + b; }
 DEVICE float sub_rn(float a, float b) { return a - b; }
 DEVICE float fma_rn(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float div_rn(float a, float b) { return a / b; }
-DEVICE float sqrt_rn(float a) { return sqrtf(a); }
 DEVICE float div_rn_normal(float a, float b) { return div_rn(a, b); }
-DEVICE float sqrt_rn_normal(float a) { return sqrt_rn(a); }
+DEVICE float sqrt_rn_normal(float a) { return sqrtf(a); }
 DEVICE float i32_to_f32_rn(i32 x) { return (float)x; }
 DEVICE float i64_to_f32_rn(i64 x) { return (float)x; }
 DEVICE i32 f32_to_i32_rz(float x) {
@@ -444,7 +444,6 @@ DEVICE float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.
 DEVICE float exp2_approx(float x) { return flushed(exp2f(flushed(x))); }
 DEVICE float log2_approx(float x) { return flushed(log2f(flushed(x))); }
 DEVICE float rcp_approx(float x) { return flushed(1.0f / flushed(x)); }
-DEVICE float tanh_of(float x) { return tanhf(x); }
 
 DEVICE float f16_to_f32(u32 bits) {
   u32 sign = bits >> 15 & 1, exponent = bits >> 10 & 31, mantissa = bits & 1023;
@@ -590,12 +589,12 @@ DEVICE void mma_s8_u8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) 
 DEVICE void mma_u8_u8(i32 c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   host::mma_8<0, 0>("mma_u8_u8", c, a0, a1, a2, a3, b0, b1);
 }
-DEVICE void mma_u8_s8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, i32 c0, i32 c1, i32 c2, i32 c3) {
-  d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
+DEVICE void mma_u8_s8_from_zero(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  for (i32& x : d) x = 0;
   mma_u8_s8(d, a0, a1, a2, a3, b0, b1);
 }
-DEVICE void mma_u8_u8_from(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, i32 c0, i32 c1, i32 c2, i32 c3) {
-  d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
+DEVICE void mma_u8_u8_from_zero(i32 (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  for (i32& x : d) x = 0;
   mma_u8_u8(d, a0, a1, a2, a3, b0, b1);
 }
 DEVICE i32 ld_acquire(const i32* p) { return *p; }

@@ -2,8 +2,8 @@
 
 Many queries a sequence: two launches a pass (source/prefill/unpack.cu and attend.cu or, where there are no products of
 warpgroups, attend_warps.cu). More than the workspace holds takes several passes: over the sequences, or over a part of
-all contexts at a time, which pass on the softmax state. Hopper has two other ways. If sequences are alike,
-blocks of ``attend`` unpack what later ones attend instead, all in one pass (source/prefill/ahead.cuh). Few queries: one
+all contexts at a time, which pass on the softmax state. Hopper has two other ways. If sequences are alike, the first
+launch unpacks for the first blocks, and these for later ones, in one pass (source/prefill/ahead.cuh). Few queries: one
 launch of ``attend``, whose blocks unpack for themselves (source/prefill/producer.cuh). ``prefill_config`` says which.
 """
 
@@ -33,7 +33,7 @@ from slimkv.ops.attention.cuda.prefill_config import (
     parts_of,
     refusal,
 )
-from slimkv.ops.attention.cuda.prefill_defines import attend_defines, tables_bytes, unpack_defines
+from slimkv.ops.attention.cuda.prefill_defines import attend_defines, unpack_defines
 from slimkv.ops.attention.cuda.prefill_workspace import (
     WORKSPACE_BYTES,
     Batch,
@@ -45,7 +45,7 @@ from slimkv.ops.attention.cuda.prefill_workspace import (
 from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, LOG2E
 from slimkv.ops.cuda.module import Defines, load
-from slimkv.spec import Kind, PageLayout, TensorFormat
+from slimkv.spec import CodecSpec, Kind, TensorFormat
 
 __all__ = [
     "attend_prefill",
@@ -59,8 +59,7 @@ __all__ = [
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 
 # source, kernel, defines, grid, threads, shared memory, argument
-(UnpackArgs,) = arguments("prefill/unpack.cu", "UnpackArgs")
-(PrefillArgs,) = arguments("prefill/work.cuh", "PrefillArgs")
+(PrefillArgs,) = arguments("prefill/args.cuh", "PrefillArgs")
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
 
 
@@ -84,11 +83,11 @@ def attend_prefill(
     elif first.ahead:
         cut = cut_ahead(request, first, most_long, multiprocessors(request.query.device), budget)
         space = lay_out(launches[0].args, cut, first, request.layout.spec.key_dim, request.query.device)
-        launches[0].unpack_first()
+        launches[0].unpack(cut.lead)
         launches[0].start()
         del space
     else:
-        _attend_in_passes(request, launches, most_long, budget, launch)
+        _attend_in_passes(request, launches, most_long, budget)
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,11 @@ class _Attend:
             request.score_shift is not None, self.part.beside, hands_on,
         )  # fmt: skip
 
-    def unpack_first(self) -> None:
-        """What the first blocks attend, if later ones find theirs unpacked by earlier ones."""
-        args, threads = self.args, 2 * self.part.config.tile_tokens
-        shared = tables_bytes(self.request.layout.spec)
-        self.launch(ATTEND, "unpack_first", self.defines(), (args.tiles, args.lead), threads, shared, args)
+    def unpack(self, items: int) -> None:
+        """The first ``items``: KV heads of sequences."""
+        config, defines = self.part.config, unpack_defines(self.request.layout, self.part.config)
+        grid, threads = (items, self.args.tiles), 2 * config.tile_tokens
+        self.launch(UNPACK, "unpack", defines, grid, threads, defines["SHARED"], self.args)
 
     def start(self, hands_on: bool = False) -> None:
         """With ``hands_on`` it may find a state, or leave one."""
@@ -128,12 +127,10 @@ class _Attend:
         self.launch(self.part.config.source, "attend", defines, grid, threads, defines["SHARED"], args)
 
 
-def _attend_in_passes(
-    request: AttendRequest, launches: list[_Attend], most_long: int, budget: int, launch: Launcher
-) -> None:
+def _attend_in_passes(request: AttendRequest, launches: list[_Attend], most_long: int, budget: int) -> None:
     """Unpacks what the workspace holds and attends it, time after time."""
     layout, device, num_kv_heads = request.layout, request.query.device, request.pages.shape[1]
-    args, config = launches[0].args, launches[0].part.config
+    config = launches[0].part.config
     longest = seen_tiles(request, config.tile_tokens)
     batch = Batch(most_long, num_kv_heads, request.query.shape[0] // (config.rows // request.group), longest)
     ranks, tiles = cut_passes(layout, config, batch, multiprocessors(device), budget)
@@ -148,24 +145,14 @@ def _attend_in_passes(
         own.tile_scales = own.values + side_bytes
         own.state = space.data_ptr() + tile_bytes + sum(state_bytes[:i])
         own.section = max(1, min(num_kv_heads, _CACHED_BYTES // (2 * side_bytes // num_kv_heads)))
-        own.tiles, own.ranks = tiles, ranks
-    unpack = UnpackArgs(
-        pages=args.pages, block_table=args.block_table, seq_lens=args.seq_lens, cu_seqlens_q=args.cu_seqlens_q,
-        key_levels=args.key_levels, value_levels=args.value_levels, keys=args.keys, values=args.values,
-        tile_scales=args.tile_scales,
-        page_stride=args.page_stride, page_head_stride=args.page_head_stride, table_stride=args.table_stride,
-        num_seqs=args.num_seqs, num_kv_heads=num_kv_heads, max_decode_queries=args.max_decode_queries, tiles=tiles,
-        sliding_window=request.options.sliding_window or NO_WINDOW, **_byte_tables(layout, config),
-    )  # fmt: skip
-    to_unpack = unpack_defines(layout, config)
+        own.tiles, own.ranks, own.slots = tiles, ranks, rows
     for first_rank in range(0, most_long, ranks):
         for step in range(passes):
-            unpack.first_rank, unpack.first_tile = first_rank, step * tiles
-            grid, threads = (tiles * num_kv_heads, min(ranks, most_long - first_rank)), 2 * config.tile_tokens
-            launch(UNPACK, "unpack", to_unpack, grid, threads, to_unpack["SHARED"], unpack)
             for part in launches:
                 part.args.first_rank, part.args.first_tile = first_rank, step * tiles
                 part.args.first_pass, part.args.last_pass = step == 0, step == passes - 1
+            launches[0].unpack(min(ranks, most_long - first_rank) * num_kv_heads)
+            for part in launches:
                 part.start(hands_on=passes > 1)
 
 
@@ -187,15 +174,14 @@ def _attend_args(request: AttendRequest, part: Part, most_queries: int) -> ctype
         value_norm=value.orthonormal, key_sign_bits=_signs(spec.key_dim, spec.seed),
         value_sign_bits=_signs(spec.value_dim, spec.seed), num_seqs=sequences, num_kv_heads=pages.shape[1],
         group_size=request.group, max_decode_queries=most_queries, causal=options.causal,
-        sliding_window=options.sliding_window or 0,
+        sliding_window=options.sliding_window or NO_WINDOW,
         query_blocks=queries // (part.config.rows // request.group) + sequences,
         first_query=part.first, end_query=part.end,
         aligned=_by_16_bytes(out) | _by_16_bytes(query) << 1,
         pages=pages.data_ptr(), block_table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),
         value_levels=value.levels.data_ptr(), page_stride=pages.stride(0), page_head_stride=pages.stride(1),
-        table_stride=request.block_table.stride(0), key_table=_magnitudes(spec.key, spec.key_dim),
-        value_table=_magnitudes(spec.value, spec.value_dim), key_signs=key.signs.data_ptr(),
-        value_signs=value.signs.data_ptr(),
+        table_stride=request.block_table.stride(0), key_signs=key.signs.data_ptr(),
+        value_signs=value.signs.data_ptr(), **_tables(spec, part.config.eight_bit),
     )  # fmt: skip
 
 
@@ -204,7 +190,6 @@ def _by_16_bytes(rows: Tensor) -> bool:
     return rows.data_ptr() % 16 == 0 and all(x * rows.element_size() % 16 == 0 for x in rows.stride()[:2])
 
 
-@lru_cache(maxsize=64)
 def _magnitudes(fmt: TensorFormat, dim: int) -> tuple[int, ...]:
     """Twice the magnitudes of levels of up to 4 bits, as bytes."""
     if fmt.kind != Kind.LLOYD or fmt.bits > MOST_BITS:
@@ -219,11 +204,13 @@ def _words(entries: list[int]) -> tuple[int, int]:
     return low, high
 
 
-def _byte_tables(layout: PageLayout, config: PrefillConfig) -> dict[str, object]:
-    """What ``unpack`` looks bytes up in."""
-    if not config.eight_bit:
-        return {}
-    spec = layout.spec
+@lru_cache(maxsize=64)
+def _tables(spec: CodecSpec, eight_bit: bool) -> dict[str, object]:
+    """What kernels look up codes of up to 4 bits in."""
+    if not eight_bit:
+        return {
+            "key_table": _magnitudes(spec.key, spec.key_dim), "value_table": _magnitudes(spec.value, spec.value_dim),
+        }  # fmt: skip
     levels = byte_levels(spec.value.bits, spec.value_dim)
     magnitudes = torch.tensor(levels.value[len(levels.value) // 2 :], dtype=torch.float32).to(torch.float8_e4m3fn)
     return {

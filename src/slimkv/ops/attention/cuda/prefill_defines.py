@@ -36,14 +36,19 @@ def shared_bytes(spec: CodecSpec, config: PrefillConfig) -> int:
     return _shared_memory(spec, config, packed=0)["SHARED"]
 
 
-def tables_bytes(spec: CodecSpec) -> int:
-    """Bytes of the centroid tables of ``attend``: one table if keys and values are alike."""
-    return 128 * (_level_entries(spec.key) + (0 if spec.key == spec.value else _level_entries(spec.value)))
+def _tables(spec: CodecSpec, unpacks: bool, by_row: bool = False) -> dict[str, int]:
+    """Entries of the centroid tables: one table if keys and values are alike."""
+
+    def entries(fmt: TensorFormat) -> int:
+        looked_up = unpacks and fmt.kind == Kind.LLOYD and (by_row or fmt.bits > MOST_BITS)
+        return 1 << fmt.bits if looked_up else 0
+
+    one = not unpacks or spec.key == spec.value
+    return {"K_LEVELS": entries(spec.key), "V_LEVELS": entries(spec.value), "ONE_TABLE": int(one)}
 
 
-def _level_entries(fmt: TensorFormat) -> int:
-    """Entries of the centroid table of ``attend``, or 0."""
-    return 1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > MOST_BITS else 0
+def _table_bytes(tables: dict[str, int]) -> int:
+    return 128 * (tables["K_LEVELS"] + (0 if tables["ONE_TABLE"] else tables["V_LEVELS"]))
 
 
 def _shared_memory(spec: CodecSpec, config: PrefillConfig, packed: int) -> dict[str, int]:
@@ -57,7 +62,7 @@ def _shared_memory(spec: CodecSpec, config: PrefillConfig, packed: int) -> dict[
         "TOTALS": 4 * config.rows * spec.key_dim if config.eight_bit else 0,
         "BARRIERS": 0 if config.single_warps else 4 * 8 * config.stages,
         "SCALES": 16 * config.stages,
-        "LEVELS": tables_bytes(spec) if config.fused or config.ahead else 0,
+        "LEVELS": _table_bytes(_tables(spec, config.fused or config.ahead)),
         "PACKED": packed,
     }
     offsets = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
@@ -82,7 +87,6 @@ def attend_defines(
     if config.fused:
         stages, packed = packed_stages(spec, config), packed_bytes(spec, config)
     unpacks = config.fused or config.ahead
-    levels = (_level_entries(spec.key), _level_entries(spec.value)) if unpacks else (0, 0)
     return Defines({
         "D": spec.key_dim, "STEP": config.tile_tokens, "EIGHT_BIT": int(config.eight_bit), "PROMOTE": config.promote,
         "FUSED": int(config.fused), "AHEAD": int(config.ahead), "BESIDE": int(beside), "CONSUMERS": config.consumers,
@@ -91,7 +95,7 @@ def attend_defines(
         "HELD_QUERIES": int(config.held_queries),
         **_shared_memory(spec, config, stages * packed),
         "PACKED_STAGES": stages, "PACKED_BYTES": packed,
-        "K_LEVELS": levels[0], "V_LEVELS": levels[1], "ONE_TABLE": int(not unpacks or spec.key == spec.value),
+        **_tables(spec, unpacks),
         "WINDOW": int(window), "SOFTCAP": int(softcap), "SCORE_SHIFT": int(shifted), "Q_TYPE": q_type,
         "OUT_TYPE": out_type, "ROTATION_CORE": core_size(spec.key_dim), "K_ROTATED": int(spec.key.rotated),
         "V_ROTATED": int(spec.value.rotated),
@@ -102,19 +106,15 @@ def attend_defines(
 
 @lru_cache(maxsize=256)
 def unpack_defines(layout: PageLayout, config: PrefillConfig) -> Defines:
-    """What prefill/unpack.cu is compiled with. Its shared memory: exponents, levels and a tile of values as bytes."""
-    tile, levels = config.tile_bytes(layout.spec.key_dim), (_levels(layout.spec.key), _levels(layout.spec.value))
-    staged = -(-(config.tile_tokens // 2 + 4 * sum(levels)) // 16) * 16
+    """What prefill/unpack.cu is compiled with. Its shared memory: levels or, in 8 bits, a word a warp and values."""
+    tile, staged = config.tile_bytes(layout.spec.key_dim), -(-config.tile_tokens // 64) * 16
+    tables = _tables(layout.spec, not config.eight_bit, config.by_row)
     return Defines({
         "D": layout.spec.key_dim, "STEP": config.tile_tokens, "EIGHT_BIT": int(config.eight_bit),
-        "BY_ROW": int(config.by_row),
-        "KEYS_BYTES": tile, "VALUES_BYTES": tile, "LEVELS_K": levels[0], "LEVELS_V": levels[1], "STAGED_AT": staged,
-        "SHARED": staged + (tile if config.eight_bit else 0), **_page_defines(layout),
+        "BY_ROW": int(config.by_row), "FUSED": 0, "PRODUCERS": 1, "WINDOW": 1, "KEYS_BYTES": tile, "VALUES_BYTES": tile,
+        **tables, "STAGED_AT": staged, "SHARED": staged + tile if config.eight_bit else _table_bytes(tables),
+        **_page_defines(layout),
     })  # fmt: skip
-
-
-def _levels(fmt: TensorFormat) -> int:
-    return 1 << fmt.bits if fmt.kind == Kind.LLOYD else 0
 
 
 def _page_defines(layout: PageLayout) -> dict[str, int]:

@@ -60,8 +60,7 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
 
   template <int N, int M> DEVICE_MEMBER static void load_words(const u8* plane, int lane, u32 (&w)[M]) {
     constexpr int QUADS = N & ~3, PAIRS = N & ~1;
-#pragma unroll
-    for (int i = 0; i < QUADS; i += 4) {
+    UNROLL_FOR (int i = 0; i < QUADS; i += 4) {
       Words4 x = *(const Words4*)(plane + 16 * (32 * (i / 4) + lane));
       w[i] = x.x, w[i + 1] = x.y, w[i + 2] = x.z, w[i + 3] = x.w;
     }
@@ -81,8 +80,7 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
       const Words2 x = *(const Words2*)(plane + 512 * (part / 2) + 16 * lane + 8 * (part % 2));
       w[0] = x.x, w[1] = x.y;
     } else {
-#pragma unroll
-      for (int j = 0; j < N; j++) w[j] = *(const u32*)(plane + place_of_word<N * PARTS_>(N * part + j, lane));
+      UNROLL_FOR (int j = 0; j < N; j++) w[j] = *(const u32*)(plane + place_of_word<N * PARTS_>(N * part + j, lane));
     }
   }
 
@@ -94,20 +92,18 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
                      : 128 * PAIRS + 4 * lane;
   }
 
-  // Of parts that are not alike. Two words at a time; the last one of an odd number comes with that of another lane.
+  // For parts of unequal size. Loads two words at a time; the last of an odd number comes with that of another lane.
   DEVICE_MEMBER void load_uneven_part(const u8* plane, int lane, int part) {
     constexpr int ALL = at_least_one(S / PER_WORD), LAST_PAIR = (ALL - 1) & ~1;
     if constexpr (WORDS % 2 == 0) {
-#pragma unroll
-      for (int j = 0; j < WORDS; j += 2) {
+      UNROLL_FOR (int j = 0; j < WORDS; j += 2) {
         const int i = min_i32(WORDS * part + j, LAST_PAIR);
         const bool alone = ALL % 2 && i == LAST_PAIR;
         const Words2 x = *(const Words2*)(plane + place_of_word<ALL>(i, alone ? lane & ~1 : lane));
         words[j] = alone && (lane & 1) ? x.y : x.x, words[j + 1] = x.y;
       }
     } else {
-#pragma unroll
-      for (int j = 0; j < WORDS; j++) {
+      UNROLL_FOR (int j = 0; j < WORDS; j++) {
         const int i = FRACTION ? word_of_part(part) : WORDS * part + j;
         words[j] = *(const u32*)(plane + place_of_word<ALL>(min_i32(i, ALL - 1), lane));
       }
@@ -123,12 +119,10 @@ template <class P> struct PlaneAt {
 template <class P, int N, class Tile> DEVICE void load_plane_of_tiles(const Tile& tile, int lane, int part) {
   if constexpr (P::SOME_IN_ROWS)
     if (P::in_rows(part)) {
-#pragma unroll
-      for (int i = 0; i < N; i++) tile(i).plane.load_rows(tile(i).at, lane, part);
+      UNROLL_FOR (int i = 0; i < N; i++) tile(i).plane.load_rows(tile(i).at, lane, part);
       return;
     }
-#pragma unroll
-  for (int i = 0; i < N; i++) tile(i).plane.load(tile(i).at, lane, part);
+  UNROLL_FOR (int i = 0; i < N; i++) tile(i).plane.load(tile(i).at, lane, part);
 }
 
 // All planes of a tile's codes. low(s) and high(s): up to 4 bits, nibble n of low is code n; 5-7 bits, low nibbles and
@@ -167,11 +161,9 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   // and the second tile's in odd ones. Takes two words of a plane at a time, however many slices they hold.
   static constexpr bool MERGEABLE = BITS <= 4;
   template <bool ODD> DEVICE_MEMBER void merge(const Codes& a, const Codes& b) {
-#pragma unroll
-    for (int i = 0; i < First::WORDS; i++) first.words[i] = merged<ODD>(a.first.words[i], b.first.words[i]);
+    UNROLL_FOR (int i = 0; i < First::WORDS; i++) first.words[i] = merged<ODD>(a.first.words[i], b.first.words[i]);
     if (REST & 1)
-#pragma unroll
-      for (int i = 0; i < One::WORDS; i++) one.words[i] = merged<ODD>(a.one.words[i], b.one.words[i]);
+      UNROLL_FOR (int i = 0; i < One::WORDS; i++) one.words[i] = merged<ODD>(a.one.words[i], b.one.words[i]);
   }
   template <bool ODD> DEVICE_MEMBER static u32 merged(u32 a, u32 b) {
     return bit_select(0x0F0F0F0Fu, ODD ? a >> 4 : a, ODD ? b : b << 4);
@@ -218,8 +210,7 @@ template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PART
   DEVICE_MEMBER void load(const u8* tile, int lane, int part = 0) { plane.load(tile, lane, part); }
   template <int N, class Tile> DEVICE_MEMBER static void load_parts(Codes* codes, const Tile& tile, int lane,
       int part) {
-#pragma unroll
-    for (int i = 0; i < N; i++) codes[i].load(tile(i), lane, part);
+    UNROLL_FOR (int i = 0; i < N; i++) codes[i].load(tile(i), lane, part);
   }
   DEVICE_MEMBER u32 low(int s) const { return plane.words[2 * s]; }
   DEVICE_MEMBER u32 high(int s) const { return plane.words[2 * s + 1]; }
@@ -270,18 +261,13 @@ DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) 
 
 // ---- halves -------------------------------------------------------------------------------------------------------
 
-template <int BITS> DEVICE u32 code_at(u32 low, u32 high, int n) {
-  if (BITS == 8) return ((n < 4 ? low : high) >> (8 * (n & 3))) & 0xFF;
-  return ((low >> (4 * n)) & 0xF) | (((high >> (4 * n)) & 0xF) << 4);
-}
-
 // The offset that `code_halves` adds to every value of uniform codes. A byte behind fp16's 0x64 is 1024 + the byte.
 // Keys keep this offset, and it is subtracted from their score. Values are centred, because they are summed over many
 // tokens.
 template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
   return KIND != UNIFORM ? 0.0f : TRANSPOSED ? -(float)(1 << (BITS - 1)) : 1024.0f;
 }
-// And what its numbers are multiplied by to be levels.
+// The factor from the halves of `code_halves` to levels.
 template <int KIND, int BITS> constexpr float half_unit() { return KIND == FP8 ? 256.0f : 1.0f; }
 
 // The values of a slice as an MMA operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7); keys want the middle two
@@ -297,27 +283,19 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u3
     a[0] = prmt(first, base, 0x4240), a[ODD] = prmt(first, base, 0x4341);
     a[NEXT] = prmt(second, base, 0x4240), a[3] = prmt(second, base, 0x4341);
     if (TRANSPOSED)
-#pragma unroll
-      for (int i = 0; i < 4; i++) a[i] = sub_f16x2(a[i], (0x6400u + (1u << (BITS - 1))) * 0x10001u);
+      UNROLL_FOR (int i = 0; i < 4; i++) a[i] = sub_f16x2(a[i], (0x6400u + (1u << (BITS - 1))) * 0x10001u);
     return;
   }
-  u32 words[2] = {low, high};  // codes as bytes
-  if (BITS < 8) {
-    const u32 even = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4,
-              odd = (low >> 4 & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);
-    words[0] = prmt(even, odd, 0x5140), words[1] = prmt(even, odd, 0x7362);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
+  u32 bytes[2] = {low, high};  // of codes 0-3 and 4-7 or, below 8 bits, of even and odd ones
+  if (BITS < 8) bytes[0] = bit_select(0x0F0F0F0Fu, low, high << 4), bytes[1] = bit_select(0x0F0F0F0Fu, low >> 4, high);
+  auto level = [&](int n) { return BITS < 8 ? levels.at(bytes[n % 2], n / 2) : levels.at(bytes[n / 4], n % 4); };
+  UNROLL_FOR (int i = 0; i < 4; i++) {
     const int m = (i & 1) + 4 * (i >> 1), n = m + 2;
     u32& to = a[i == 1 ? ODD : i == 2 ? NEXT : i];
     if (KIND == FP8) {
       const u32 x = prmt(low, high, (u32)((m << 4) | (n << 12))) & 0xFF00FF00u;
       to = (x & 0x80008000u) | ((x >> 1) & 0x3F803F80u);
-    } else {
-      const u32 word = words[m / 4];
-      to = prmt(levels.at(word, m % 4), levels.at(word, n % 4), 0x5410);
-    }
+    } else to = prmt(level(m), level(n), 0x5410);
   }
 }
 
@@ -338,23 +316,6 @@ template <bool TRANSPOSED> DEVICE void denormal_halves(u32 low, Table table, u32
 }
 // Twice the magnitudes, of what makes levels bytes.
 DEVICE u32 doubled_magnitudes(u32 entries) { return (~entries & 0x3F3F3F3Fu) << 1 | 0x01010101u; }
-
-// ---- halves one by one --------------------------------------------------------------------------------------------
-
-// Lloyd-Max of 6-8 bits.
-template <class C> DEVICE void joined_halves(const C& codes, int s, const LevelTable& levels, u32 (&a)[4]) {
-  constexpr int ODD = C::VALUES ? 1 : 2, NEXT = 3 - ODD;
-  u32 words[2];
-  codes.template bytes<false>(s, words);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int m = (i & 1) + 4 * (i >> 1), n = m + 2;
-    a[i == 1         ? ODD
-            : i == 2 ? NEXT
-                     : i] = prmt(levels.at(words[C::word_of_byte(m)], C::place_of_byte(m)),
-        levels.at(words[C::word_of_byte(n)], C::place_of_byte(n)), 0x5410);
-  }
-}
 
 // ---- halves by pairs ----------------------------------------------------------------------------------------------
 
@@ -380,12 +341,10 @@ DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& codes, int s, c
     const u32 both = (low ^ low >> 4) & 0x00F000F0u;
     low = low ^ both ^ both << 4;
   }
-#pragma unroll
-  for (int p = 0; p < 4; p++) pair[p] = levels.at(low, p);
+  UNROLL_FOR (int p = 0; p < 4; p++) pair[p] = levels.at(low, p);
   if constexpr (BITS == 5) {
     const u32 signs = pairs_apart<ACROSS>(codes.sign_word(s));
-#pragma unroll
-    for (int p = 0; p < 4; p++) pair[p] ^= ~(signs << (15 - 4 * p - codes.sign_shift(s))) & 0x80008000u;
+    UNROLL_FOR (int p = 0; p < 4; p++) pair[p] ^= ~(signs << (15 - 4 * p - codes.sign_shift(s))) & 0x80008000u;
   }
 }
 
@@ -397,13 +356,11 @@ DEVICE void merged_pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& a, const
   static_assert(BITS <= 5, "an entry of the table has two nibbles");
   const u32 x = a.low(s), y = b.low(s), even_codes = bit_select(0x0F0F0F0Fu, x, y << 4),
             odd_codes = bit_select(0x0F0F0F0Fu, x >> 4, y);
-#pragma unroll
-  for (int p = 0; p < 4; p++) even[p] = levels.at(even_codes, p), odd[p] = levels.at(odd_codes, p);
+  UNROLL_FOR (int p = 0; p < 4; p++) even[p] = levels.at(even_codes, p), odd[p] = levels.at(odd_codes, p);
   if constexpr (BITS == 5) {  // the tiles' signs 16 bits apart
     const u32 first = a.sign_word(s), second = b.sign_word(s),
               signs[2] = {prmt(first, second, 0x5410), prmt(first, second, 0x7632)};
-#pragma unroll
-    for (int p = 0; p < 4; p++) {
+    UNROLL_FOR (int p = 0; p < 4; p++) {
       const int shift = 15 - 8 * (p % 2) - a.sign_shift(s);
       even[p] ^= ~(signs[p / 2] << shift) & 0x80008000u;
       odd[p] ^= ~(signs[p / 2] << (shift - 4)) & 0x80008000u;

@@ -9,65 +9,43 @@
 // ---- barriers in shared memory ------------------------------------------------------------------------------------
 
 // A phase ends when `count` threads have arrived and all bytes that were announced have landed.
-DEVICE void mbarrier_init(u64* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
+SLIMKV_ASM_MEMORY(mbarrier_init, (u64 * barrier, int count), "mbarrier.init.shared::cta.b64 [%0], %1;",
+    "r"(shared_address(barrier)), "r"(count));
+SLIMKV_ASM_MEMORY(mbarrier_arrive, (u64 * barrier), "mbarrier.arrive.shared::cta.b64 _, [%0];",
+    "r"(shared_address(barrier)));
+SLIMKV_ASM_MEMORY(mbarrier_arrive_expect_tx, (u64 * barrier, u32 bytes),
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(shared_address(barrier)), "r"(bytes));
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void mbarrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-      : "memory");
-}
 // Waits for the end of the phase whose number has this last bit.
-DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::
-          "r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
+SLIMKV_ASM_MEMORY(mbarrier_wait, (u64 * barrier, u32 parity),
+    "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}",
+    "r"(shared_address(barrier)), "r"(parity));
 // Global to shared memory, 16-byte units.
-DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
-}
+SLIMKV_ASM_MEMORY(cp_async_bulk, (void* shared, const void* global, u32 bytes, u64* barrier),
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];",
+    "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)));
 // Makes this thread's stores to shared memory, and those it has synchronised with, visible to WGMMA and bulk copies. It
 // waits for all outstanding memory accesses of the thread.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Makes what other threads' stores to global memory were seen to have written visible to copies of this thread.
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Stores four 8 x 8 matrices of 16-bit elements from fragments into rows of 16 bytes: lane 8 m + r has the address of
-// row r of matrix m, to which OFFSET is added.
-template <int OFFSET> DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0 + %5], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
-      "r"(m2), "r"(m3), "n"(OFFSET)
-      : "memory");
-}
-
-// The same of their transposes.
-template <int OFFSET> DEVICE void stmatrix_x2_trans(u32 address, u32 m0, u32 m1) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0 + %3], {%1, %2};" ::"r"(address), "r"(m0), "r"(m1),
-      "n"(OFFSET)
-      : "memory");
-}
-template <int OFFSET> DEVICE void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0 + %5], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
-      "r"(m1), "r"(m2), "r"(m3), "n"(OFFSET)
-      : "memory");
-}
+// Stores four 8 x 8 matrices of 16-bit elements from fragments into rows of 16 bytes, or their transposes: lane 8 m + r
+// has the address of row r of matrix m, to which OFFSET is added.
+#define SLIMKV_STMATRIX_X4(name, shape) \
+  template <int OFFSET> \
+  SLIMKV_ASM_MEMORY(name, (u32 address, u32 m0, u32 m1, u32 m2, u32 m3), \
+      "stmatrix.sync.aligned." shape ".shared.b16 [%0 + %5], {%1, %2, %3, %4};", "r"(address), "r"(m0), "r"(m1), \
+      "r"(m2), "r"(m3), "n"(OFFSET))
+SLIMKV_STMATRIX_X4(stmatrix_x4, "m8n8.x4");
+SLIMKV_STMATRIX_X4(stmatrix_x4_trans, "m8n8.x4.trans");
+template <int OFFSET>
+SLIMKV_ASM_MEMORY(stmatrix_x2_trans, (u32 address, u32 m0, u32 m1),
+    "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0 + %3], {%1, %2};", "r"(address), "r"(m0), "r"(m1), "n"(OFFSET));
 
 // Barriers 1-15 of the block, of `threads` that either wait or only arrive.
-DEVICE void bar_sync(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-DEVICE void bar_arrive(int number, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
+SLIMKV_ASM_MEMORY(bar_sync, (int number, int threads), "bar.sync %0, %1;", "r"(number), "r"(threads));
+SLIMKV_ASM_MEMORY(bar_arrive, (int number, int threads), "bar.arrive %0, %1;", "r"(number), "r"(threads));
 
 template <int N> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
@@ -81,12 +59,10 @@ template <int GROUPS> DEVICE void wgmma_wait() {
 }
 // Nothing that reads or writes x moves across.
 template <int N> DEVICE void wgmma_fence_operand(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+  UNROLL_FOR (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+  UNROLL_FOR (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
 
 #define REGISTERS_4 "%0,%1,%2,%3"
@@ -107,134 +83,95 @@ template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
   REGISTERS_96 \
   ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
   ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define HELD_4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define HELD_8(i) HELD_4(i), HELD_4(i + 4)
-#define HELD_ALL_32 HELD_32
-#define HELD_ALL_4 HELD_4(0)
-#define HELD_ALL_8 HELD_8(0)
-#define HELD_ALL_12 HELD_8(0), HELD_4(8)
-#define HELD_ALL_16 HELD_8(0), HELD_8(8)
-#define HELD_ALL_20 HELD_ALL_16, HELD_4(16)
-#define HELD_ALL_24 HELD_ALL_16, HELD_8(16)
-#define HELD_ALL_28 HELD_ALL_24, HELD_4(24)
-#define HELD_32 HELD_8(0), HELD_8(8), HELD_8(16), HELD_8(24)
-#define HELD_48 HELD_32, HELD_8(32), HELD_8(40)
-#define HELD_96 HELD_64, HELD_8(64), HELD_8(72), HELD_8(80), HELD_8(88)
-#define HELD_64 HELD_32, HELD_8(32), HELD_8(40), HELD_8(48), HELD_8(56)
+// The accumulators c as operands of constraint C.
+#define FOUR_OF(C, i) C(c[i]), C(c[i + 1]), C(c[i + 2]), C(c[i + 3])
+#define EIGHT_OF(C, i) FOUR_OF(C, i), FOUR_OF(C, i + 4)
+#define HELD_4(C) FOUR_OF(C, 0)
+#define HELD_8(C) EIGHT_OF(C, 0)
+#define HELD_12(C) HELD_8(C), FOUR_OF(C, 8)
+#define HELD_16(C) HELD_8(C), EIGHT_OF(C, 8)
+#define HELD_20(C) HELD_16(C), FOUR_OF(C, 16)
+#define HELD_24(C) HELD_16(C), EIGHT_OF(C, 16)
+#define HELD_28(C) HELD_24(C), FOUR_OF(C, 24)
+#define HELD_32(C) HELD_24(C), EIGHT_OF(C, 24)
+#define HELD_48(C) HELD_32(C), EIGHT_OF(C, 32), EIGHT_OF(C, 40)
+#define HELD_64(C) HELD_48(C), EIGHT_OF(C, 48), EIGHT_OF(C, 56)
+#define HELD_96(C) HELD_64(C), EIGHT_OF(C, 64), EIGHT_OF(C, 72), EIGHT_OF(C, 80), EIGHT_OF(C, 88)
+#define HELD_128(C) HELD_96(C), EIGHT_OF(C, 96), EIGHT_OF(C, 104), EIGHT_OF(C, 112), EIGHT_OF(C, 120)
 
-#define HELD_128 \
-  HELD_64, HELD_8(64), HELD_8(72), HELD_8(80), HELD_8(88), HELD_8(96), HELD_8(104), HELD_8(112), HELD_8(120)
+// The instruction for A in shared memory, and for A in fragments. A0 ..: numbers of the operands after the R
+// accumulators: a, b, and whether the product is added to c or replaces it.
+#define WGMMA_OF_SHARED(N, R, C, shape, transposed, A0, A1, A2, adds) \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N shape \
+               " {" REGISTERS_##R "}, %" A0 ", %" A1 ", p" transposed ";\n}" \
+      : HELD_##R(C) \
+      : "l"(a), "l"(b), adds)
+#define WGMMA_OF_REGISTERS(N, R, shape, transposed, A0, A1, A2, A3, A4, A5, adds) \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N shape \
+               " {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" A4 ", p" transposed ";\n}" \
+      : HELD_##R("+f") \
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), adds)
 
-template <int N> struct Wgmma;
-// shared_a: c [64, N] = (or, ADD, +=) A B in fp16; operands of 64 x 16 and N x 16, the 16 contiguous.
-// register_a: c += A B, A in fragments, B 16 x N with N contiguous. shared_a_across: A in shared memory, the same B.
-#define SLIMKV_WGMMA(N, R, A0, A1, A2, A3, B, ADDS) \
-  template <> struct Wgmma<N> { \
-    template <bool ADD> DEVICE_MEMBER static void shared_a(float (&c)[R], u64 a, u64 b) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
-                   "k16.f32.f16.f16 {" REGISTERS_##R "}, %" A0 ", %" A1 ", p, 1, 1, 0, 0;\n}" \
-          : HELD_##R \
-          : "l"(a), "l"(b), "n"((int)ADD)); \
-    } \
-    DEVICE_MEMBER static void register_a(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
-                   "k16.f32.f16.f16 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1, 1;\n}" \
-          : HELD_##R \
-          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(1)); \
+// c [64, N] = (or, ADD, +=) A B in fp16 or (BF16) bfloat16, k = 16. A is 64 x 16, the 16 contiguous, or (transposed_a)
+// 16 x 64, the 64 contiguous. B is N x 16, the 16 contiguous, or (across) 16 x N, the N contiguous.
+template <int N, bool BF16> struct WgmmaOf;
+#define SLIMKV_WGMMA(N, R, BF16, TYPE, A0, A1, A2, A3, A4, A5) \
+  template <> struct WgmmaOf<N, BF16> { \
+    template <bool ADD = true> DEVICE_MEMBER static void shared_a(float (&c)[R], u64 a, u64 b) { \
+      WGMMA_OF_SHARED(N, R, "+f", "k16.f32." TYPE "." TYPE, ", 1, 1, 0, 0", A0, A1, A2, "n"((int)ADD)); \
     } \
     DEVICE_MEMBER static void shared_a_across(float (&c)[R], u64 a, u64 b) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
-                   "k16.f32.f16.f16 {" REGISTERS_##R "}, %" A0 ", %" A1 ", p, 1, 1, 0, 1;\n}" \
-          : HELD_##R \
-          : "l"(a), "l"(b), "n"(1)); \
-    } \
-  };
-// 8-bit operands: c [64, N] (+)= A B, B is N x 32, the 32 contiguous.
-// s8: signed, c in integers, A in shared memory in the same order; ADD adds to c, otherwise the sum starts from zero.
-// e4m3: c in floats, A 64 x 32 in fragments; add: as above. The hardware keeps about 14 bits of e4m3 sums, whatever the
-// accumulator, so long sums must be promoted.
-#define HELD_INTEGERS_4(i) "+r"(c[i]), "+r"(c[i + 1]), "+r"(c[i + 2]), "+r"(c[i + 3])
-#define HELD_INTEGERS_8(i) HELD_INTEGERS_4(i), HELD_INTEGERS_4(i + 4)
-#define HELD_INTEGERS_32 HELD_INTEGERS_8(0), HELD_INTEGERS_8(8), HELD_INTEGERS_8(16), HELD_INTEGERS_8(24)
-#define HELD_INTEGERS_64 \
-  HELD_INTEGERS_32, HELD_INTEGERS_8(32), HELD_INTEGERS_8(40), HELD_INTEGERS_8(48), HELD_INTEGERS_8(56)
-template <int N> struct WgmmaBytes;
-#define SLIMKV_WGMMA_BYTES(N, R, A0, A1, A2, A3, B, ADDS) \
-  template <> struct WgmmaBytes<N> { \
-    template <bool ADD> DEVICE_MEMBER static void s8(u32 (&c)[R], u64 a, u64 b) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
-                   "k32.s32.s8.s8 {" REGISTERS_##R "}, %" A0 ", %" A1 ", p;\n}" \
-          : HELD_INTEGERS_##R \
-          : "l"(a), "l"(b), "n"((int)ADD)); \
-    } \
-    DEVICE_MEMBER static void e4m3(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
-                   "k32.f32.e4m3.e4m3 {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1;\n}" \
-          : HELD_##R \
-          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add)); \
-    } \
-  };
-template <> struct WgmmaBytes<8> {
-  DEVICE_MEMBER static void e4m3(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\nwgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, p, 1, 1;\n}"
-        : HELD_4(0)
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
-  }
-};
-SLIMKV_WGMMA_BYTES(64, 32, "32", "33", "34", "35", "36", "37")
-SLIMKV_WGMMA_BYTES(128, 64, "64", "65", "66", "67", "68", "69")
-SLIMKV_WGMMA(64, 32, "32", "33", "34", "35", "36", "37")
-SLIMKV_WGMMA(96, 48, "48", "49", "50", "51", "52", "53")
-SLIMKV_WGMMA(192, 96, "96", "97", "98", "99", "100", "101")
-SLIMKV_WGMMA(128, 64, "64", "65", "66", "67", "68", "69")
-SLIMKV_WGMMA(256, 128, "128", "129", "130", "131", "132", "133")
-
-template <int N, bool BF16> struct WgmmaNarrow;
-// c += A B with few columns, in fp16 or (BF16) bfloat16; B is N x 16, the 16 contiguous. register_a: A in fragments;
-// without ADD, c = A B. shared_a: A is 64 x 16, the 16 contiguous. transposed_a: A is 16 x 64, the 64 contiguous, and
-// its transpose is multiplied.
-#define SLIMKV_WGMMA_NARROW(N, R, A0, A1, A2, A3, B, BF16, TYPE) \
-  template <> struct WgmmaNarrow<N, BF16> { \
-    template <bool ADD = true> \
-    DEVICE_MEMBER static void register_a(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
-      if (!ADD) { \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
-                     "." TYPE " {" REGISTERS_##R "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", p, 1, 1, 0;\n}" \
-            : HELD_ALL_##R \
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)); \
-        return; \
-      } \
-      asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R \
-          "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B ", 1, 1, 1, 0;\n}" \
-          : HELD_ALL_##R \
-          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)); \
-    } \
-    DEVICE_MEMBER static void shared_a(float (&c)[R], u64 a, u64 b) { \
-      asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R \
-          "}, %" A0 ", %" A1 ", 1, 1, 1, 0, 0;\n}" \
-          : HELD_ALL_##R \
-          : "l"(a), "l"(b)); \
+      WGMMA_OF_SHARED(N, R, "+f", "k16.f32." TYPE "." TYPE, ", 1, 1, 0, 1", A0, A1, A2, "n"(1)); \
     } \
     DEVICE_MEMBER static void transposed_a(float (&c)[R], u64 a, u64 b) { \
-      asm volatile("{\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS_##R \
-          "}, %" A0 ", %" A1 ", 1, 1, 1, 1, 0;\n}" \
-          : HELD_ALL_##R \
-          : "l"(a), "l"(b)); \
+      WGMMA_OF_SHARED(N, R, "+f", "k16.f32." TYPE "." TYPE, ", 1, 1, 1, 0", A0, A1, A2, "n"(1)); \
+    } \
+    template <bool ADD = true> \
+    DEVICE_MEMBER static void register_a(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
+      WGMMA_OF_REGISTERS(N, R, "k16.f32." TYPE "." TYPE, ", 1, 1, 0", A0, A1, A2, A3, A4, A5, "n"((int)ADD)); \
+    } \
+    DEVICE_MEMBER static void register_a_across(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
+      WGMMA_OF_REGISTERS(N, R, "k16.f32." TYPE "." TYPE, ", 1, 1, 1", A0, A1, A2, A3, A4, A5, "n"(1)); \
     } \
   };
-#define SLIMKV_WGMMA_NARROW_BOTH(N, R, A0, A1, A2, A3, B) \
-  SLIMKV_WGMMA_NARROW(N, R, A0, A1, A2, A3, B, false, "f16") \
-  SLIMKV_WGMMA_NARROW(N, R, A0, A1, A2, A3, B, true, "bf16")
-SLIMKV_WGMMA_NARROW_BOTH(8, 4, "4", "5", "6", "7", "8")
-SLIMKV_WGMMA_NARROW_BOTH(16, 8, "8", "9", "10", "11", "12")
-SLIMKV_WGMMA_NARROW_BOTH(24, 12, "12", "13", "14", "15", "16")
-SLIMKV_WGMMA_NARROW_BOTH(32, 16, "16", "17", "18", "19", "20")
-SLIMKV_WGMMA_NARROW_BOTH(40, 20, "20", "21", "22", "23", "24")
-SLIMKV_WGMMA_NARROW_BOTH(56, 28, "28", "29", "30", "31", "32")
-SLIMKV_WGMMA_NARROW_BOTH(48, 24, "24", "25", "26", "27", "28")
-SLIMKV_WGMMA_NARROW_BOTH(64, 32, "32", "33", "34", "35", "36")
+#define SLIMKV_WGMMA_BOTH(N, R, ...) \
+  SLIMKV_WGMMA(N, R, false, "f16", __VA_ARGS__) SLIMKV_WGMMA(N, R, true, "bf16", __VA_ARGS__)
+SLIMKV_WGMMA_BOTH(8, 4, "4", "5", "6", "7", "8", "9");
+SLIMKV_WGMMA_BOTH(16, 8, "8", "9", "10", "11", "12", "13");
+SLIMKV_WGMMA_BOTH(24, 12, "12", "13", "14", "15", "16", "17");
+SLIMKV_WGMMA_BOTH(32, 16, "16", "17", "18", "19", "20", "21");
+SLIMKV_WGMMA_BOTH(40, 20, "20", "21", "22", "23", "24", "25");
+SLIMKV_WGMMA_BOTH(48, 24, "24", "25", "26", "27", "28", "29");
+SLIMKV_WGMMA_BOTH(56, 28, "28", "29", "30", "31", "32", "33");
+SLIMKV_WGMMA_BOTH(64, 32, "32", "33", "34", "35", "36", "37");
+SLIMKV_WGMMA(96, 48, false, "f16", "48", "49", "50", "51", "52", "53");
+SLIMKV_WGMMA(128, 64, false, "f16", "64", "65", "66", "67", "68", "69");
+SLIMKV_WGMMA(192, 96, false, "f16", "96", "97", "98", "99", "100", "101");
+SLIMKV_WGMMA(256, 128, false, "f16", "128", "129", "130", "131", "132", "133");
+// The names that kernels use. Wgmma: with A in fragments, the columns of B are contiguous.
+template <int N, bool BF16> using WgmmaNarrow = WgmmaOf<N, BF16>;
+template <int N> struct Wgmma : WgmmaOf<N, false> {
+  DEVICE_MEMBER static void register_a(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+    WgmmaOf<N, false>::register_a_across(c, a0, a1, a2, a3, b);
+  }
+};
+
+// 8-bit operands, B N x 32, the 32 contiguous. s8: signed, c in integers, A in shared memory in the same order. e4m3: c
+// in floats, A 64 x 32 in fragments; add: as ADD. The hardware keeps about 14 bits of e4m3 sums, whatever the
+// accumulator, so long sums must be promoted.
+template <int N> struct WgmmaBytes;
+#define SLIMKV_WGMMA_BYTES(N, R, A0, A1, A2, A3, A4, A5) \
+  template <> struct WgmmaBytes<N> { \
+    template <bool ADD> DEVICE_MEMBER static void s8(u32 (&c)[R], u64 a, u64 b) { \
+      WGMMA_OF_SHARED(N, R, "+r", "k32.s32.s8.s8", "", A0, A1, A2, "n"((int)ADD)); \
+    } \
+    DEVICE_MEMBER static void e4m3(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) { \
+      WGMMA_OF_REGISTERS(N, R, "k32.f32.e4m3.e4m3", ", 1, 1", A0, A1, A2, A3, A4, A5, "r"(add)); \
+    } \
+  };
+SLIMKV_WGMMA_BYTES(8, 4, "4", "5", "6", "7", "8", "9");
+SLIMKV_WGMMA_BYTES(64, 32, "32", "33", "34", "35", "36", "37");
+SLIMKV_WGMMA_BYTES(128, 64, "64", "65", "66", "67", "68", "69");
 #endif
 
 // A descriptor of an operand in shared memory with 128-byte swizzle: in every 8 rows of 128 bytes (1,024 bytes,
@@ -243,7 +180,7 @@ SLIMKV_WGMMA_NARROW_BOTH(64, 32, "32", "33", "34", "35", "36")
 DEVICE u64 smem_descriptor(u32 address, int apart) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)(apart >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
-// The same so many bytes further on, by an addition that has no carry.
+// The descriptor `bytes` further on, by a 32-bit addition.
 DEVICE u64 descriptor_behind(u64 operand, int bytes) {
   return (operand & 0xFFFFFFFF00000000ull) | (u32)((u32)operand + (bytes >> 4));
 }

@@ -15,3 +15,21 @@ DEVICE float load_number(const void* p, i64 i, int type) {
 
 // x times the random sign of a dimension: bit i of its word.
 DEVICE float signed_by(float x, u32 bits, int i) { return as_float(as_bits(x) ^ ((bits >> i) << 31)); }
+
+// cap tanh(x / cap) = cap - 2 cap / (e + 1), where e = exp(2 x / cap) and `exponent` is x times cap_factor.
+DEVICE float cap_factor(float cap) { return 2.0f * LOG2E * rcp_approx(cap); }
+DEVICE float soft_cap(float exponent, float cap) {
+  return fma_rn(-2.0f * cap, rcp_approx(exp2_approx(min_f32(exponent, 80.0f)) + 1.0f), cap);
+}
+
+// Adds a sink to the softmax of a row, whose maximum is a power of two; returns what its output is to be multiplied by.
+DEVICE float add_sink(float sink, float& row_max, float& row_sum) {
+  const float in_base_2 = sink * LOG2E, above = max_f32(row_max, in_base_2);
+  const float factor = row_max == MINUS_INFINITY ? 0.0f : exp2_approx(row_max - above);
+  row_sum = fma_rn(row_sum, row_sum == row_sum ? factor : 1.0f, exp2_approx(in_base_2 - above));
+  row_max = above;
+  return factor;
+}
+DEVICE float log_sum_exp(float row_max, float row_sum) {
+  return row_sum == 0.0f ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;
+}

@@ -8,17 +8,13 @@ DEVICE float sign_at(const u16* signs, int i) { return as_float((u32)signs[i] <<
 
 // The Hadamard transform of Sylvester's matrix, a power of two of at least 32.
 template <int DIM> DEVICE void hadamard(float (&x)[(DIM + 31) / 32], int lane) {
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1)
-#pragma unroll
-    for (int i = 0; i < DIM / 32; i++) {
+  UNROLL_FOR (int d = 1; d < 32; d <<= 1)
+    UNROLL_FOR (int i = 0; i < DIM / 32; i++) {
       const float other = shfl_xor(x[i], d);
       x[i] = lane & d ? other - x[i] : x[i] + other;
     }
-#pragma unroll
-  for (int d = 1; d < DIM / 32; d <<= 1)
-#pragma unroll
-    for (int i = 0; i < DIM / 32; i++)
+  UNROLL_FOR (int d = 1; d < DIM / 32; d <<= 1)
+    UNROLL_FOR (int i = 0; i < DIM / 32; i++)
       if (!(i & d)) {
         const float a = x[i], b = x[i | d];
         x[i] = a + b, x[i | d] = a - b;
@@ -38,31 +34,25 @@ DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const
   };
   const auto publish = [&] {
     sync_warp();
-#pragma unroll
-    for (int i = 0; i < N; i++)
+    UNROLL_FOR (int i = 0; i < N; i++)
       if (lane + 32 * i < DIM) scratch[lane + 32 * i] = x[i];
     sync_warp();
   };
-#pragma unroll
-  for (int i = 0; i < N; i++) x[i] = lane + 32 * i < DIM ? x[i] * norm : 0.0f;
+  UNROLL_FOR (int i = 0; i < N; i++) x[i] = lane + 32 * i < DIM ? x[i] * norm : 0.0f;
   if (!BACK)
-#pragma unroll
-    for (int i = 0; i < N; i++)
+    UNROLL_FOR (int i = 0; i < N; i++)
       if (lane + 32 * i < DIM) x[i] = sign_of(x[i], lane + 32 * i);
   publish();
-#pragma unroll
-  for (int i = 0; i < N; i++) {
+  UNROLL_FOR (int i = 0; i < N; i++) {
     const int d = lane + 32 * i < DIM ? lane + 32 * i : 0, b = d % CORE;
     float sum = 0.0f;
 #pragma unroll 12
     for (int j = 0; j < CORE; j++) sum += scratch[d - b + j] * sign_at(signs, BACK ? b * DIM + j : j * DIM + b);
     x[i] = sum;
   }
-#pragma unroll
-  for (int step = 1; step < DIM / CORE; step <<= 1) {
+  UNROLL_FOR (int step = 1; step < DIM / CORE; step <<= 1) {
     publish();
-#pragma unroll
-    for (int i = 0; i < N; i++) {
+    UNROLL_FOR (int i = 0; i < N; i++) {
       const int d = lane + 32 * i < DIM ? lane + 32 * i : 0;
       const bool upper = d / CORE & step;
       const float other = scratch[upper ? d - step * CORE : d + step * CORE];
@@ -70,8 +60,7 @@ DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const
     }
   }
   if (BACK)
-#pragma unroll
-    for (int i = 0; i < N; i++)
+    UNROLL_FOR (int i = 0; i < N; i++)
       if (lane + 32 * i < DIM) x[i] = sign_of(x[i], lane + 32 * i);
   sync_warp();
 }
@@ -88,78 +77,55 @@ DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bi
   static_assert(DIM % CORE == 0 && VECTORS % SPLIT == 0, "vectors are doubled");
   const int b = lane < CORE ? lane : lane < SPLIT * CORE ? lane - CORE : 0, upper = lane >= CORE && lane < SPLIT * CORE;
   const u32 entries = core[b];
-#pragma unroll
-  for (int i = 0; i < N; i++)
+  UNROLL_FOR (int i = 0; i < N; i++)
     if (lane + 32 * i < DIM) scratch[lane + 32 * i] = BACK ? x[i] * norm : signed_by(x[i] * norm, bits[i], lane);
   sync_warp();
   float sum[OWN];
-#pragma unroll
-  for (int a = 0; a < OWN; a++) sum[a] = 0.0f;
+  UNROLL_FOR (int a = 0; a < OWN; a++) sum[a] = 0.0f;
   const float* vectors = scratch + upper * OWN * CORE;
 #pragma unroll 1
   for (int j = 0; j < CORE; j += 4) {
     float sign[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++) sign[k] = as_float(bit_select(0x80000000u, entries >> j << (31 - k), 0x3F800000u));
-#pragma unroll
-    for (int a = 0; a < OWN; a++) {
+    UNROLL_FOR (int k = 0; k < 4; k++)
+      sign[k] = as_float(bit_select(0x80000000u, entries >> j << (31 - k), 0x3F800000u));
+    UNROLL_FOR (int a = 0; a < OWN; a++) {
       const Words4 four = *(const Words4*)(vectors + a * CORE + j);
       sum[a] = fma_rn(as_float(four.x), sign[0], sum[a]), sum[a] = fma_rn(as_float(four.y), sign[1], sum[a]);
       sum[a] = fma_rn(as_float(four.z), sign[2], sum[a]), sum[a] = fma_rn(as_float(four.w), sign[3], sum[a]);
     }
   }
-#pragma unroll
-  for (int step = 1; step < OWN; step <<= 1)
-#pragma unroll
-    for (int a = 0; a < OWN; a++)
+  UNROLL_FOR (int step = 1; step < OWN; step <<= 1)
+    UNROLL_FOR (int a = 0; a < OWN; a++)
       if (!(a & step)) {
         const float y = sum[a], z = sum[a | step];
         sum[a] = y + z, sum[a | step] = y - z;
       }
   if (SPLIT > 1)
-#pragma unroll
-    for (int a = 0; a < OWN; a++) {
+    UNROLL_FOR (int a = 0; a < OWN; a++) {
       const float other = shfl(sum[a], upper ? b : b + CORE);
       sum[a] = upper ? other - sum[a] : sum[a] + other;
     }
   sync_warp();
   if (lane < SPLIT * CORE)
-#pragma unroll
-    for (int a = 0; a < OWN; a++) scratch[(upper * OWN + a) * CORE + b] = sum[a];
+    UNROLL_FOR (int a = 0; a < OWN; a++) scratch[(upper * OWN + a) * CORE + b] = sum[a];
   sync_warp();
-#pragma unroll
-  for (int i = 0; i < N; i++)
+  UNROLL_FOR (int i = 0; i < N; i++)
     if (lane + 32 * i < DIM) x[i] = BACK ? signed_by(scratch[lane + 32 * i], bits[i], lane) : scratch[lane + 32 * i];
   sync_warp();
 }
 
-// x times the rotation: `bits` holds its random signs, `core` the core's columns (up to 32), `signs` the whole matrix.
-// scratch: DIM floats for this warp, aligned to 16 bytes.
-template <int DIM, int CORE>
+// x times the rotation or, BACK, its transpose. `bits`: the random signs. `core`: the core's columns (BACK: rows), up to
+// 32. `signs`: the whole matrix. scratch: DIM floats for this warp, aligned to 16 bytes.
+template <int DIM, int CORE, bool BACK = false>
 DEVICE void rotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm,
     float* scratch, int lane) {
   if (POWER_OF_TWO(DIM) && DIM >= 32) {
-#pragma unroll
-    for (int i = 0; i < (DIM + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
-    hadamard<DIM>(x, lane);
+    if (BACK) hadamard<DIM>(x, lane);
+    UNROLL_FOR (int i = 0; i < (DIM + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
+    if (!BACK) hadamard<DIM>(x, lane);
   } else if constexpr (core_of_lanes(CORE)) {
-    multiply_by_core_of_lanes<DIM, CORE, false>(x, bits, core, norm, scratch, lane);
+    multiply_by_core_of_lanes<DIM, CORE, BACK>(x, bits, core, norm, scratch, lane);
   } else {
-    multiply_by_core<DIM, CORE, false>(x, bits, signs, norm, scratch, lane);
-  }
-}
-
-// The other way; `core`: its rows.
-template <int DIM, int CORE>
-DEVICE void unrotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm,
-    float* scratch, int lane) {
-  if (POWER_OF_TWO(DIM) && DIM >= 32) {
-    hadamard<DIM>(x, lane);
-#pragma unroll
-    for (int i = 0; i < (DIM + 31) / 32; i++) x[i] = signed_by(x[i] * norm, bits[i], lane);
-  } else if constexpr (core_of_lanes(CORE)) {
-    multiply_by_core_of_lanes<DIM, CORE, true>(x, bits, core, norm, scratch, lane);
-  } else {
-    multiply_by_core<DIM, CORE, true>(x, bits, signs, norm, scratch, lane);
+    multiply_by_core<DIM, CORE, BACK>(x, bits, signs, norm, scratch, lane);
   }
 }

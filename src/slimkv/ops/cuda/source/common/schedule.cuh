@@ -37,8 +37,7 @@ DEVICE WorkTotals add_sequence(WorkTotals sums, const Sequence& s) {
 
 // The partition of what the lanes of a warp have together.
 DEVICE WorkPartition make_partition(WorkTotals sums, int blocks, WorkCosts costs) {
-#pragma unroll
-  for (int d = 16; d; d >>= 1) {
+  UNROLL_FOR (int d = 16; d; d >>= 1) {
     sums.kv_blocks += shfl_xor(sums.kv_blocks, d), sums.tiles += shfl_xor(sums.tiles, d);
     if (PAD_TILES) sums.longest = max_i32(sums.longest, shfl_xor(sums.longest, d));
   }
@@ -73,8 +72,7 @@ template <class Args> DEVICE WorkOffset offset_of(const Args& args, int b, int b
       positions += s.tiles * partition.positions(s.kv_blocks);
     }
   }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) positions += shfl_xor(positions, d), tiles += shfl_xor(tiles, d);
+  UNROLL_FOR (int d = 16; d; d >>= 1) positions += shfl_xor(positions, d), tiles += shfl_xor(tiles, d);
   return {partition, positions, tiles};
 }
 
@@ -82,8 +80,7 @@ template <class Args> DEVICE WorkOffset offset_of(const Args& args, int b, int b
 template <class Args> DEVICE int tiles_before(const Args& args, int b, int lane) {
   i32 tiles = 0;
   for (int i = lane; i < b; i += 32) tiles += sequence_at(args, i).tiles;
-#pragma unroll
-  for (int d = 16; d; d >>= 1) tiles += shfl_xor(tiles, d);
+  UNROLL_FOR (int d = 16; d; d >>= 1) tiles += shfl_xor(tiles, d);
   return tiles;
 }
 
@@ -124,8 +121,7 @@ DEVICE WorkRange first_range(const Args& args, int block, int blocks, int lane, 
   while (true) {
     const i32 of_tile = partition.positions(s.kv_blocks);
     i32 numbers = s.tiles, ends = numbers * of_tile;
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
+    UNROLL_FOR (int d = 1; d < 32; d <<= 1) {
       const i32 more = shfl(ends, (lane - d) & 31), more_tiles = shfl(numbers, (lane - d) & 31);
       if (lane >= d) ends += more, numbers += more_tiles;
     }

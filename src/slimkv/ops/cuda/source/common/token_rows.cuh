@@ -16,8 +16,7 @@ template <int W, int TAIL> DEVICE u32 key_rows_word(const u8* rows, int lane) {
     return bit_select(0x0F0F0F0Fu, both, both << 2);
   } else {
     u32 even = 0, odd = 0;  // bit j of a byte: dimensions 2 t of both halves of slice j; bit j + 1: those behind them
-#pragma unroll
-    for (int j = 0; j < TAIL; j++) {
+    UNROLL_FOR (int j = 0; j < TAIL; j++) {
       u32 both;
       if constexpr (TAIL == 2)
         both = prmt(row_part<u32>(rows, 4 * g), row_part<u32>(rows, 32 + 4 * g), j ? 0x7632 : 0x5410);
@@ -48,8 +47,7 @@ template <int W, int TAIL> DEVICE u32 value_rows_word(const u8* rows, int lane) 
     // by g.
     const u32 own = 0x01010101u << g;
     u32 two_tokens[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int i = 0; i < 2; i++) {
       const u8* two_rows = rows + 2 * TAIL * (2 * t + 8 * i);
       u32 first, second;
       if constexpr (TAIL == 2) {

@@ -44,8 +44,7 @@ struct WarpRing {
       loader.copy<false, true>(step, 0, step < range.to);
       look_up(range, step + WARPS);
     }
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) copy(range, step + i * WARPS);
+    UNROLL_FOR (int i = 0; i < STAGES - 1; i++) copy(range, step + i * WARPS);
   }
   // With several slots: a step to the next one.
   DEVICE_MEMBER void copy(const DecodeRange& range, int step) {
@@ -102,16 +101,14 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   WarpQueries query;
   bool same_queries = false;  // another split of the work tile before
   auto begin_loading = [&](const DecodeRange& p) {
-#pragma unroll
-    for (int i = 0; i < QUERIES_OF_WARP; i++)
+    UNROLL_FOR (int i = 0; i < QUERIES_OF_WARP; i++)
       if (!same_queries && warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
     ring.begin(args, p);
   };
   begin_loading(range);
 
   while (true) {
-#pragma unroll
-    for (int i = 0; i < QUERIES_OF_WARP; i++)
+    UNROLL_FOR (int i = 0; i < QUERIES_OF_WARP; i++)
       if (!same_queries && warp + i * WARPS < COLUMNS)
         prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT,
             (float*)(OWN_SCRATCH ? shared + SCRATCH_AT + 4 * KD * warp : ring.slot(ring.filled)), lane);

@@ -13,20 +13,16 @@ DEVICE void combine_warps(const DecodeArgs& args, const DecodeRange& range, cons
   sync_threads();
   const i64 part = range.part(args);
   const bool whole = is_whole(args, range);
-#pragma unroll
-  for (int n = 0; n < NG; n++) {
-#pragma unroll
-    for (int j = 0; j < OWN; j++) {
+  UNROLL_FOR (int n = 0; n < NG; n++) {
+    UNROLL_FOR (int j = 0; j < OWN; j++) {
       const int c = n * OWN + j;
       float highest = MINUS_INFINITY;
       for (int w = 0; w < WARPS; w++)
         highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + own_column(c, t))]);
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - highest);
       float* mine = (float*)ring + (OWN * t + j) * OUT_ROW;
-#pragma unroll
-      for (int i = 0; i < OUT_SLICES; i++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
+      UNROLL_FOR (int i = 0; i < OUT_SLICES; i++)
+        UNROLL_FOR (int r = 0; r < 2; r++) {
           const float x = acc.number(n, i, r, j);
           mine[16 * i + g + 8 * r] =
               mul_rn(V_KIND == UNIFORM ? fma_rn(x, VALUE_UNIT, acc.shift[c]) : x * VALUE_UNIT, factor);
@@ -35,8 +31,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const DecodeRange& range, cons
     sync_threads();
     auto sum_at = [&](int column, int d) {
       float x = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++)
+      UNROLL_FOR (int w = 0; w < WARPS; w++)
         x += ((const float*)(shared + RINGS_AT + w * STAGES * SLOT))[column * OUT_ROW + d];
       return x;
     };
@@ -47,8 +42,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const DecodeRange& range, cons
         if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
         float all_max, all_sum, x[VN];
         sum_of_warps(states, column, all_max, all_sum);
-#pragma unroll
-        for (int j = 0; j < VN; j++) x[j] = lane + 32 * j < VD ? sum_at(i, lane + 32 * j) : 0.0f;
+        UNROLL_FOR (int j = 0; j < VN; j++) x[j] = lane + 32 * j < VD ? sum_at(i, lane + 32 * j) : 0.0f;
         write_row(args, range.s.start + query, range.head * args.group_size + in_group(args, column), all_max, all_sum,
             x, scratch_of_writer(shared, warp), lane);
       }

@@ -27,12 +27,9 @@ struct Accumulator : RunningSoftmax {
 
   DEVICE_MEMBER void clear() {
     RunningSoftmax::clear();
-#pragma unroll
-    for (int n = 0; n < NG; n++)
-#pragma unroll
-      for (int i = 0; i < SLICES; i++)
-#pragma unroll
-        for (int j = 0; j < OUT_NUMBERS; j++) out[n][i][j] = 0;
+    UNROLL_FOR (int n = 0; n < NG; n++)
+      UNROLL_FOR (int i = 0; i < SLICES; i++)
+        UNROLL_FOR (int j = 0; j < OUT_NUMBERS; j++) out[n][i][j] = 0;
   }
 };
 
@@ -48,32 +45,24 @@ struct Probabilities {
 DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const StepScores& s, Accumulator& acc,
     u32 moves = 0) {
   float highest[C];
-#pragma unroll
-  for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
+  UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
   find_highest(slot, g, s, [&](int c, int, int) { return LATE_UNIT ? columns.unit_of(c) : 1.0f; }, highest);
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     if (OUT_IN_PRODUCTS) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
     if (WIDE && highest[c] > acc.row_max[c] + RESCALE_THRESHOLD) moves |= 1u << c;
   }
   if (WIDE && !warp_any(moves)) return;
-#pragma unroll
-  for (int d = 4; d < 32; d <<= 1) moves |= shfl_xor(moves, d);
-#pragma unroll
-  for (int c = 0; c < C; c++)
-#pragma unroll
-    for (int d = 4; d < 32; d <<= 1) highest[c] = max_f32(highest[c], shfl_xor(highest[c], d));
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int d = 4; d < 32; d <<= 1) moves |= shfl_xor(moves, d);
+  UNROLL_FOR (int c = 0; c < C; c++)
+    UNROLL_FOR (int d = 4; d < 32; d <<= 1) highest[c] = max_f32(highest[c], shfl_xor(highest[c], d));
+  UNROLL_FOR (int c = 0; c < C; c++) {
     const float higher = moves >> c & 1 ? max_f32(highest[c], acc.row_max[c]) : acc.row_max[c];
     const float base = MAX_WITHOUT_UNIT ? columns.unit_of(c) : 1.0f;
     const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx((acc.row_max[c] - higher) * base);
     acc.row_max[c] = higher;
     acc.row_sum[c] = mul_rn(acc.row_sum[c], factor), acc.shift[c] = mul_rn(acc.shift[c], factor);
-#pragma unroll
-    for (int i = 0; i < Accumulator::SLICES; i++)
-#pragma unroll
-      for (int j = WIDE ? c % OWN : 0; j < OUT_NUMBERS; j += OWN) acc.out[c / OWN][i][j] *= factor;
+    UNROLL_FOR (int i = 0; i < Accumulator::SLICES; i++)
+      UNROLL_FOR (int j = WIDE ? c % OWN : 0; j < OUT_NUMBERS; j += OWN) acc.out[c / OWN][i][j] *= factor;
   }
 }
 
@@ -83,14 +72,11 @@ DEVICE float value_scale(const u8* slot, int g, int x, int r) {
 
 // Wide: scores to probabilities times their values' scales, which take their place.
 DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc) {
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
     const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
-#pragma unroll
-    for (int x = 0; x < NT; x++)
-#pragma unroll
-      for (int r = 0; r < 2; r++)
+    UNROLL_FOR (int x = 0; x < NT; x++)
+      UNROLL_FOR (int r = 0; r < 2; r++)
         s[c][x][r] =
             weigh(slot, base, reference, value_scale(slot, g, x, r), g, x, r, s[c][x][r], acc.row_sum[c], acc.shift[c]);
   }
@@ -102,18 +88,15 @@ DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, Step
 DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, const Accumulator& acc,
     StepScores& exponents) {
   u32 moves = 0;
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     i32 highest = 0;
     const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
     const bool unseen = acc.row_max[c] == MINUS_INFINITY;
     const float reference =
         MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded, as the warps' maxima will be
     const float raised = unseen ? RAISED_BY : RAISED_BY - reference;
-#pragma unroll
-    for (int x = 0; x < NT; x++) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) exponents[c][x][r] = fma_rn(s[c][x][r], base, raised);
+    UNROLL_FOR (int x = 0; x < NT; x++) {
+      UNROLL_FOR (int r = 0; r < 2; r++) exponents[c][x][r] = fma_rn(s[c][x][r], base, raised);
       highest = max_i32(highest, max_i32((i32)as_bits(exponents[c][x][0]), (i32)as_bits(exponents[c][x][1])));
     }
     if (unseen || highest >= (i32)as_bits(MOST_RAISED)) moves |= 1u << c;
@@ -121,16 +104,13 @@ DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, con
   return moves;
 }
 
-// Those to probabilities times their values' scales, in units of FIELD_UNIT / RAISED.
+// Raised exponents to probabilities times their values' scales, in units of FIELD_UNIT / RAISED.
 DEVICE void raised_exponentials(const u8* slot, int g, StepScores& s, Accumulator& acc) {
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     float sum = -0.0f, shift = -0.0f;
-#pragma unroll
-    for (int x = 0; x < NT; x++) {
+    UNROLL_FOR (int x = 0; x < NT; x++) {
       const u8* fields = slot + fields_of(x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS;
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
+      UNROLL_FOR (int r = 0; r < 2; r++) {
         const float e = exp2_approx(s[c][x][r]);
         sum += e;
         s[c][x][r] = e * small_scale_of(field_bits(fields, g + 8 * r));
@@ -146,17 +126,14 @@ DEVICE void raised_exponentials(const u8* slot, int g, StepScores& s, Accumulato
 DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
   u32 bits_of_largest = as_bits(
       1e-33f);  // numbers that are not negative are in the order of their bits, of which three are compared at once
-#pragma unroll
-  for (int x = 0; x < NT; x++)
+  UNROLL_FOR (int x = 0; x < NT; x++)
     bits_of_largest = max_u32(bits_of_largest, max_u32(as_bits(s[n][x][0]), as_bits(s[n][x][1])));
-#pragma unroll
-  for (int d = 4; d < 32; d <<= 1) bits_of_largest = max_u32(bits_of_largest, shfl_xor(bits_of_largest, d));
+  UNROLL_FOR (int d = 4; d < 32; d <<= 1) bits_of_largest = max_u32(bits_of_largest, shfl_xor(bits_of_largest, d));
   const float largest = as_float(bits_of_largest);
   const float up = 65535.0f * rcp_approx(largest);
   w.fold[n] = largest * (FIELD_UNIT / RAISED / 65535.0f);
   u32 all = 0;
-#pragma unroll
-  for (int x = 0; x < NT; x++) {
+  UNROLL_FOR (int x = 0; x < NT; x++) {
     const u32 first = as_bits(fma_rn(s[n][x][0], up, 8388608.0f)), second = as_bits(fma_rn(s[n][x][1], up, 8388608.0f));
     all += first + second;
     w.p[n][x][0] = movmatrix_trans(prmt(first, second, 0x4051));  // high bytes, low bytes
@@ -164,20 +141,16 @@ DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
   w.offset[n] = 0;
   if (V_KIND == LLOYD) {          // the levels' offset comes off in integers
     all -= 2 * NT * 0x4B000000u;  // what a float of 2^23 has above the integer
-#pragma unroll
-    for (int d = 4; d < 32; d <<= 1) all += shfl_xor(all, d);
+    UNROLL_FOR (int d = 4; d < 32; d <<= 1) all += shfl_xor(all, d);
     w.offset[n] = -(i32)((127 * all) >> 1);
   }
 }
 
 DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
-#pragma unroll
-  for (int n = 0; n < NG; n++) {
+  UNROLL_FOR (int n = 0; n < NG; n++) {
     if (WIDE) {
-#pragma unroll
-      for (int x = 0; x < NT; x++)
-#pragma unroll
-        for (int r = 0; r < 2; r++)
+      UNROLL_FOR (int x = 0; x < NT; x++)
+        UNROLL_FOR (int r = 0; r < 2; r++)
           w.p[n][x][r] = movmatrix_trans(pack_f16x2(s[n * OWN][x][r], s[n * OWN + OWN - 1][x][r]));
     } else split_into_bytes(s, n, w);
   }
@@ -190,16 +163,13 @@ template <bool AGAIN>
 DEVICE u32 weigh_in_halves(const u8* slot, const ColumnState& columns, int g, const StepScores& s,
     const Accumulator& acc, Probabilities& w, float (&sum)[C], float (&shift)[C]) {
   u32 moves = 0;
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     u32 largest = 0;
     const float reference = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
     sum[c] = acc.row_sum[c], shift[c] = acc.shift[c];
-#pragma unroll
-    for (int x = 0; x < NT; x++) {
+    UNROLL_FOR (int x = 0; x < NT; x++) {
       float p[2];
-#pragma unroll
-      for (int r = 0; r < 2; r++)
+      UNROLL_FOR (int r = 0; r < 2; r++)
         p[r] = weigh(slot, LATE_UNIT ? columns.unit_of(c) : 1.0f, reference, value_scale(slot, g, x, r), g, x, r,
             s[c][x][r], sum[c], shift[c]);
       const u32 high = pack_f16x2(p[0], p[1]),
@@ -222,8 +192,7 @@ DEVICE void weigh_step(const u8* slot, const ColumnState& columns, int g, StepSc
       update_max(slot, columns, g, s, acc, moves);
       weigh_in_halves<true>(slot, columns, g, s, acc, w, sum, shift);
     }
-#pragma unroll
-    for (int c = 0; c < C; c++) acc.row_sum[c] = sum[c], acc.shift[c] = shift[c];
+    UNROLL_FOR (int c = 0; c < C; c++) acc.row_sum[c] = sum[c], acc.shift[c] = shift[c];
   } else if constexpr (!WIDE) {
     StepScores p;
     const u32 moves = raised_exponents(columns, s, acc, p);

@@ -18,8 +18,7 @@ template <int BITS, bool IN_PAIRS> DEVICE u32 level_entry(const float* levels, i
 template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* table, const float* levels) {
   for (int i = thread_index(); i < ENTRIES; i += 32 * WARPS) {
     const u32 entry = level_entry<BITS, IN_PAIRS>(levels, i);
-#pragma unroll
-    for (int k = 0; k < 8; k++) *(Words4*)(table + 128 * i + 16 * ((k + i) & 7)) = {entry, entry, entry, entry};
+    UNROLL_FOR (int k = 0; k < 8; k++) *(Words4*)(table + 128 * i + 16 * ((k + i) & 7)) = {entry, entry, entry, entry};
   }
 }
 

@@ -23,8 +23,7 @@ struct Loader {
     phases = 0;
     if (BULK) {
       if (lane == 0)
-#pragma unroll
-        for (int i = 0; i < BARRIERS; i++) mbarrier_init(barriers + i, 1);
+        UNROLL_FOR (int i = 0; i < BARRIERS; i++) mbarrier_init(barriers + i, 1);
       fence_mbarrier_init();
       sync_warp();
     }
@@ -40,8 +39,7 @@ struct Loader {
 
   // A step lies in one page, or in several whole ones.
   DEVICE_MEMBER void look_up(int step) {
-#pragma unroll
-    for (int i = 0; i < (BULK ? 1 : PAGES); i++)
+    UNROLL_FOR (int i = 0; i < (BULK ? 1 : PAGES); i++)
       ids[i] = ldg_i32(table +
           min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? lane & (PIECES - 1) : i), last_page));
   }
@@ -66,8 +64,7 @@ struct Loader {
       }
     } else {
       if (real)
-#pragma unroll
-        for (int i = 0; i < PAGES; i++) {
+        UNROLL_FOR (int i = 0; i < PAGES; i++) {
           const u8* page = pages + ids[i] * page_stride;
           const int inside = PAGES > 1 ? 0 : (begin_tile + NT * step) % (BLOCK_SIZE / 16);
           constexpr int TILES = NT / PAGES;
@@ -116,8 +113,7 @@ struct Loader {
   // BYTES of each field from FIRST to END.
   template <int BYTES, int FIRST, int END> DEVICE_MEMBER void copy_fields(u8* to, const u8* page) const {
     constexpr int EACH = BYTES / 16, LANES = EACH * (END - FIRST);
-#pragma unroll
-    for (int i = 0; i < LANES; i += 32) {
+    UNROLL_FOR (int i = 0; i < LANES; i += 32) {
       const int f = FIRST + (i + lane) / EACH, at = 16 * ((i + lane) % EACH);
       if (i + 32 <= LANES || i + lane < LANES) cp_async_16(to + f * FIELD_STRIDE + at, page + field_offset(f) + at);
     }

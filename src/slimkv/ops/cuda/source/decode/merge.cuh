@@ -16,19 +16,17 @@ DEVICE MergedState merge_parts(const DecodeArgs& args, const Partials& parts, in
   if (SPLITS) {  // relative to one maximum, so that parts without keys change nothing wherever they are
     for (int i = lane; i < parts.count; i += 32)
       merged.highest = max_f32(merged.highest, args.part_states[2 * ((i64)(parts.first + i) * COLUMNS + column)]);
-#pragma unroll
-    for (int d = 16; d; d >>= 1) merged.highest = max_f32(merged.highest, shfl_xor(merged.highest, d));
+    UNROLL_FOR (int d = 16; d; d >>= 1) merged.highest = max_f32(merged.highest, shfl_xor(merged.highest, d));
   }
   for (int i = from; i < parts.count; i += PARTS_AT_ONCE * by) {
     float m[PARTS_AT_ONCE], l[PARTS_AT_ONCE], v[PARTS_AT_ONCE][VN];
-#pragma unroll
-    for (int j = 0; j < PARTS_AT_ONCE; j++) {
+    UNROLL_FOR (int j = 0; j < PARTS_AT_ONCE; j++) {
       const bool real = i + j * by < parts.count;
       const i64 part = (i64)(parts.first + (real ? i + j * by : i)) * COLUMNS + column;
       m[j] = real ? args.part_states[2 * part] : MINUS_INFINITY;
       l[j] = real ? args.part_states[2 * part + 1] : 0.0f;
-#pragma unroll
-      for (int d = 0; d < VN; d++) v[j][d] = real && lane + 32 * d < VD ? args.parts[part * VD + lane + 32 * d] : 0.0f;
+      UNROLL_FOR (int d = 0; d < VN; d++)
+        v[j][d] = real && lane + 32 * d < VD ? args.parts[part * VD + lane + 32 * d] : 0.0f;
     }
     merged.add(m, l, v);
   }
@@ -57,8 +55,7 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   float* mine = (float*)shared + warp * (VD + 4);
   if (split > 1) {
     if (lane == 0) mine[VD] = merged.highest, mine[VD + 1] = merged.row_sum;
-#pragma unroll
-    for (int i = 0; i < VN; i++)
+    UNROLL_FOR (int i = 0; i < VN; i++)
       if (lane + 32 * i < VD) mine[lane + 32 * i] = merged.x[i];
     sync_threads();
     if (warp % split) return;
@@ -66,8 +63,7 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
       const float* theirs = mine + w * (VD + 4);
       const float m[1] = {theirs[VD]}, l[1] = {theirs[VD + 1]};
       float v[1][VN];
-#pragma unroll
-      for (int i = 0; i < VN; i++) v[0][i] = lane + 32 * i < VD ? theirs[lane + 32 * i] : 0.0f;
+      UNROLL_FOR (int i = 0; i < VN; i++) v[0][i] = lane + 32 * i < VD ? theirs[lane + 32 * i] : 0.0f;
       merged.add(m, l, v);
     }
   }

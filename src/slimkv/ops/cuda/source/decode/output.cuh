@@ -18,10 +18,9 @@ struct MergedState {
   float highest, row_sum, x[VN];
   DEVICE_MEMBER void clear() {
     highest = MINUS_INFINITY, row_sum = 0;
-#pragma unroll
-    for (int i = 0; i < VN; i++) x[i] = 0;
+    UNROLL_FOR (int i = 0; i < VN; i++) x[i] = 0;
   }
-  // What makes a part with maximum m and sum l relative to `to`; one without keys counts only if it is not a number.
+  // The factor that rescales a part with maximum m and sum l to `to`. A part without keys counts only if it is NaN.
   DEVICE_MEMBER static float factor(float m, float l, float to) {
     return m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - to);
   }
@@ -29,18 +28,14 @@ struct MergedState {
   // The maximum of all first, so that no part waits for the exponential of another.
   template <int N> DEVICE_MEMBER void add(const float (&m)[N], const float (&l)[N], const float (&v)[N][VN]) {
     float row_max = highest;
-#pragma unroll
-    for (int j = 0; j < N; j++) row_max = max_f32(row_max, m[j]);
+    UNROLL_FOR (int j = 0; j < N; j++) row_max = max_f32(row_max, m[j]);
     const float mine = factor(highest, row_sum, row_max);
     row_sum = mul_rn(row_sum, mine);
-#pragma unroll
-    for (int i = 0; i < VN; i++) x[i] = mul_rn(x[i], mine);
-#pragma unroll
-    for (int j = 0; j < N; j++) {
+    UNROLL_FOR (int i = 0; i < VN; i++) x[i] = mul_rn(x[i], mine);
+    UNROLL_FOR (int j = 0; j < N; j++) {
       const float other = factor(m[j], l[j], row_max);
       row_sum = fma_rn(l[j], other, row_sum);
-#pragma unroll
-      for (int i = 0; i < VN; i++) x[i] = fma_rn(v[j][i], other, x[i]);
+      UNROLL_FOR (int i = 0; i < VN; i++) x[i] = fma_rn(v[j][i], other, x[i]);
     }
     highest = row_max;
   }
@@ -51,28 +46,20 @@ struct MergedState {
 DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, float row_sum, const float (&sums)[VN],
     float* scratch, int lane) {
   float factor = 1.0f;
-  if (args.sinks) {
-    const float sink = args.sinks[(i64)row * args.sink_stride + head] * LOG2E, above = max_f32(highest, sink);
-    factor = highest == MINUS_INFINITY ? 0.0f : exp2_approx(highest - above);
-    row_sum = fma_rn(row_sum, row_sum == row_sum ? factor : 1.0f, exp2_approx(sink - above));
-    highest = above;
-  }
+  if (args.sinks) factor = add_sink(args.sinks[(i64)row * args.sink_stride + head], highest, row_sum);
   const float inverse = row_sum == 0 ? 0.0f : factor / row_sum;
   float x[VN];
-#pragma unroll
-  for (int i = 0; i < VN; i++) x[i] = mul_rn(sums[i], inverse);
+  UNROLL_FOR (int i = 0; i < VN; i++) x[i] = mul_rn(sums[i], inverse);
   if (V_ROTATED)
-    unrotate<VD, V_ROTATED ? V_CORE : 1>(x, args.value_sign_bits, args.value_core, (const u16*)args.value_signs,
+    rotate<VD, V_ROTATED ? V_CORE : 1, true>(x, args.value_sign_bits, args.value_core, (const u16*)args.value_signs,
         args.value_norm, scratch, lane);
   const i64 at = (i64)row * args.out_stride + (i64)head * args.out_head_stride;
-#pragma unroll
-  for (int i = 0; i < VN; i++) {
+  UNROLL_FOR (int i = 0; i < VN; i++) {
     const int d = lane + 32 * i;
     if (d >= VD) continue;
     if (OUT_TYPE == FLOAT32) ((float*)args.out)[at + d] = x[i];
     else ((u16*)args.out)[at + d] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(x[i]) : f32_to_f16(x[i]));
   }
   if (args.lse && lane == 0)
-    args.lse[(i64)row * args.num_kv_heads * args.group_size + head] =
-        row_sum == 0 ? MINUS_INFINITY : (highest + log2_approx(row_sum)) * LN2;
+    args.lse[(i64)row * args.num_kv_heads * args.group_size + head] = log_sum_exp(highest, row_sum);
 }

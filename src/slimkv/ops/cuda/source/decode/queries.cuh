@@ -1,20 +1,17 @@
-// Queries from global memory to operands: rotated, scaled by their largest
-// coordinate, cut into bytes or halves.
+// Queries from global memory to operands: rotated, scaled by their largest coordinate, cut into bytes or halves.
 #pragma once
 #include "common/rotation.cuh"
 #include "decode/schedule.cuh"
 
 constexpr int QN = (KD + 31) / 32;
 
-// The query of column c of a range: dimension lane + 32 i. A negative scale of
-// scores is a negative query.
+// The query of column c of a range: dimension lane + 32 i. A negative scale of scores is a negative query.
 DEVICE void load_query(const DecodeArgs& args, const DecodeRange& range, int c, float (&y)[QN], int lane) {
   const int query = range.chunk * args.queries_of_chunk + by_group(args, c),
             head = range.head * args.group_size + in_group(args, c);
   const bool valid = c < args.queries_of_chunk * args.group_size && query < range.s.queries;
   const i64 at = (i64)(range.s.start + query) * args.query_stride + (i64)head * args.query_head_stride;
-#pragma unroll
-  for (int i = 0; i < QN; i++) {
+  UNROLL_FOR (int i = 0; i < QN; i++) {
     const int d = lane + 32 * i;
     y[i] = valid && d < KD ? load_number(args.query, at + d, Q_TYPE) : 0.0f;
     if (args.scale < 0) y[i] = -y[i];
@@ -29,7 +26,7 @@ DEVICE int operand_offset(int row, int word) {
   return 8 * (32 * (row / 8 * QI + word / 8) + 4 * (row % 8) + word % 4) + word % 8 / 4 * 4;
 }
 constexpr int NEXT_ROW = 32; // bytes
-// The same of a half of a warpgroup's operands, whose rows have 64 of them.
+// The offset of number `number` of a row in a warpgroup's operands, which have 64 numbers in a row of 128 bytes.
 DEVICE int operand_place(int row, int number) {
   return number / 64 * 128 * COLUMNS + 128 * row + ((number % 64 / 8 ^ (row & 7)) << 4) + 2 * (number % 8);
 }
@@ -43,22 +40,19 @@ struct Column {
 DEVICE Column* column_at(u8* shared, int c) { return (Column*)(shared + COLUMN_AT) + c; }
 DEVICE const Column* column_at(const u8* shared, int c) { return (const Column*)(shared + COLUMN_AT) + c; }
 
-// One warp: rotates a query. Returns its largest magnitude; what is not finite
-// counts as that.
+// One warp: rotates a query. Returns its largest magnitude, infinity if a number is not finite.
 DEVICE float rotate_query(const DecodeArgs& args, float (&y)[QN], float* scratch, int lane) {
   if (K_ROTATED)
     rotate<KD, K_ROTATED ? K_CORE : 1>(y, args.key_sign_bits, args.key_core, (const u16*)args.key_signs, args.key_norm,
         scratch, lane);
   float row_max = 0.0f;
   bool finite = true;
-#pragma unroll
-  for (int i = 0; i < QN; i++) {
+  UNROLL_FOR (int i = 0; i < QN; i++) {
     const float a = y[i] < 0 ? -y[i] : y[i];
     finite = finite && a < as_float(0x7F800000u);
     row_max = max_f32(row_max, a);
   }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) row_max = max_f32(row_max, shfl_xor(row_max, d));
+  UNROLL_FOR (int d = 16; d; d >>= 1) row_max = max_f32(row_max, shfl_xor(row_max, d));
   return warp_any(!finite) ? as_float(0x7F800000u) : row_max;
 }
 
@@ -79,8 +73,7 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
   const float up = row_max > 1e-30f && finite ? largest / row_max : 0.0f;
   const int row = c / GROUP * 8 + (WIDE ? c % GROUP : 2 * (c % GROUP));
   float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < QN; i++) {
+  UNROLL_FOR (int i = 0; i < QN; i++) {
     const int d = lane + 32 * i;
     if (d >= KD) continue;
     const float x = finite ? mul_rn(y[i], up) : 0.0f;
@@ -89,8 +82,7 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
       sum += (float)write_bytes(x, operands + operand_offset(row, word) + byte);
     } else {
       const u32 high = VERIFY && !finite ? 0x7E00u : f32_to_f16(x);
-      // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or
-      // side by side, as `pair_halves` does.
+      // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or side by side, as `pair_halves` does.
       const int in_slice = d % 16, place = K_IN_PAIRS ? in_slice : 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
       u16* to = (u16*)(operands +
           (WARPGROUPS ? operand_place(row, d / 16 * 16 + place)
@@ -100,8 +92,7 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
       if (!WIDE) to[NEXT_ROW / 2] = (u16)f32_to_f16(x - f16_to_f32(high));
     }
   }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
+  UNROLL_FOR (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (lane == 0) {
     const int position = range.s.length - range.s.queries + range.chunk * args.queries_of_chunk + by_group(args, c);
     *column_at(shared, c) = {finite || VERIFY ? row_max / largest * KEY_UNIT : NOT_A_NUMBER, sum,

@@ -8,7 +8,7 @@
 #pragma once
 #include "decode/shape.cuh"
 
-// Of a column of a chunk its query, of a query head its KV head: below 2^11 of either.
+// The query of a column of a chunk, or the KV head of a query head; for up to 2^11 of either.
 DEVICE int by_group(const DecodeArgs& args, int column) { return column * args.group_inverse >> 16; }
 DEVICE int in_group(const DecodeArgs& args, int column) { return column - by_group(args, column) * args.group_size; }
 
@@ -45,7 +45,7 @@ DEVICE Sequence from_lane(const Sequence& s, int lane) {
       shfl(s.kv_blocks, lane)};
 }
 
-// What it costs to go on to another work tile, in KV blocks, and with the idle warps of its last ones.
+// The cost of another work tile in KV blocks: switching to it, and with the warps that are idle in its last blocks.
 constexpr int TILE_SWITCH_COST = VERIFY ? 2 * RINGS : WARPS + WARPS / 4, TILE_COST = TILE_SWITCH_COST + RINGS / 2;
 constexpr int MIN_SHARE = VERIFY ? 1 : 4;  // fewer KV blocks leave more to merge than they save
 constexpr bool PAD_TILES = true;

@@ -2,18 +2,11 @@
 #pragma once
 #include "decode/warp_state.cuh"
 
-// cap tanh(s / cap) = cap - 2 cap / (e + 1), where e = exp(2 s / cap); `by` is 2 log2(e) / cap.
-DEVICE float soft_cap(float s, float cap, float by) {
-  const float e = exp2_approx(min_f32(s * by, 80.0f));
-  return fma_rn(-2.0f * cap, rcp_approx(e + 1.0f), cap);
-}
-
 typedef Codes<K_BITS, KS, false> KeyCodes;
 
 // The operand of a slice.
 DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tables, u32 (&a)[4]) {
-  if constexpr (K_KIND == LLOYD && K_BITS > 5) joined_halves(codes, slice, tables.key_levels, a);
-  else if constexpr (K_PERMUTED) denormal_halves<false>(codes.low(slice), tables.key, a);
+  if constexpr (K_PERMUTED) denormal_halves<false>(codes.low(slice), tables.key, a);
   else if constexpr (K_IN_PAIRS) {
     u32 pair[4];
     pair_halves<false>(codes, slice, tables.key_levels, pair);
@@ -25,46 +18,40 @@ DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tabl
 
 // Takes the levels' offset off, multiplies by the keys' scales, adds their zeros.
 DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnState& columns, int g, StepScores& s) {
-  const float cap_by = SOFTCAP ? 2.0f * LOG2E * rcp_approx(args.softcap) : 0.0f;
+  const float cap_by = SOFTCAP ? cap_factor(args.softcap) : 0.0f;
   constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
-#pragma unroll
-  for (int x = 0; x < SCORED_TILES; x++) {
+  UNROLL_FOR (int x = 0; x < SCORED_TILES; x++) {
     const u8* fields = slot + fields_of(TILES_APART * x);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       const u32 field = field_bits(fields, g + 8 * r);
       const float scale = small_scale_of(field);
       const float zero = K_KIND == UNIFORM ? small_zero_of(field_bits(fields + FIELD_STRIDE, g + 8 * r)) : 0;
-#pragma unroll
-      for (int c = 0; c < C; c++) {
+      UNROLL_FOR (int c = 0; c < C; c++) {
         float score = mul_rn(KEY_OFFSET != 0 ? fma_rn(-KEY_OFFSET, columns.sum[c], s[c][x][r]) : s[c][x][r], scale);
         if (K_KIND == UNIFORM) score = fma_rn(zero, columns.sum[c], score);
         if (!LATE_UNIT) score *= columns.unit_of(c);
-        if (SOFTCAP) score = soft_cap(score + columns.shift[c], args.softcap, cap_by);
+        if (SOFTCAP) score = soft_cap((score + columns.shift[c]) * cap_by, args.softcap);
         s[c][x][r] = score;
       }
     }
   }
 }
 
-// Of tokens that some column does not see, or that are marked.
+// Masks tokens that a column does not see, and tokens marked as NaN.
 DEVICE void hide_tokens(const u8* slot, const u8* shared, int token0, int lane, StepScores& s) {
   const int g = lane >> 2;
   u32 bad = 0;
-#pragma unroll
-  for (int i = 0; i < 2 * SCORED_TILES; i++) {
+  UNROLL_FOR (int i = 0; i < 2 * SCORED_TILES; i++) {
     const u8* fields = slot + fields_of(TILES_APART * (i / 2));
     const int token = g + 8 * (i & 1);
     if (field_bits(fields, token) == INVALID_FIELD ||
         field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, token) == INVALID_FIELD)
       bad |= 1u << i;
   }
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     const Column* column = column_at(shared, own_column(c, lane & 3));
     const int begin = WINDOW ? column->visible_begin : 0, end = column->visible_end;
-#pragma unroll
-    for (int i = 0; i < 2 * SCORED_TILES; i++) {
+    UNROLL_FOR (int i = 0; i < 2 * SCORED_TILES; i++) {
       const int x = i / 2, r = i & 1, token = token0 + 16 * TILES_APART * x + g + 8 * r;
       if constexpr (VERIFY) {  // where it is, so that steps without any move nothing
         if (bad >> i & 1) overwrite(s[c][x][r], NOT_A_NUMBER);

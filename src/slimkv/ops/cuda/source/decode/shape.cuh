@@ -45,7 +45,7 @@ static_assert(!BULK ||
         (PIECE_TILES == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
             V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS),
     "a step is whole pages, in the ring as they are there");
-// Of tile x. As plain as can be before loops are unrolled: it decides how many registers the compiler takes.
+// Offsets of tile x. Simple expressions, because they decide how many registers the compiler takes.
 constexpr int keys_of(int x) { return PIECES == 1 ? x * K_TILE : x / PIECE_TILES * PIECE + x % PIECE_TILES * K_TILE; }
 constexpr int values_of(int x) {
   return PIECES == 1 ? VALUES_AT + x * V_TILE : x / PIECE_TILES * PIECE + VALUES_AT + x % PIECE_TILES * V_TILE;

@@ -9,18 +9,13 @@ template <class Unit> DEVICE void find_highest(const u8* slot, int g, const Step
     float (&highest)[C]) {
   float magnitude[SCORED_TILES][2];
   if (OUT_IN_PRODUCTS)
-#pragma unroll
-    for (int x = 0; x < SCORED_TILES; x++)
-#pragma unroll
-      for (int r = 0; r < 2; r++)
+    UNROLL_FOR (int x = 0; x < SCORED_TILES; x++)
+      UNROLL_FOR (int r = 0; r < 2; r++)
         magnitude[x][r] =
             (float)(i32)field_bits(slot + fields_of(TILES_APART * x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS, g + 8 * r);
-#pragma unroll
-  for (int c = 0; c < C; c++)
-#pragma unroll
-    for (int x = 0; x < SCORED_TILES; x++)
-#pragma unroll
-      for (int r = 0; r < 2; r++)
+  UNROLL_FOR (int c = 0; c < C; c++)
+    UNROLL_FOR (int x = 0; x < SCORED_TILES; x++)
+      UNROLL_FOR (int r = 0; r < 2; r++)
         highest[c] = max_f32(highest[c],
             OUT_IN_PRODUCTS ? fma_rn(s[c][x][r], 1024.0f * unit(c, x, r), magnitude[x][r]) : s[c][x][r]);
 }

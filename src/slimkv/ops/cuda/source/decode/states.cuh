@@ -9,22 +9,19 @@ DEVICE void sum_of_warps(const float* states, int column, float& all_max, float&
   for (int w = 0; w < WORKERS; w++) all_max = max_f32(all_max, states[STATE_WORDS * (w * COLUMNS + column)]);
   for (int w = 0; w < WORKERS; w++) {
     const float* state = states + STATE_WORDS * (w * COLUMNS + column);
-    const float m = state[0], l = state[1];
-    all_sum = fma_rn(l, m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - all_max), all_sum);
+    all_sum = fma_rn(state[1], MergedState::factor(state[0], state[1], all_max), all_sum);
   }
 }
 
-// What a warp knows of its columns.
+// Writes the maxima and sums of a warp's columns.
 DEVICE void leave_states(const ColumnState& columns, RunningSoftmax& acc, float* states, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   const bool marked =
       warp_any(acc.largest_fields >> 16 == INVALID_FIELD || (acc.largest_fields & 0xFFFF) == INVALID_FIELD);
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     if (marked) acc.row_sum[c] = NOT_A_NUMBER;
     if (MAX_WITHOUT_UNIT && acc.row_max[c] != MINUS_INFINITY) acc.row_max[c] *= columns.unit_of(c);
-#pragma unroll
-    for (int d = 4; d < 32; d <<= 1)
+    UNROLL_FOR (int d = 4; d < 32; d <<= 1)
       acc.row_sum[c] += shfl_xor(acc.row_sum[c], d), acc.shift[c] += shfl_xor(acc.shift[c], d);
     float* state = states + STATE_WORDS * (warp * COLUMNS + own_column(c, t));
     if (g == 0) {

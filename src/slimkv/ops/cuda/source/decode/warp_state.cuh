@@ -1,4 +1,4 @@
-// What a warp keeps in registers while it goes through the steps of a range.
+// The registers of a warp during the steps of a range.
 #pragma once
 #include "common/hopper.cuh"
 #include "decode/levels.cuh"
@@ -22,7 +22,7 @@ constexpr bool TOKEN_UNITS = VERIFY && !SOFTCAP && K_KIND != UNIFORM;
 // The running maximum is updated only when it lags by this many powers of two, so that the output is seldom rescaled.
 constexpr float RESCALE_THRESHOLD = 8.0f;
 
-// What is added to the scores of a column before the cap, times log2(e).
+// The shift of a column's scores before the cap, times log2(e).
 DEVICE float score_shift(const DecodeArgs& args, const DecodeRange& range, int column) {
   const int query = range.chunk * args.queries_of_chunk + by_group(args, column),
             head = range.head * args.group_size + in_group(args, column);
@@ -31,7 +31,7 @@ DEVICE float score_shift(const DecodeArgs& args, const DecodeRange& range, int c
   return args.score_shift[(i64)(range.s.start + query) * args.num_kv_heads * args.group_size + head] * LOG2E;
 }
 
-// What every step needs of a lane's columns, and which tokens all columns of the block see.
+// Constants of a lane's columns, and the tokens that all columns of the block see.
 struct ColumnState {
   float unit[VERIFY ? 1 : C], sum[C], shift[C];  // SOFTCAP: of scores before the cap
   int clear_end, clear_begin;
@@ -40,8 +40,7 @@ struct ColumnState {
 
   DEVICE_MEMBER void load(const DecodeArgs& args, const DecodeRange& range, const u8* shared, int t) {
     const int first_query = range.chunk * args.queries_of_chunk;
-#pragma unroll
-    for (int c = 0; c < C; c++) {
+    UNROLL_FOR (int c = 0; c < C; c++) {
       const Column column = *column_at(shared, own_column(c, t));
       float& u = unit[VERIFY ? 0 : c];
       u = column.unit * (args.scale < 0 ? -args.scale : args.scale);
@@ -62,8 +61,7 @@ struct RunningSoftmax {
 
   DEVICE_MEMBER void clear() {
     largest_fields = 0;
-#pragma unroll
-    for (int c = 0; c < C; c++) row_max[c] = MINUS_INFINITY, row_sum[c] = 0, shift[c] = 0;
+    UNROLL_FOR (int c = 0; c < C; c++) row_max[c] = MINUS_INFINITY, row_sum[c] = 0, shift[c] = 0;
   }
 };
 

@@ -28,12 +28,10 @@ DEVICE void queries_are_written(int warpgroup) {
 #if !FUSED
 // One thread: copies every tile, in the order in which they are used.
 DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& rings) {
+  const i64 row = tiles_of(args, w);
 #if AHEAD
   const int item = item_of(w);
-  const i64 row = (i64)(item % args.slots) * args.tiles - w.origin;
   if (item >= args.lead) wait_for_tiles(args, w, item);
-#else
-  const i64 row = ((i64)w.s.rank * args.num_kv_heads + w.head) * args.tiles - w.origin - args.first_tile;
 #endif
   auto copy = [&](int i, const u8* from, u8* ring, u64* full, u64* empty, int bytes, bool scale) {
     const int slot = i % STAGES;
@@ -73,10 +71,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
     fence_mbarrier_init();
   }
 #if FUSED || AHEAD
-  fill_levels(args.key_levels, shared + LEVELS_AT, K_LEVELS);
-  fill_levels(args.value_levels, shared + LEVELS_AT + 128 * (ONE_TABLE ? 0 : K_LEVELS), ONE_TABLE ? 0 : V_LEVELS);
-  const LevelTable key_levels = {shared_address(shared + LEVELS_AT) + 4 * lane};
-  const LevelTable value_levels = {key_levels.address + 128 * (ONE_TABLE ? 0 : K_LEVELS)};
+  const Levels levels = fill_levels(args, shared + LEVELS_AT, THREADS, lane);
 #endif
   sync_threads();
   // BESIDE: what the previous launch waited for has ended, so its tiles are ready. This launch ends no earlier than
@@ -89,12 +84,12 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
 #if FUSED
     const int warp = shfl(thread_index() / 32, 0);
-    Producer{{args, w, key_levels, value_levels, warp, lane}, rings, shared + PACKED_AT + warp * PACKED_OF_WARP}.run();
+    Producer{{args, w, levels, warp, lane}, rings, shared + PACKED_AT + warp * PACKED_OF_WARP}.run();
 #else
     if (thread_index() == 0) copy_tiles(args, w, rings);
 #if AHEAD
     const int warp = shfl(thread_index() / 32, 0);
-    if (warp > 0) unpack_share(args, w, key_levels, value_levels, warp - 1, lane);
+    if (warp > 0) unpack_share(args, w, levels, warp - 1, lane);
 #endif
 #endif
     if (BESIDE) end_behind_grid_before();
@@ -104,27 +99,3 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   }
 }
 HOST_TESTABLE(attend, PrefillArgs)
-
-#if AHEAD
-// What the first blocks attend: a block has a tile of an item, a warp 16 of its tokens.
-KERNEL(2 * STEP, 2) unpack_first(GRID_CONSTANT PrefillArgs args) {
-  SHARED_MEMORY(tables);
-  const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31;
-  fill_levels(args.key_levels, (u8*)tables, K_LEVELS, 2 * STEP);
-  fill_levels(args.value_levels, (u8*)tables + 128 * (ONE_TABLE ? 0 : K_LEVELS), ONE_TABLE ? 0 : V_LEVELS, 2 * STEP);
-  const LevelTable key_levels = {shared_address(tables) + 4 * lane};
-  const LevelTable value_levels = {key_levels.address + 128 * (ONE_TABLE ? 0 : K_LEVELS)};
-  if (K_LEVELS + V_LEVELS) sync_threads();
-  pdl_wait();
-  if (block_index_y() == 0 && block_index() == 0)
-    for (int i = thread_index(); i < args.ranks * args.num_kv_heads; i += 2 * STEP)
-      args.unpacked[i] = args.attended[i] = 0;
-  Work w;
-  const int item = block_index_y(), present = present_of(args, lane);
-  if (item >= present * args.num_kv_heads) return;
-  find_item(args, item, present, lane, w);
-  const int tile = w.origin + block_index();
-  if (tile < end_tile_of(w)) unpack_tile(args, w, key_levels, value_levels, item, tile, warp, warp + 1, lane);
-}
-HOST_TESTABLE(unpack_first, PrefillArgs)
-#endif

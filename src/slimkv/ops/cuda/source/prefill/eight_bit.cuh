@@ -15,9 +15,8 @@ constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u,
 // Sums of bytes: scores before their scales.
 using Sums = u32[SCORES];
 
-// What is known when compiling, as an argument.
-struct Yes { static constexpr bool VALUE = true; };
-struct No { static constexpr bool VALUE = false; };
+typedef Constant<1> Yes;
+typedef Constant<0> No;
 
 // Queries of a warpgroup, and the rings of keys and values, as operands. Beyond head size 64 the compiler recomputes
 // descriptors in the loop instead of keeping them; there they are sums with one of them, which take fewer instructions.
@@ -35,15 +34,15 @@ struct Operands {
   }
 };
 
-// Of tokens from TOKENS half on of the tile at `slot`.
+// Scores of half `half` of the tile at `slot`.
 DEVICE void start_sums(Sums& s, const Operands& operands, int slot, int half) {
   const u64 a = operands.queries, tile = operands.keys + (u64)(u32)slot * (KEYS_BYTES >> 4);
   wgmma_fence();
   const u64 b =
       tile + ((D == 64 ? 64 : 128 * TOKENS) * half >> 4);  // tiles.cuh: at head size 64 halves are side by side
   WgmmaBytes<TOKENS>::template s8<false>(s, a, b);
-#pragma unroll
-  for (int k = 1; k < D / 32; k++) WgmmaBytes<TOKENS>::template s8<true>(s, a + (k * 32 >> 4), b + (k * 32 >> 4));
+  UNROLL_FOR (int k = 1; k < D / 32; k++)
+    WgmmaBytes<TOKENS>::template s8<true>(s, a + (k * 32 >> 4), b + (k * 32 >> 4));
   wgmma_commit();
 }
 
@@ -53,11 +52,9 @@ DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)
   const u64 b = operands.values + (u64)(u32)slot * (VALUES_BYTES >> 4) + (half * TOKENS >> 4),
             last = b + (STEP * D >> 4);
   wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < TOKENS / 32; k++)
+  UNROLL_FOR (int k = 0; k < TOKENS / 32; k++)
     WgmmaBytes<D>::e4m3(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + (k * 32 >> 4), k > 0 || add);
-#pragma unroll
-  for (int k = 0; k < TOKENS / 32; k++)
+  UNROLL_FOR (int k = 0; k < TOKENS / 32; k++)
     WgmmaBytes<8>::e4m3(digits, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], last + (k * 32 >> 4), k > 0);
   wgmma_commit();
 }
@@ -68,32 +65,24 @@ struct Totals {
   float row_max[2];
 
   DEVICE_MEMBER void clear() {
-#pragma unroll
-    for (int i = 0; i < D / 2; i += 4) *(Words4*)(mine + i * 2 * ROWS) = {0, 0, 0, 0};
+    UNROLL_FOR (int i = 0; i < D / 2; i += 4) *(Words4*)(mine + i * 2 * ROWS) = {0, 0, 0, 0};
   }
   DEVICE_MEMBER float factor(int r, float now) const {
     return row_max[r] == MINUS_INFINITY ? 0.0f : exp2_approx(row_max[r] - now);
   }
-  // Adds o, which is relative to `now`.
-  DEVICE_MEMBER void add(const float (&o)[OUTPUTS], const float (&now)[2]) {
+  // Adds them and o, which is relative to `now`: to the totals, or to o.
+  template <bool TO_TOTALS> DEVICE_MEMBER void add(float (&o)[OUTPUTS], const float (&now)[2]) {
     const float by[2] = {factor(0, now[0]), factor(1, now[1])};
-#pragma unroll
-    for (int i = 0; i < D / 2; i += 4) {
-      Words4 x = *(const Words4*)(mine + i * 2 * ROWS);
-      x.x = as_bits(fma_rn(as_float(x.x), by[0], o[i])), x.y = as_bits(fma_rn(as_float(x.y), by[0], o[i + 1]));
-      x.z = as_bits(fma_rn(as_float(x.z), by[1], o[i + 2])), x.w = as_bits(fma_rn(as_float(x.w), by[1], o[i + 3]));
-      *(Words4*)(mine + i * 2 * ROWS) = x;
+    UNROLL_FOR (int i = 0; i < D / 2; i += 4) {
+      Words4& x = *(Words4*)(mine + i * 2 * ROWS);
+      const Words4 y = x;
+      const float sums[4] = {fma_rn(as_float(y.x), by[0], o[i]), fma_rn(as_float(y.y), by[0], o[i + 1]),
+          fma_rn(as_float(y.z), by[1], o[i + 2]), fma_rn(as_float(y.w), by[1], o[i + 3])};
+      if constexpr (TO_TOTALS) x = {as_bits(sums[0]), as_bits(sums[1]), as_bits(sums[2]), as_bits(sums[3])};
+      else
+        UNROLL_FOR (int k = 0; k < 4; k++) o[i + k] = sums[k];
     }
-    row_max[0] = now[0], row_max[1] = now[1];
-  }
-  DEVICE_MEMBER void add_to(float (&o)[OUTPUTS], const float (&now)[2]) const {
-    const float by[2] = {factor(0, now[0]), factor(1, now[1])};
-#pragma unroll
-    for (int i = 0; i < D / 2; i += 4) {
-      const Words4 x = *(const Words4*)(mine + i * 2 * ROWS);
-      o[i] = fma_rn(as_float(x.x), by[0], o[i]), o[i + 1] = fma_rn(as_float(x.y), by[0], o[i + 1]);
-      o[i + 2] = fma_rn(as_float(x.z), by[1], o[i + 2]), o[i + 3] = fma_rn(as_float(x.w), by[1], o[i + 3]);
-    }
+    if (TO_TOTALS) row_max[0] = now[0], row_max[1] = now[1];
   }
 };
 
@@ -123,30 +112,26 @@ struct Softmax {
     const float x = i32_to_f32_rn((i32)(sums[i] + none)) * key;
     if (!SOFTCAP) return fma_rn(x, factor[r], from);
     const float by = factor[r] * cap_factor(softcap);
-    return soft_cap(SCORE_SHIFT ? fma_rn(x, by, shift[r]) : x * by, from, softcap);
+    return soft_cap(SCORE_SHIFT ? fma_rn(x, by, shift[r]) : x * by, softcap) + from;
   }
 
-  // Raises the reference of rows whose largest weight would be too large; whether some row's was.
+  // Raises the running maximum of rows whose largest probability would be too large; returns whether there were any.
   template <bool MASKED>
   DEVICE_MEMBER bool follow(const Sums& sums, const u8* numbers, const Visible& visible, int first, int t,
       float softcap, u32 none) {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
-#pragma unroll
-    for (int j = 0; j < SCORES / 8; j++) {
+    UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {
       const TokenScales of(numbers, 16 * j + 4 * t);
       float logs[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++) logs[k] = log2_approx(of.value[k]);
-#pragma unroll
-      for (int k = 0; k < 8; k++) {
+      UNROLL_FOR (int k = 0; k < 4; k++) logs[k] = log2_approx(of.value[k]);
+      UNROLL_FOR (int k = 0; k < 8; k++) {
         const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
         const float x = score(sums, i, of.key[token], logs[token], softcap, none);
         most[i / 2 % 2] = max_f32(most[i / 2 % 2], MASKED && visible.hides(first, i, t) ? MINUS_INFINITY : x);
       }
     }
     bool behind = false;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       const float m = quad_max(most[r]);
       const bool raise = m > MINUS_INFINITY && m >= row_max[r] + MOST_WEIGHT;
       const float wanted = -floor_of(FRESH_WEIGHT - m);  // an integer, FRESH_WEIGHT below m or a little more
@@ -163,60 +148,52 @@ struct Softmax {
   DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, int t, float softcap,
       u32 none, u32 (&p)[WORDS], u32 (&large)[2]) const {
     const float from[2] = {-row_max[0], -row_max[1]};
-#pragma unroll
-    for (int j = 0; j < SCORES / 8; j++) {
+    UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {
       const TokenScales of = j == 0 ? scales : TokenScales(numbers, 16 * j + 4 * t);
       float w[8];
-#pragma unroll
-      for (int k = 0; k < 8; k++) {
+      UNROLL_FOR (int k = 0; k < 8; k++) {
         const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
         w[k] = exp2_approx(score(sums, i, of.key[token], from[k / 2 % 2], softcap, none)) * of.value[token];
       }
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
+      UNROLL_FOR (int r = 0; r < 2; r++) {
         p[2 * j + r] = pack_e4m3x4(w[2 * r], w[2 * r + 1], w[4 + 2 * r], w[5 + 2 * r]);
         large[r] |= p[2 * j + r] + TO_LARGE;
       }
     }
   }
 
-  // Weights of tokens that their rows do not see are none.
+  // Clears the probabilities of tokens that their rows do not see.
   DEVICE_MEMBER static void hide(u32 (&p)[WORDS], const Visible& visible, int first, int t) {
-#pragma unroll
-    for (int i = 0; i < SCORES; i++)
+    UNROLL_FOR (int i = 0; i < SCORES; i++)
       if (visible.hides(first, i, t)) p[2 * (i / 8) + i / 2 % 2] &= ~(0xFFu << 8 * (i / 4 % 2 * 2 + i % 2));
   }
 
-  // `large` as weigh leaves it, of weights that are there.
+  // `large` as weigh leaves it, of given probabilities.
   DEVICE_MEMBER static void find_large(const u32 (&p)[WORDS], u32 (&large)[2]) {
     large[0] = large[1] = 0;
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) large[i % 2] |= p[i] + TO_LARGE;
+    UNROLL_FOR (int i = 0; i < WORDS; i++) large[i % 2] |= p[i] + TO_LARGE;
   }
 
-  // Whether some weight of the warp is the most there is, or not a number.
+  // Whether some probability of the warp is the largest e4m3, or NaN.
   DEVICE_MEMBER static bool too_large(const u32 (&p)[WORDS]) {
     u32 most = 0;
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) most |= p[i] + TO_MOST;
+    UNROLL_FOR (int i = 0; i < WORDS; i++) most |= p[i] + TO_MOST;
     return warp_any(most & TOP_BITS);
   }
 
-  // By how much the references are to be raised for the next tile; whether some of the warp's are.
+  // The amounts to raise the running maxima by for the next tile; returns whether some row of the warp has one.
   DEVICE_MEMBER static bool find_lift(const u32 (&large)[2], int lane, float (&lift)[2]) {
     u32 lanes[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       lanes[r] = warp_ballot(large[r] & TOP_BITS);
       lift[r] = lanes[r] >> (lane & 28) & 15 ? LIFT : 0.0f;
     }
     return lanes[0] | lanes[1];
   }
 
-  // Raises the references by `lift`, which is then done, and begins what the output so far is to be multiplied by.
+  // Raises the running maxima by `lift`, resets it, and starts the rescaling factors of the output.
   DEVICE_MEMBER void raise_references(float (&lift)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       row_max[r] += lift[r];
       rescale[r] = lift[r] > 0.0f ? 1.0f / (1 << (int)LIFT) : 1.0f;
       lift[r] = 0.0f;
@@ -224,21 +201,18 @@ struct Softmax {
   }
 
   DEVICE_MEMBER void rescale_output(float (&o)[OUTPUTS]) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) row_sum[r] *= rescale[r];
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[i] *= rescale[i / 2 % 2];
+    UNROLL_FOR (int r = 0; r < 2; r++) row_sum[r] *= rescale[r];
+    UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[i] *= rescale[i / 2 % 2];
   }
 
-  // What the products with a tile's digits add to the sums: those of the rounded weights, so that they sum to 1.
+  // Adds the products with a tile's digits to the sums: they count the rounded probabilities, which then sum to 1.
   DEVICE_MEMBER void add_sums(const float* digits, float inverse) {
-#pragma unroll
-    for (int r = 0; r < 2; r++)
+    UNROLL_FOR (int r = 0; r < 2; r++)
       row_sum[r] = fma_rn(fma_rn(digits[2 * r + 1], 0.03125f, digits[2 * r]), inverse, row_sum[r]);
   }
 };
 
-// When products with values, and with their digits, have ended. RELEASE: the values' place is free.
+// Waits for the products with values and their digits. RELEASE: frees the values' place.
 template <bool RELEASE>
 DEVICE void end_output(Softmax& softmax, const Rings& rings, const Place& place, float (&o)[OUTPUTS],
     float (&digits)[4], int lane) {

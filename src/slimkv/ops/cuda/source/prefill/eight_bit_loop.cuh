@@ -30,11 +30,11 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   // Without a window, what has masks is among the tiles before this one.
   const int clear_from = max_i32(2, w.tile + 1 - w.clear_end / STEP);
   int special = 0;  // the next tile that may have masks, that totals are added up after, or that is the last
-  auto add_output = [&](auto release) { end_output<decltype(release)::VALUE>(softmax, rings, place, o, digits, lane); };
+  auto add_output = [&](auto release) { end_output<decltype(release)::value>(softmax, rings, place, o, digits, lane); };
   auto first_token = [&](int i, int half) { return tile_at(w, i) * STEP + half * TOKENS; };
   auto is_clear = [&](int first) { return first + TOKENS <= w.clear_end && (!WINDOW || first >= w.clear_begin); };
   auto numbers_of = [&](const Place& at, int half) { return rings.keys + at.slot * KEYS_BYTES + half * TOKENS * 4; };
-  // From sums whose products have ended, beside those of the output, to weights; whether they are to be looked at.
+  // Finished scores to probabilities, overlapping products of the output; returns whether they need a look.
   auto weigh = [&](int i, const Place& at, int half, u32(&to)[WORDS], auto release) {
     const u8* numbers = numbers_of(at, half);
     const TokenScales scales(numbers, 4 * t);  // before the wait
@@ -52,7 +52,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   // Masks probabilities; computes them again (the FIRST: for the first time) where one is too large. Raises the running
   // maximum for large ones.
   auto look_at = [&](auto very_first, int i, const Place& at, int half, u32(&to)[WORDS]) {
-    constexpr bool FIRST = decltype(very_first)::VALUE;
+    constexpr bool FIRST = decltype(very_first)::value;
     const u8* numbers = numbers_of(at, half) + none;
     const int first = first_token(i + none, half);
     const bool masked = !is_clear(first);
@@ -69,16 +69,16 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     }
     lifted = softmax.find_lift(large, lane, lift);
   };
-  // To the references of weights that are there, before they are multiplied, and beside products of the next sums.
+  // To the running maxima of the current probabilities, before their products; overlaps products of the next scores.
   auto rescale_output = [&] {
     if (needs_rescale) softmax.rescale_output(o);
   };
-  // Behind the second half of a tile that was looked at; whether it was the last.
+  // After the second half of a tile that needed a look; returns whether it was the last.
   auto end_tile = [&](int i) {
     special = i + 1 < clear_from ? i + 1 : min_i32((i / PROMOTE + 1) * PROMOTE, w.count - 1);
     if (i > 0 && i % PROMOTE == 0) {
       rescale_output(), needs_rescale = false;
-      totals.add(o, softmax.row_max);
+      totals.add<true>(o, softmax.row_max);
       add = false;
     }
     return i + 1 == w.count;
@@ -115,5 +115,5 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   rescale_output();
   start_output(o, digits, p[1], operands, place.slot, 1, add);
   add_output(Yes{});
-  if (w.count > PROMOTE) totals.add_to(o, softmax.row_max);
+  if (w.count > PROMOTE) totals.add<false>(o, softmax.row_max);
 }

@@ -1,9 +1,11 @@
 // Warpgroups that unpack tiles from their pages into the rings of shared memory, for others that multiply (FUSED).
 // Compile-time: PACKED_STAGES (tiles' pages that are in shared memory at a time), PACKED_BYTES (of one).
 #pragma once
+#include "common/hopper.cuh"
 #include "prefill/unpacker.cuh"
+#include "prefill/work.cuh"
 
-// What a warp copies of a tile: the codes of its tokens and the fields of all of them, scales and then zeros.
+// A warp copies of a tile the codes of its own tokens and the fields of all tokens, scales and then zeros.
 constexpr int PACKED_OF_WARP = PACKED_BYTES / (4 * PRODUCERS);
 
 struct Producer : Unpacker {
@@ -13,20 +15,17 @@ struct Producer : Unpacker {
   // A lane's pages of tile `tile` to a stage.
   DEVICE_MEMBER void copy(int tile, i32 page, u8* to) const {
     auto copy_codes = [&](const u8* from, int bytes, u8* at) {
-#pragma unroll
-      for (int i = 0; i < bytes; i += 512)
+      UNROLL_FOR (int i = 0; i < bytes; i += 512)
         if (bytes - i >= 512 || 16 * lane < bytes - i) cp_async_16(at + i + 16 * lane, from + i + 16 * lane);
     };
-#pragma unroll
-    for (int q = 0; q < GROUPS; q++) {
+    UNROLL_FOR (int q = 0; q < GROUPS; q++) {
       const int place = (tile * STEP + 16 * (GROUPS * warp + q)) % BLOCK_SIZE / 16;
       const u8* from = page_at(page_with(page, 16 * (GROUPS * warp + q)));
       copy_codes(from + place * K_TILE, K_TILE, to + q * K_TILE);
       copy_codes(from + V_CODES + place * V_TILE, V_TILE, to + GROUPS * K_TILE + q * V_TILE);
     }
     constexpr int UNITS = FIELD_BYTES / 16;  // of 8 tokens
-#pragma unroll
-    for (int i = 0; i < FIELD_ARRAYS * UNITS; i += 32) {
+    UNROLL_FOR (int i = 0; i < FIELD_ARRAYS * UNITS; i += 32) {
       const int unit = (i + lane) % UNITS, array = (i + lane) / UNITS;
       const u8* from = page_at(page_with(page, 8 * unit)) + 2 * ((tile * STEP + 8 * unit) % BLOCK_SIZE);
       if (array < FIELD_ARRAYS)
@@ -39,8 +38,7 @@ struct Producer : Unpacker {
   DEVICE_MEMBER void run() const {
     constexpr int IN_FLIGHT = PACKED_STAGES - 1;
     if (w.count == 0) return;
-#pragma unroll
-    for (int i = 0; i < IN_FLIGHT; i++) {
+    UNROLL_FOR (int i = 0; i < IN_FLIGHT; i++) {
       if (i < w.count) copy(tile_at(w, i), page_of(tile_at(w, i)), packed + i * PACKED_BYTES);
       cp_async_commit();
     }
@@ -56,11 +54,10 @@ struct Producer : Unpacker {
       sync_warp();
       const u8* const from = packed + read;
       Fields fields;
-      fields.load(from + GROUPS * (K_TILE + V_TILE), PER_LANE * lane);
+      fields.load<false>(from + GROUPS * (K_TILE + V_TILE), PER_LANE * lane);
       const TileScale unit = scale(fields, tile_at(w, i));
       Codes<K_BITS, S, false> key_codes[GROUPS];
-#pragma unroll
-      for (int q = 0; q < GROUPS; q++) key_codes[q].load(from + q * K_TILE, lane);
+      UNROLL_FOR (int q = 0; q < GROUPS; q++) key_codes[q].load(from + q * K_TILE, lane);
       mbarrier_wait(rings.keys_empty + place.slot, place.parity ^ 1);
       if (warp == 0 && lane == 0) ((TileScale*)rings.scales)[place.slot] = unit;
       store_keys(key_codes, fields, rings.keys + place.slot * KEYS_BYTES);
@@ -68,8 +65,7 @@ struct Producer : Unpacker {
       sync_warp();
       if (lane == 0) mbarrier_arrive(rings.keys_full + place.slot);
       Codes<V_BITS, S, true> value_codes[GROUPS];
-#pragma unroll
-      for (int q = 0; q < GROUPS; q++) value_codes[q].load(from + GROUPS * K_TILE + q * V_TILE, lane);
+      UNROLL_FOR (int q = 0; q < GROUPS; q++) value_codes[q].load(from + GROUPS * K_TILE + q * V_TILE, lane);
       mbarrier_wait(rings.values_empty + place.slot, place.parity ^ 1);
       store_values(value_codes, fields, rings.values + place.slot * VALUES_BYTES);
       fence_proxy_async();

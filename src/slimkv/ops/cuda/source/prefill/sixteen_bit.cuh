@@ -7,8 +7,7 @@ DEVICE void start_scores(float (&s)[N], u32 queries, u32 keys) {
   const u64 a = smem_descriptor(queries, 16), b = smem_descriptor(keys, 16);
   wgmma_fence();
   Wgmma<STEP>::template shared_a<false>(s, a, b);
-#pragma unroll
-  for (int k = 1; k < PLACES / 16; k++)
+  UNROLL_FOR (int k = 1; k < PLACES / 16; k++)
     Wgmma<STEP>::template shared_a<true>(s, a + ((k / 4 * 128 * GROUP_ROWS + k % 4 * 32) >> 4),
         b + ((k / 4 * HALF_TILE + k % 4 * 32) >> 4));
   wgmma_commit();
@@ -17,13 +16,10 @@ DEVICE void start_scores(float (&s)[N], u32 queries, u32 keys) {
 DEVICE void start_output(float (&o)[OUTPUTS], const u32 (&p)[N / 2], u32 values) {
   const u64 b = smem_descriptor(values, HALF_TILE);
   wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < STEP / 16; k++)
+  UNROLL_FOR (int k = 0; k < STEP / 16; k++)
     Wgmma<PLACES>::register_a(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + (k * 2048 >> 4));
   wgmma_commit();
 }
-
-template <int VALUE> struct Constant { static constexpr int value = VALUE; };
 
 // The loop over a block's tiles, for the first BLOCKS blocks of 64 rows of a warpgroup. A step is one tile for one of
 // them: its scores and softmax overlap the output of the previous step, so a tile in shared memory serves all of them.
@@ -55,8 +51,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   auto rescale_output = [&](auto block) {
     constexpr int b = decltype(block)::value;
     if (needs_rescale)
-#pragma unroll
-      for (int i = 0; i < OUTPUTS; i++) o[b][i] *= softmax[b].rescale[i / 2 % 2];
+      UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[b][i] *= softmax[b].rescale[i / 2 % 2];
   };
   // The output of rows `before`, with the values at `place`, overlapping the scores of rows `block`, with the keys of
   // tile `tile` at `next`.
@@ -74,8 +69,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     wgmma_fence_operand(o[a]);
     if (a == LAST && lane == 0) mbarrier_arrive(rings.values_empty + place.slot);
     rescale_output(block);
-#pragma unroll
-    for (int k = 0; k < N / 2; k++) p[k] = next_p[k] + none;
+    UNROLL_FOR (int k = 0; k < N / 2; k++) p[k] = next_p[k] + none;
   };
   mbarrier_wait(rings.keys_full + place.slot, place.parity);
   start_scores(s, queries, keys + place.slot * KEYS_BYTES);

@@ -1,4 +1,4 @@
-// The softmax of 16-bit prefill: scores of a tile to probabilities as halves, against a reference that seldom moves.
+// The online softmax of 16-bit prefill: scores of a tile to probabilities in fp16. The running maximum seldom moves.
 #pragma once
 #include "prefill/work.cuh"
 
@@ -20,14 +20,13 @@ struct Softmax {
 
   DEVICE_MEMBER static float power(float exponent) { return as_float((u32)(127 + (int)exponent) << 23); }
   DEVICE_MEMBER static float exponent_of(const TileScale& unit) { return BY_ROW ? 0.0f : unit.value; }
-  // What makes the output a sum of probabilities times values.
+  // The factor from the accumulators to a sum of probabilities times values.
   DEVICE_MEMBER float output_factor() const { return BY_ROW ? power(out_unit) : 1.0f; }
   // BY_ROW: to the unit of a tile; whether it is another one. Behind `follow`, if that has happened.
   DEVICE_MEMBER bool move_unit(const TileScale& unit, bool followed) {
     if (!BY_ROW || unit.value == out_unit) return false;
     const float by = power(out_unit - unit.value);
-#pragma unroll
-    for (int r = 0; r < 2; r++) rescale[r] = followed ? rescale[r] * by : by;
+    UNROLL_FOR (int r = 0; r < 2; r++) rescale[r] = followed ? rescale[r] * by : by;
     out_unit = unit.value;
     return true;
   }
@@ -36,7 +35,7 @@ struct Softmax {
   DEVICE_MEMBER float score(float s, int r, const TileScale& unit, float from, float softcap) const {
     if (!SOFTCAP) return fma_rn(s, factor[r] * unit.key, from);
     const float by = factor[r] * unit.key * cap_factor(softcap);
-    return soft_cap(SCORE_SHIFT ? fma_rn(s, by, shift[r]) : s * by, from, softcap);
+    return soft_cap(SCORE_SHIFT ? fma_rn(s, by, shift[r]) : s * by, softcap) + from;
   }
 
   // The running maximum is updated only when it lags by RESCALE_THRESHOLD powers of two, so that the output is seldom
@@ -44,14 +43,12 @@ struct Softmax {
   DEVICE_MEMBER bool follow(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t,
       float softcap) {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
-#pragma unroll
-    for (int i = 0; i < N; i++) {
+    UNROLL_FOR (int i = 0; i < N; i++) {
       const float x = score(s[i], i / 2 % 2, unit, exponent_of(unit), softcap);
       most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.hides(tile * STEP, i, t) ? MINUS_INFINITY : x);
     }
     bool behind = false;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       const float m = quad_max(most[r]);
       const bool raise = m > row_max[r] + RESCALE_THRESHOLD;
       rescale[r] = raise ? exp2_approx(row_max[r] - m) : 1.0f;
@@ -69,12 +66,10 @@ struct Softmax {
     const float from[2] = {exponent_of(unit) - row_max[0], exponent_of(unit) - row_max[1]};
     float sums[2][2] = {{0, 0}, {0, 0}};
     u32 large = 0;
-#pragma unroll
-    for (int i = 0; i < N; i += 2) {
+    UNROLL_FOR (int i = 0; i < N; i += 2) {
       const int r = i / 2 % 2;
       float w[2];
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
+      UNROLL_FOR (int k = 0; k < 2; k++) {
         w[k] = exp2_approx(score(s[i + k], r, unit, from[r], softcap));
         if (MASKED && visible.hides(tile * STEP, i + k, t)) w[k] = 0.0f;
         sums[r][k] += w[k];
@@ -82,8 +77,7 @@ struct Softmax {
       p[i / 2] = pack_f16x2(w[0], w[1]);
       large |= p[i / 2] + 0x24002400u;  // the top bit of a half of 0x5C00 (2^8) or more
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) sum[r] = sums[r][0] + sums[r][1];
+    UNROLL_FOR (int r = 0; r < 2; r++) sum[r] = sums[r][0] + sums[r][1];
     return large & 0x80008000u;
   }
 
@@ -102,8 +96,7 @@ struct Softmax {
       weigh<true>(s, unit, visible, tile, t, softcap, p, sum);
       if (needs_rescale) row_sum[0] = mul_rn(row_sum[0], rescale[0]), row_sum[1] = mul_rn(row_sum[1], rescale[1]);
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) row_sum[r] += BY_ROW ? sum[r] : sum[r] * unit.value_inverse;
+    UNROLL_FOR (int r = 0; r < 2; r++) row_sum[r] += BY_ROW ? sum[r] : sum[r] * unit.value_inverse;
     return move_unit(unit, needs_rescale) || needs_rescale;
   }
 };

@@ -69,9 +69,9 @@ DEVICE int first_seen(const PrefillSequence& s, int window) { return max_i32(0, 
 DEVICE int first_seen_tile(const PrefillSequence& s, int window) { return first_seen(s, window) / STEP; }
 DEVICE int prefilled_before(const i32* starts, int sequence, int most_queries, int lane) {
   i32 before = 0;
+#pragma unroll 1
   for (int i = lane; i < sequence; i += 32) before += ldg_i32(starts + i + 1) - ldg_i32(starts + i) > most_queries;
-#pragma unroll
-  for (int d = 16; d; d >>= 1) before += shfl_xor(before, d);
+  UNROLL_FOR (int d = 16; d; d >>= 1) before += shfl_xor(before, d);
   return before;
 }
 // The sequence that `rank` others before it are prefilled, and which is; -1 if there are not so many.
@@ -81,8 +81,7 @@ DEVICE int sequence_of_rank(const i32* starts, int sequences, int most_queries, 
     const bool prefilled = i < sequences && ldg_i32(starts + i + 1) - ldg_i32(starts + i) > most_queries;
     const u32 found = warp_ballot(prefilled);
     int before = 0;
-#pragma unroll
-    for (int k = 0; k < 32; k++) before += k < lane ? (int)(found >> k & 1) : 0;
+    UNROLL_FOR (int k = 0; k < 32; k++) before += k < lane ? (int)(found >> k & 1) : 0;
     const u32 at = warp_ballot(prefilled && before == rank);
     if (at) return first + (int)warp_sum(at >> lane & 1 ? (u32)lane : 0u);
     rank -= warp_count(prefilled);

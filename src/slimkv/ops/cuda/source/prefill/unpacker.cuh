@@ -1,158 +1,24 @@
-// Unpacks the codes of pages into a tile of fp16 (tiles.cuh), in warps of attend.cu.
+// Unpacks the codes of pages into a tile of fp16 (tiles.cuh).
 //
 // A warp takes 16 GROUPS tokens of a tile at a time, whose codes its lanes hold in the order of
-// docs/design/page-format.md. A lane unpacks whole 16-byte units of the tile. Every warp reads the fields of all tokens
-// itself, because they determine the tile's powers of two.
-// Compile-time: BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages).
+// docs/design/page-format.md. A lane unpacks whole 16-byte units of the tile. Tokens that no query sees become zeros:
+// their pages may hold anything. Every warp reads the fields of all tokens itself, because they determine the tile's
+// powers of two.
 #pragma once
-#include "common/codes.cuh"
-#include "common/hopper.cuh"
-#include "prefill/work.cuh"
-
-constexpr int S = D / 16, GROUPS = FUSED ? STEP / 64 / PRODUCERS : 1, PER_LANE = STEP / 32;
-// Exponents of fields: the bias that is subtracted, the exponent of FIELD_UNIT, and a lower bound, so that nothing
-// overflows.
-constexpr int FIELD_BIAS = 40, FIELD_SHIFT = 87, LEAST_FIELD = 16;
-constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
-constexpr int FIELD_ARRAYS = 2 + (K_KIND == UNIFORM) + (V_KIND == UNIFORM), FIELD_BYTES = 2 * STEP;
-
-// How the codes of a format become fp16: a token's values are its scale times those of `halves` plus, for uniform
-// codes, its zero.
-template <int KIND, int BITS> struct Format {
-  static constexpr bool BY_MAGNITUDE = KIND == LLOYD && BITS <= 4, LOOKED_UP = KIND == LLOYD && BITS > 4;
-  // The exponent of the largest scale of a tile, as a half: of its largest number if codes are uniform.
-  static constexpr int TOP = LOOKED_UP ? 7 : KIND == FP8 ? 14 : 15;
-  // Powers of two that `halves` leaves out: twice a level is a denormal number, fp8 has 2^8 less.
-  static constexpr int BELOW = BY_MAGNITUDE ? 23 : KIND == FP8 ? 8 : 0;
-
-  // 8 codes of a token: nibble i of `low` and its upper bits in `high` (at 8 bits: even and odd codes). Word n holds
-  // codes n and n + 4.
-  DEVICE_MEMBER static void halves(u32 low, u32 high, const Table& table, const LevelTable& levels, u32 scale, u32 zero,
-      u32 (&a)[4]) {
-    if constexpr (BY_MAGNITUDE) {
-      const u32 magnitudes = low & ((1u << (BITS - 1)) - 1) * 0x11111111u;
-      const u32 first = prmt(table.low, table.high, magnitudes), second = prmt(table.low, table.high, magnitudes >> 16);
-#pragma unroll
-      for (int n = 0; n < 4; n++) {
-        constexpr int SIGN = 16 - BITS;  // bits from the sign of code 0 to that of a half
-        const u32 signs = SIGN >= 4 * n ? low << (SIGN - 4 * n) : low >> (4 * n - SIGN);
-        // The permutation's sign mode makes zeros of bytes that have no top bit.
-        a[n] = mul_f16x2(prmt(first, second, 0xC480u + 0x1111u * n) | (~signs & 0x80008000u), scale);
-      }
-    } else {
-      u32 codes[2] = {low, high};  // bytes of codes 0, 2, 4, 6 and of 1, 3, 5, 7
-      if (BITS < 8) {
-        codes[0] = BITS > 4 ? bit_select(0x0F0F0F0Fu, low, high << 4) : low & 0x0F0F0F0Fu;
-        codes[1] = BITS > 4 ? bit_select(0x0F0F0F0Fu, low >> 4, high) : low >> 4 & 0x0F0F0F0Fu;
-      }
-#pragma unroll
-      for (int n = 0; n < 4; n++) {
-        const u32 of = codes[n % 2];
-        const int at = n / 2;
-        if (KIND == LLOYD) {
-          a[n] = mul_f16x2(prmt(levels.at(of, at), levels.at(of, at + 2), 0x5410), scale);
-        } else if (KIND == UNIFORM) {  // behind an exponent: 1024 and the code
-          const u32 x = prmt(of, 0x64646464u, 0x4240u + 0x0101u * at);
-          a[n] = fma_f16x2(sub_f16x2(x, 0x64006400u), scale, zero);
-        } else {
-          const u32 x = prmt(of, 0, 0x2404u + 0x1010u * at);
-          a[n] = mul_f16x2((x & 0x80008000u) | (x >> 1 & 0x3F803F80u), scale);
-        }
-      }
-    }
-  }
-};
-typedef Format<K_KIND, K_BITS> KeyFormat;
-typedef Format<V_KIND, V_BITS> ValueFormat;
-
-// The fields of PER_LANE tokens, two per word: scales and zeros of keys and of values. First as stored in pages, then
-// as fp16.
-struct Fields {
-  u32 key[PER_LANE / 2], value[PER_LANE / 2], key_zero[PER_LANE / 2], value_zero[PER_LANE / 2];
-
-  DEVICE_MEMBER static void load_side(const u8* fields, int place, u32 (&to)[PER_LANE / 2]) {
-    if constexpr (PER_LANE == 4) {
-      const Words2 x = *(const Words2*)(fields + 2 * place);
-      to[0] = x.x, to[1] = x.y;
-    } else {
-      to[0] = *(const u32*)(fields + 2 * place);
-    }
-  }
-  DEVICE_MEMBER void load(const u8* arrays, int place) {
-    load_side(arrays, place, key);
-    load_side(arrays + FIELD_BYTES, place, value);
-    if (K_KIND == UNIFORM) load_side(arrays + 2 * FIELD_BYTES, place, key_zero);
-    if (V_KIND == UNIFORM) load_side(arrays + (FIELD_ARRAYS - 1) * FIELD_BYTES, place, value_zero);
-  }
-  DEVICE_MEMBER void load_from_page(const u8* page, int place) {
-    load_side(page + in_page(0), place, key);
-    load_side(page + in_page(1), place, value);
-    if (K_KIND == UNIFORM) load_side(page + in_page(2), place, key_zero);
-    if (V_KIND == UNIFORM) load_side(page + in_page(FIELD_ARRAYS - 1), place, value_zero);
-  }
-  // Where a page has array `i` of them.
-  DEVICE_MEMBER static int in_page(int i) {
-    if (i < 2) return i ? V_FIELDS : K_FIELDS;
-    return (i == 2 && K_KIND == UNIFORM ? K_FIELDS : V_FIELDS) + 2 * BLOCK_SIZE;
-  }
-
-  // Of two tokens, bit by bit, whether one of their fields says that it is not a number.
-  DEVICE_MEMBER u32 marks(int i) const {
-    auto of = [](u32 x) { return ((x & 0xFFFF) == INVALID_FIELD ? 1u : 0u) | (x >> 16 == INVALID_FIELD ? 2u : 0u); };
-    u32 found = of(key[i]) | of(value[i]);
-    if (K_KIND == UNIFORM) found |= of(key_zero[i]);
-    if (V_KIND == UNIFORM) found |= of(value_zero[i]);
-    return found;
-  }
-  DEVICE_MEMBER void clear(int i, u32 others) {
-    key[i] &= others, value[i] &= others;
-    if (K_KIND == UNIFORM) key_zero[i] &= others;
-    if (V_KIND == UNIFORM) value_zero[i] &= others;
-  }
-
-  // The largest field of a side, or of uniform codes an exponent that numbers stay below.
-  template <int KIND, int BITS> DEVICE_MEMBER static u32 most_of(const u32 (&scales)[PER_LANE / 2],
-      const u32 (&zeros)[PER_LANE / 2]) {
-    u32 most = scales[0], most_zero = zeros[0] & 0x7FFF7FFFu;
-    if (PER_LANE == 4) most = max_u16x2(most, scales[PER_LANE / 2 - 1]);
-    most = max_u16x2(most, most >> 16) & 0xFFFF;
-    if (KIND != UNIFORM) return most;
-    if (PER_LANE == 4) most_zero = max_u16x2(most_zero, zeros[PER_LANE / 2 - 1] & 0x7FFF7FFFu);
-    most_zero = max_u16x2(most_zero, most_zero >> 16) & 0xFFFF;
-    return (u32)max_i32((int)(most >> 10) + BITS, (int)(most_zero >> 9)) + 2;
-  }
-  // Of all tokens of the tile: of keys in the low half, of values in the high one.
-  DEVICE_MEMBER u32 most() const {
-    return warp_max(most_of<K_KIND, K_BITS>(key, key_zero)) |
-        warp_max(most_of<V_KIND, V_BITS>(value, value_zero)) << 16;
-  }
-};
-
-// Two fields, times `up`, which has the fields' unit in it, as halves.
-DEVICE u32 half_scales(u32 x, float up) {
-  return pack_f16x2(small_scale_of(x & 0xFFFF) * up, small_scale_of(x >> 16) * up);
-}
-DEVICE u32 half_zeros(u32 x, float up) {
-  return pack_f16x2(small_zero_of(x & 0xFFFF) * up, small_zero_of(x >> 16) * up);
-}
-
-// Levels as halves, an entry for each lane (LevelTable).
-DEVICE void fill_levels(const float* levels, u8* to, int entries, int threads = THREADS) {
-  for (int i = thread_index(); i < 32 * entries; i += threads) ((u32*)to)[i] = f32_to_f16(levels[i / 32]);
-}
+#include "prefill/halves.cuh"
 
 // A warp that has codes of a tile, in the order in which its lanes hold them.
 struct Unpacker {
   const PrefillArgs& args;
   const Work& w;
-  LevelTable key_levels, value_levels;
+  Levels levels;
   int warp;  // whose 16 GROUPS tokens of a tile are these
   int lane;
 
-  // Of a lane's tokens, or of the whole tile where it has one.
+  // The page of a lane's tokens, or of the whole tile if it lies in one.
   static constexpr bool ONE_PAGE = BLOCK_SIZE % STEP == 0;
   DEVICE_MEMBER i32 page_of(int tile) const {
-    const int token = tile * STEP + (ONE_PAGE ? 0 : PER_LANE * lane);
+    const int token = tile * STEP + (ONE_PAGE ? 0 : first_of_lane(lane));
     return token < w.s.length ? ldg_i32(args.block_table + (i64)w.sequence * args.table_stride + token / BLOCK_SIZE)
                               : 0;
   }
@@ -165,11 +31,10 @@ struct Unpacker {
   // Clears the fields of hidden tokens, whose pages may hold anything, and of marked tokens. Returns which of the
   // lane's tokens are marked.
   DEVICE_MEMBER u32 clear_hidden(Fields& f, int first) const {
-    const int begin = first_seen(w.s, WINDOW ? args.sliding_window : NO_WINDOW);
+    const int begin = WINDOW ? first_seen(w.s, args.sliding_window) : 0;
     u32 bad = 0;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      const int token = first + PER_LANE * lane + i;
+    UNROLL_FOR (int i = 0; i < PER_LANE; i++) {
+      const int token = first + first_of_lane(lane) + i;
       const bool real = token >= begin && token < w.s.length, bad_token = f.marks(i / 2) & (i % 2 ? 2 : 1);
       if (real && bad_token) bad |= 1u << i;
       if (!real || bad_token) f.clear(i / 2, i % 2 ? 0x0000FFFFu : 0xFFFF0000u);
@@ -185,8 +50,7 @@ struct Unpacker {
     bool clear = (!WINDOW || first >= w.s.length - w.s.queries - args.sliding_window + 1) && first + STEP <= w.s.length;
     if (K_KIND == UNIFORM || V_KIND == UNIFORM) {
       u32 marks = 0;
-#pragma unroll
-      for (int i = 0; i < PER_LANE / 2; i++) marks |= f.marks(i);
+      UNROLL_FOR (int i = 0; i < PER_LANE / 2; i++) marks |= f.marks(i);
       clear = clear && !warp_any(marks);
     } else {
       clear = clear && (most & 0xFFFF) != INVALID_FIELD && most >> 16 != INVALID_FIELD;
@@ -197,26 +61,25 @@ struct Unpacker {
     }
     const int key_most = (int)(K_KIND == UNIFORM ? most & 0xFFFF : most >> 10 & 63),
               value_most = (int)(V_KIND == UNIFORM ? most >> 16 : most >> 26);
-    const int key_exponent = max_i32(key_most, LEAST_FIELD) - FIELD_BIAS,
-              value_exponent = max_i32(value_most, LEAST_FIELD) - FIELD_BIAS;
+    const int key_exponent = max_i32(key_most, LEAST_FIELD) - FIELD_BIAS;
+    int value_exponent = max_i32(value_most, LEAST_FIELD) - FIELD_BIAS;
+    if (BY_ROW) value_exponent += value_exponent & 1;  // units seldom change
     const float key_up = as_float((u32)(127 + FIELD_SHIFT + KeyFormat::TOP - key_exponent) << 23);
     const float value_up = as_float((u32)(127 + FIELD_SHIFT + ValueFormat::TOP - value_exponent) << 23);
-#pragma unroll
-    for (int i = 0; i < PER_LANE / 2; i++) {
+    UNROLL_FOR (int i = 0; i < PER_LANE / 2; i++) {
       f.key[i] = half_scales(f.key[i], key_up), f.value[i] = half_scales(f.value[i], value_up);
       if (K_KIND == UNIFORM) f.key_zero[i] = half_zeros(f.key_zero[i], key_up);
       if (V_KIND == UNIFORM) f.value_zero[i] = half_zeros(f.value_zero[i], value_up);
     }
     if (bad)
-#pragma unroll
-      for (int i = 0; i < PER_LANE; i++)
+      UNROLL_FOR (int i = 0; i < PER_LANE; i++)
         if (bad >> i & 1) f.key[i / 2] |= i % 2 ? 0x7FFF0000u : 0x7FFFu;
     const int key_unit = key_exponent - KeyFormat::TOP + KeyFormat::BELOW;
     const int value_unit = value_exponent - ValueFormat::TOP + ValueFormat::BELOW;
     return {as_float((u32)(127 + key_unit) << 23), (float)value_unit, as_float((u32)(127 - value_unit) << 23), 0.0f};
   }
 
-  // Halves of PER_LANE tokens, from the lane that has them; one of them, twice.
+  // Halves of PER_LANE tokens, from the lane that holds them. twice(i): number i in both halves of a word.
   struct Halves {
     u32 low, high;
     DEVICE_MEMBER u32 twice(u32 i) const { return prmt(low, high, 0x1010u + 0x2222u * i); }
@@ -231,35 +94,30 @@ struct Unpacker {
     u8* const units[2] = {keys + unit_at(0, 16 * GROUPS * warp + g, first, STEP),
         keys + unit_at(0, 16 * GROUPS * warp + g, second, STEP)};
     u8* const rest = keys + unit_at(0, 16 * GROUPS * warp + g, t, STEP);  // of half as many dimensions
-#pragma unroll
-    for (int q = 0; q < GROUPS; q++) {
+    UNROLL_FOR (int q = 0; q < GROUPS; q++) {
       u32 scale[2], zero[2] = {0, 0};
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
+      UNROLL_FOR (int i = 0; i < 2; i++) {
         const u32 from = (u32)(16 * GROUPS * warp + g) / PER_LANE + (16 * q + 8 * i) / PER_LANE,
                   which = (u32)g % PER_LANE;
         scale[i] = halves_from(f.key, from).twice(which);
         if (K_KIND == UNIFORM) zero[i] = halves_from(f.key_zero, from).twice(which);
       }
-#pragma unroll
-      for (int j = 0; j < PLACES / 32; j++) {
+      UNROLL_FOR (int j = 0; j < PLACES / 32; j++) {
         const bool both = 2 * j + 1 < S;  // slices that there are
         const u32 low[2] = {codes[q].low(2 * j), both ? codes[q].low(2 * j + 1) : 0};
         const u32 high[2] = {codes[q].high(2 * j), both ? codes[q].high(2 * j + 1) : 0};
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLL_FOR (int i = 0; i < 2; i++) {
           u32 a[4];
           if constexpr (K_BITS == 8) {
             const u32 even = i ? high[0] : low[0], odd = i ? high[1] : low[1];  // slices
-            KeyFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.key_table, key_levels, scale[i],
+            KeyFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.key_table, levels.key, scale[i],
                 zero[i], a);
           } else {
             const u32 token = i ? 0x7632 : 0x5410;
             KeyFormat::halves(prmt(low[0], low[1], token), K_BITS > 4 ? prmt(high[0], high[1], token) : 0,
-                args.key_table, key_levels, scale[i], zero[i], a);
+                args.key_table, levels.key, scale[i], zero[i], a);
           }
-#pragma unroll
-          for (int n = 0; !both && n < 4; n++) a[n] &= 0xFFFFu;
+          UNROLL_FOR (int n = 0; !both && n < 4; n++) a[n] &= 0xFFFFu;
           *(Words4*)((j / 2 < WHOLE_HALVES ? units[j % 2] : rest) + unit_at(j / 2, 16 * q + 8 * i, 0, STEP)) = {a[0],
               a[1], a[2], a[3]};
         }
@@ -267,7 +125,7 @@ struct Unpacker {
     }
   }
 
-  // Of four words with the codes of four tokens, byte by byte, those of each token.
+  // Transposes the bytes of four words: from a byte per token to a word per token.
   DEVICE_MEMBER static void turn(u32 (&x)[4]) {
     const u32 low[2] = {prmt(x[0], x[1], 0x5140), prmt(x[2], x[3], 0x5140)},
               high[2] = {prmt(x[0], x[1], 0x7362), prmt(x[2], x[3], 0x7362)};
@@ -281,11 +139,9 @@ struct Unpacker {
         values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g, STEP)};
     u8* const rest[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g / 2, STEP) + g % 2 * 8,
         values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g / 2, STEP) + g % 2 * 8};
-#pragma unroll
-    for (int q = 0; q < GROUPS; q++) {
+    UNROLL_FOR (int q = 0; q < GROUPS; q++) {
       u32 scale[4], zero[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
+      UNROLL_FOR (int i = 0; i < 4; i += 2) {
         const u32 from = (u32)(16 * GROUPS * warp + 2 * t) / PER_LANE + (16 * q + 4 * i) / PER_LANE,
                   which = (u32)(2 * t) % PER_LANE;
         const Halves scales = halves_from(f.value, from);
@@ -295,30 +151,26 @@ struct Unpacker {
           zero[i] = zeros.twice(which), zero[i + 1] = zeros.twice(which + 1);
         }
       }
-#pragma unroll
-      for (int h = 0; h < HALVES; h++) {
+      UNROLL_FOR (int h = 0; h < HALVES; h++) {
         u32 low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int k = 0; k < 4; k++)
+        UNROLL_FOR (int k = 0; k < 4; k++)
           if (4 * h + k < S) low[k] = codes[q].low(4 * h + k), high[k] = codes[q].high(4 * h + k);
         if constexpr (V_BITS < 8) {
           turn(low);
           if (V_BITS > 4) turn(high);
         }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        UNROLL_FOR (int i = 0; i < 4; i++) {
           u32 a[4];
           if constexpr (V_BITS == 8) {
             const u32 token = i % 2 ? 0x7632 : 0x5410;
             const u32 even = i / 2 ? prmt(high[0], high[2], token) : prmt(low[0], low[2], token);
             const u32 odd = i / 2 ? prmt(high[1], high[3], token) : prmt(low[1], low[3], token);
-            ValueFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.value_table, value_levels,
+            ValueFormat::halves(prmt(even, odd, 0x6420), prmt(even, odd, 0x7531), args.value_table, levels.value,
                 scale[i], zero[i], a);
           } else {
-            ValueFormat::halves(low[i], high[i], args.value_table, value_levels, scale[i], zero[i], a);
+            ValueFormat::halves(low[i], high[i], args.value_table, levels.value, scale[i], zero[i], a);
           }
-#pragma unroll
-          for (int n = 0; n < 4; n++)
+          UNROLL_FOR (int n = 0; n < 4; n++)
             if (4 * h + n / 2 * 2 + 1 >= S) a[n] &= 0xFFFFu;
           const int row = unit_at(h, 16 * q + 8 * (i / 2), 0, STEP);
           if (h < WHOLE_HALVES) *(Words4*)(units[i % 2] + row) = {a[0], a[1], a[2], a[3]};
@@ -328,3 +180,37 @@ struct Unpacker {
     }
   }
 };
+
+constexpr int GROUPS_OF_TILE = STEP / 16;
+
+// Groups `group` to `end_group` of 16 tokens of a tile to the workspace, by a warp.
+DEVICE void unpack_groups(const PrefillArgs& args, const Work& w, const Levels& levels, int tile, int group,
+    int end_group, int lane) {
+  Unpacker unpacker = {args, w, levels, 0, lane};
+  const i64 row = tiles_of(args, w) + tile;
+  const i32 page = unpacker.page_of(tile);
+  const u8* const own_page = unpacker.page_at(page);
+  const int own_token = first_of_lane(lane), own_place = (tile * STEP + own_token) % BLOCK_SIZE;
+  if (own_token / 16 >= group && own_token / 16 < end_group) {  // its tokens' part of the codes, to the L2 cache
+    constexpr int K_PART = PER_LANE * K_TILE / 16, V_PART = PER_LANE * V_TILE / 16;
+    UNROLL_FOR (int i = 0; i < K_PART; i += 128) prefetch_l2(own_page + own_place / PER_LANE * K_PART + i);
+    UNROLL_FOR (int i = 0; i < V_PART; i += 128) prefetch_l2(own_page + V_CODES + own_place / PER_LANE * V_PART + i);
+  }
+  Fields fields;
+  fields.load<true>(own_page, own_place);
+  const TileScale unit = unpacker.scale(fields, tile);
+  if (group == 0 && lane == 0) args.tile_scales[row] = unit;
+#pragma unroll 1
+  for (; group < end_group; group++) {
+    unpacker.warp = group;
+    const u8* const from = unpacker.page_at(Unpacker::page_with(page, 16 * group));
+    const int place = (tile * STEP + 16 * group) % BLOCK_SIZE / 16;
+    Codes<K_BITS, S, false> key_codes[GROUPS];
+    key_codes[0].load(from + place * K_TILE, lane);
+    unpacker.store_keys(key_codes, fields, args.keys + row * KEYS_BYTES);
+    sync_warp();  // values are loaded when no register is needed for keys any more
+    Codes<V_BITS, S, true> value_codes[GROUPS];
+    value_codes[0].load(from + V_CODES + place * V_TILE, lane);
+    unpacker.store_values(value_codes, fields, args.values + row * VALUES_BYTES);
+  }
+}

@@ -15,9 +15,8 @@
 // ring of the tiles' scales | LEVELS_AT: lookup tables | PACKED_AT: FUSED, pages in flight, PACKED_STAGES of
 // PACKED_BYTES.
 #pragma once
-#include "common/codes.cuh"
 #include "common/numbers.cuh"
-#include "prefill/tiles.cuh"
+#include "prefill/args.cuh"
 
 // The largest of the four lanes that have a row.
 DEVICE float quad_max(float x) {
@@ -25,23 +24,18 @@ DEVICE float quad_max(float x) {
   return max_f32(x, shfl_xor(x, 2));
 }
 
-// cap tanh(x / cap) relative to `from`: cap - 2 cap / (e + 1), where e = exp(2 x / cap) and `exponent` is 2 log2(e) x /
-// cap.
-DEVICE float soft_cap(float exponent, float from, float softcap) {
-  return fma_rn(-2.0f * softcap, rcp_approx(exp2_approx(min_f32(exponent, 80.0f)) + 1.0f), softcap) + from;
-}
-DEVICE float cap_factor(float softcap) { return 2.0f * LOG2E * rcp_approx(softcap); }  // of x
-
 constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * ROW_BLOCKS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS),
               N = STEP / 2, OWN = PLACES / 4;
 // In powers of two. A warp asks for it when a probability of some row is 2^8 or more. BY_ROW: a row that did not ask
 // must not be above it, however its scores round.
 constexpr float RESCALE_THRESHOLD = BY_ROW ? 8.5f : 8.0f;
-// What producers leave of the registers that threads begin with.
+// The registers of consumers: the initial ones and those that producers give up.
 constexpr int WARPGROUPS = PRODUCERS + CONSUMERS;
 constexpr int CONSUMER_REGISTERS =
     (WARPGROUPS * (512 / WARPGROUPS / 8 * 8) - PRODUCERS * PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
-constexpr int NO_WINDOW = 1 << 30;
+
+// A compile-time constant as an argument.
+template <int VALUE> struct Constant { static constexpr int value = VALUE; };
 
 // A place in a ring of tiles, and the parity of the phase in which it is filled.
 struct Place {
@@ -69,64 +63,11 @@ struct Rings {
 // The tokens that the two rows of a lane see.
 struct Visible {
   int begin[2], end[2];
-  // Whether a lane's score i of those from token `first` on is of a token that its row does not see.
+  // Whether score i of a lane, of the tokens from `first` on, is hidden from its row.
   DEVICE_MEMBER bool hides(int first, int i, int t) const {
     const int token = first + 8 * (i / 4) + 2 * t + i % 2, r = i / 2 % 2;
     return token >= end[r] || (WINDOW && token < begin[r]);
   }
-};
-
-enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
-
-struct PrefillArgs {
-  const void* query;
-  const u8* keys;  // [rank, head, tile]; AHEAD: [slot, tile]; from the first tile that a query of the sequence sees on
-  const u8* values;
-  const TileScale* tile_scales;
-  const i32* seq_lens;
-  const i32* cu_seqlens_q;
-  const float* sinks;  // of heads, or of queries and heads for centred keys; or null
-  const float* score_shift;  // SCORE_SHIFT: of queries and heads
-  void* out;
-  float* lse;  // or null
-  float* state;  // HANDS_ON, between passes: [PLACES / 2 + 4, blocks, 2 ROWS]
-  i64 query_stride, query_head_stride, out_stride, out_head_stride;
-  i64 sink_stride;  // from query to query: 0, or heads
-  float scale;  // of scores, times log2(e)
-  float softcap;  // times log2(e)
-  float key_norm, value_norm;
-  u32 key_sign_bits[8], value_sign_bits[8];
-  i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
-  i32 query_blocks, section;  // of the grid: blocks of queries, and KV heads that are attended at the same time
-  i32 first_tile, tiles;  // of this pass, likewise
-  i32 first_rank, ranks;  // of this pass: sequences, of those that are prefilled
-  i32 first_pass, last_pass;  // HANDS_ON
-  i32 first_query, end_query;  // of each sequence, that this launch attends
-  i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
-  // FUSED (instead of keys, values and their scales) and AHEAD:
-  const u8* pages;
-  const i32* block_table;
-  const float* key_levels;  // by code
-  const float* value_levels;
-  i64 page_stride, page_head_stride, table_stride;
-  Table key_table, value_table;  // twice the magnitudes of levels of up to 4 bits
-  const u16* key_signs;  // bf16 [D, D], the rotation's entries +-1
-  const u16* value_signs;
-  // AHEAD:
-  i32* unpacked;  // groups of 16 tokens of each item
-  i32* attended;  // by so many blocks, each item
-  i32 lead;  // items that are unpacked before the first block
-  i32 slots;  // items that the workspace has room for
-};
-
-// What a block does.
-struct Work {
-  PrefillSequence s;
-  int sequence, head, first;  // query
-  int tile, count;  // the last tile and how many there are
-  int origin;  // the first tile that a query of the sequence sees
-  int clear_begin, clear_end;  // tokens that all queries see
-  int present;  // AHEAD: sequences of this pass
 };
 
 // A row of a block: whose it is. None is not valid.
@@ -141,16 +82,6 @@ DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row
   const int of_block = GROUP_ROWS * row_block + row, query = w.first + of_block / args.group_size;
   return {query, (i64)w.s.start + query, w.head * args.group_size + of_block % args.group_size,
       of_block < ROWS / args.group_size * args.group_size && query < min_i32(w.s.queries, args.end_query)};
-}
-
-// How many of the sequences that are prefilled are of this pass.
-DEVICE int present_of(const PrefillArgs& args, int lane) {
-  return min_i32(args.ranks,
-      prefilled_before(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, lane) - args.first_rank);
-}
-
-DEVICE int origin_of(const PrefillArgs& args, const PrefillSequence& s) {
-  return WINDOW ? first_seen_tile(s, args.sliding_window) : 0;
 }
 
 DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
@@ -180,7 +111,7 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   if (!FUSED) {  // whose tiles others have unpacked in this pass
     w.s.rank = (int)warp_sum(prefilled) - 1 - args.first_rank;
     if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
-    if (AHEAD) w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
+    w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
   }
   const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, end_query);
   const int end = args.causal ? before + last : w.s.length;

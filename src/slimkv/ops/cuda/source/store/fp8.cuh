@@ -1,6 +1,5 @@
 // e4m3 codes under a power of two.
 #pragma once
-#include "store/fields.cuh"
 #include "store/format.cuh"
 
 struct Fp8Scale {
@@ -10,10 +9,8 @@ struct Fp8Scale {
   DEVICE_MEMBER explicit Fp8Scale(u32 largest) {
     u32 exponent = largest >> 23;
     bool zero = exponent < LEAST_EXPONENT;
-    u32 shifted = (zero ? LEAST_EXPONENT
-                          : exponent < 254 ? exponent
-                                           : 254) -
-        8 + ((largest & 0x7FFFFF) > 0x600000 ? 1 : 0);
+    u32 largest_exponent = zero ? LEAST_EXPONENT : exponent < 254 ? exponent : 254;
+    u32 shifted = largest_exponent - 8 + ((largest & 0x7FFFFF) > 0x600000 ? 1 : 0);
     field = exponent == 255 ? INVALID_FIELD : zero ? 0 : encode_unsigned(as_float(shifted << 23));
     up = zero || exponent == 255 ? 0.0f : as_float((254 - shifted) << 23);
   }

@@ -46,8 +46,7 @@ template <class F> DEVICE u32 larger_word(u32 a, u32 b) {
 template <class F> DEVICE u32 largest_of_lane(const u32 raw[F::CHUNKS][2][F::RAW], int half) {
   constexpr int CHAINS = 4;
   u32 most[CHAINS];
-#pragma unroll
-  for (int i = 0; i < F::RAW * F::CHUNKS; i++) {
+  UNROLL_FOR (int i = 0; i < F::RAW * F::CHUNKS; i++) {
     u32 w = raw[i / F::RAW][half][i % F::RAW], &m = most[i % CHAINS];
     m = i < CHAINS ? w : larger_word<F>(m, w);
   }
@@ -73,8 +72,7 @@ template <class F> DEVICE u32 largest_exponents(const u32 raw[F::CHUNKS][2][F::R
 template <class F> DEVICE void take_digits(const u32 raw[F::RAW], int first, float up, u32& low, u32& middle,
     u32& top) {
   u32 m[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) m[i] = as_bits(fma_rn(element<F::DTYPE>(raw, first + i), up, 12582912.0f));
+  UNROLL_FOR (int i = 0; i < 4; i++) m[i] = as_bits(fma_rn(element<F::DTYPE>(raw, first + i), up, 12582912.0f));
   u32 a = prmt(m[0], m[1], 0x5140), b = prmt(m[2], m[3], 0x5140);
   low = prmt(a, b, 0x5410);
   middle = prmt(a, b, 0x7632);
@@ -92,8 +90,7 @@ template <class F> DEVICE u32 times(u32 pair, u32 by) {
 template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane) {
   constexpr u32 BY_STEP = F::DTYPE == FLOAT16 ? 0x1C001C00 : 0x3B803B80;  // 1 / 256
   u32 sums[2] = {}, largest[2] = {};
-#pragma unroll
-  for (int i = 0; i < 4 * F::CHUNKS; i++) {
+  UNROLL_FOR (int i = 0; i < 4 * F::CHUNKS; i++) {
     const int h = i % 2;
     const u32* four = &d.pairs[i / 4][h][i & 2];
     u32 first = times<F>(four[0], BY_STEP), second = times<F>(four[1], BY_STEP), low = prmt(first, second, 0x6420);
@@ -103,8 +100,7 @@ template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane
       largest[h] = dp4a_u8(high, high, largest[h]);
     }
   }
-#pragma unroll
-  for (int h = 0; h < 2; h++) sums[h] += 65536 * largest[h];
+  UNROLL_FOR (int h = 0; h < 2; h++) sums[h] += 65536 * largest[h];
   return mul_rn(i32_to_f32_rn((i32)sum_of_rows(sums, lane)), 65536.0f);
 }
 
@@ -131,11 +127,9 @@ struct SquareSums {  // of integers in digits, by pairs of digits
 
 template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lane) {
   i64 sums[2];
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
+  UNROLL_FOR (int h = 0; h < 2; h++) {
     SquareSums squares;
-#pragma unroll
-    for (int i = 0; i < 2 * F::CHUNKS; i++)
+    UNROLL_FOR (int i = 0; i < 2 * F::CHUNKS; i++)
       squares.add(d.low[i / 2][h][i % 2], d.middle[i / 2][h][i % 2], d.top[i / 2][h][i % 2]);
     sums[h] = squares.total<F>();
   }
@@ -147,7 +141,7 @@ template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lan
 template <class F> constexpr u32 LARGEST_EXPONENT = F::DTYPE == FLOAT16 ? 142 : 135;
 constexpr u32 TOO_LARGE = 240;
 
-// That power, as a pair.
+// The power of two, as a pair.
 template <class F> DEVICE u32 power_for(u32 exponent) {
   u32 power = F::DTYPE != FLOAT16 ? (136 - exponent) << 7
       : exponent < 133            ? (133 - exponent) << 10
@@ -159,26 +153,22 @@ template <class F> DEVICE u32 power_for(u32 exponent) {
 template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2],
     Digits<F, true>& d) {
   u32 by[2];
-#pragma unroll
-  for (int h = 0; h < 2; h++) by[h] = exponents[h] < LEAST_EXPONENT ? 0 : power_for<F>(exponents[h]);
+  UNROLL_FOR (int h = 0; h < 2; h++) by[h] = exponents[h] < LEAST_EXPONENT ? 0 : power_for<F>(exponents[h]);
   if (warp_any(larger_of(exponents[0], exponents[1]) > LARGEST_EXPONENT<F>)) {
     sync_warp();  // keeps the compiler from selecting word by word instead of branching
     // A large vector is first divided by 2^104, which changes only bits far below a unit. An invalid vector becomes
     // zero.
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
+    UNROLL_FOR (int h = 0; h < 2; h++) {
       bool large = exponents[h] > LARGEST_EXPONENT<F>;
       u32 before = large ? 0x0B800B80u : 0x3F803F80u;  // bfloat16
       u32 then = large ? power_for<F>(exponents[h] - 104) : by[h], keep = exponents[h] < TOO_LARGE ? 0xFFFFFFFFu : 0;
-#pragma unroll
-      for (int i = 0; i < 4 * F::CHUNKS; i++) {
+      UNROLL_FOR (int i = 0; i < 4 * F::CHUNKS; i++) {
         u32 pair = raw[i / 4][h][i % 4];
         d.pairs[i / 4][h][i % 4] = times<F>(F::DTYPE == FLOAT16 ? pair : times<F>(pair, before), then) & keep;
       }
     }
   } else {
-#pragma unroll
-    for (int i = 0; i < 8 * F::CHUNKS; i++)
+    UNROLL_FOR (int i = 0; i < 8 * F::CHUNKS; i++)
       d.pairs[i / 8][i % 2][i / 2 % 4] = times<F>(raw[i / 8][i % 2][i / 2 % 4], by[i % 2]);
   }
 }
@@ -190,17 +180,15 @@ DEVICE float digits_up(u32 exponent) {
 
 template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2],
     Digits<F, false>& d) {
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
+  UNROLL_FOR (int h = 0; h < 2; h++) {
     const float up = digits_up(exponents[h]);
-#pragma unroll
-    for (int i = 0; i < 2 * F::CHUNKS; i++)
+    UNROLL_FOR (int i = 0; i < 2 * F::CHUNKS; i++)
       take_digits<F>(raw[i / 2][h], 4 * (i % 2), up, d.low[i / 2][h][i % 2], d.middle[i / 2][h][i % 2],
           d.top[i / 2][h][i % 2]);
   }
 }
 
-// Of exponents of tokens g and g + 8 the one of the lane's own token.
+// Exponents of tokens g and g + 8 to that of the lane's own token.
 DEVICE u32 exponent_of_token(u32 both, int lane) {
   u32 there = shfl(both, 4 * (lane & 7));
   return lane & 8 ? there >> 16 : there & 0xFF;
@@ -214,7 +202,7 @@ template <class F> DEVICE u32 fixed_point(const u32 raw[F::CHUNKS][2][F::RAW], i
   return exponent_of_token(both, lane);
 }
 
-// What there is one of per token. squared: the sum of its squares.
+// Scalars of a token. squared: the sum of its squares.
 template <class F> DEVICE TokenScalars scalars_of(float squared, u32 exponent, float unit) {
   TokenScalars s;
   s.bad = exponent >= (F::SHORT ? TOO_LARGE : 255);

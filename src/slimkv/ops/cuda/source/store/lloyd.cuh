@@ -1,6 +1,5 @@
 // Lloyd-Max codes of rotated coordinates, and the scale that goes with them.
 #pragma once
-#include "store/fields.cuh"
 #include "store/pages.cuh"
 #include "store/slices.cuh"
 
@@ -34,7 +33,7 @@ template <class F> constexpr int TILE_MEMORY =
 // Cells belong to their upper edge.
 template <class F> DEVICE u32 cell_of(float x) { return ceil_product(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
 
-// The same of numbers below all cells too, which are in the first.
+// Numbers below all cells belong to the first cell.
 template <class F> DEVICE u32 cell_from_below(float x) {
   return ceil_product_or_zero(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO);
 }
@@ -55,7 +54,7 @@ template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
   return code_of_cell<F>(cell_of<F>(x), x, tables);
 }
 
-// What the scale needs of a lane's tokens: sums of squared levels.
+// Sums of squared levels of a lane's tokens, for the scale.
 template <class F> struct LevelSums {
   static constexpr bool PACKED = F::BITS <= 4, WIDE = F::ONE_SLICE && !PACKED, SQUARES = PACKED || WIDE;
   // Of twice the centroids, or in units of 1 / LEVEL_DENOMINATOR^2. Rounding to nearest stays below 2^32 per vector.
@@ -77,8 +76,7 @@ template <class F> struct LevelSums {
       u32 other = order % 2 ? before : 0;
       u32 first = prmt(other, nibbles, 0x5140), second = prmt(other, nibbles, 0x7362);
       u32 all[4] = {prmt(a, b, first), prmt(a, b, first >> 16), prmt(a, b, second), prmt(a, b, second >> 16)};
-#pragma unroll
-      for (int j = 0; j < 4; j++) add(j, order % 2 ? all[j] : all[j] & 0xFFFF0000u);
+      UNROLL_FOR (int j = 0; j < 4; j++) add(j, order % 2 ? all[j] : all[j] & 0xFFFF0000u);
     }
   }
   DEVICE_MEMBER void add(int j, u32 levels) { squares[j] = dp4a_u8(levels, levels, squares[j]); }
@@ -107,17 +105,14 @@ template <class F> DEVICE void put_nibbles(CodePlanes<F>& codes, LevelSums<F>& s
 template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order,
     const u32 code[8], const LloydTables<F>& tables, const SideArgs& side) {
   u32 low = 0, high = 0;
-#pragma unroll
-  for (int n = 0; n < 8; n++) {
+  UNROLL_FOR (int n = 0; n < 8; n++) {
     if constexpr (F::BITS <= 4) low += code[n] << (4 * n);
     else if constexpr (F::BITS < 8) low += (code[n] & 15) << (4 * n), high += code[n] >> 4 << (4 * n);
     if constexpr (!LevelSums<F>::PACKED) sums.add_level(token_number<F>(n), tables.levels[code[n]]);
   }
   if constexpr (LevelSums<F>::PACKED) sums.add_codes(order, low, side);
   if constexpr (F::BITS < 8) codes.put(slice, low, high);
-  else
-    codes.put_bytes(slice, code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24,
-        code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24);
+  else codes.put_bytes(slice, four_bytes(code), four_bytes(code + 4));
 }
 
 // The sum of squares in the lane of each token, and the same rounded once.
@@ -133,13 +128,12 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>&
   u8* pages = args.pages + head * args.page_head_stride;
   bool empty = zero || field == INVALID_FIELD;
   if (warp_any(empty))
-#pragma unroll
-    for (int j = 0; j < F::TOKENS; j++)
+    UNROLL_FOR (int j = 0; j < F::TOKENS; j++)
       if (shfl((u32)empty, token_of<F>(lane, j))) codes.erase(j);
   store_planes<F, PAGE_TOKENS>(codes, field, pages, args.page_stride, slots, lane, part);
 }
 
-// What makes a sum of short integers a number of cells, in units of the smallest float.
+// The factor from a sum of short integers to a number of cells, in units of the smallest float.
 template <class F> DEVICE float cells_per_sum(const TokenScalars& s) {
   return mul_rn(s.factor, power_of_two(SHORT_SHIFT<F> + F::CELL_SHIFT - 149));
 }
@@ -148,11 +142,9 @@ template <class F> DEVICE float cells_per_sum(const TokenScalars& s) {
 template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact[F::GROUPS][8],
     const float factor[F::TOKENS], int i, CodePlanes<F>& codes, LevelSums<F>& sums, const LloydTables<F>& tables,
     const SideArgs& side) {
-#pragma unroll
-  for (int q = 0; q < F::GROUPS; q++) {
+  UNROLL_FOR (int q = 0; q < F::GROUPS; q++) {
     u32 code[8];
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
+    UNROLL_FOR (int n = 0; n < 8; n++) {
       if constexpr (F::SHORT)
         code[n] = tables.cells[ceil_product(exact[q][n], factor[token_number<F>(n)], F::CELL_ZERO)];
       else code[n] = code_of<F>(mul_rn(integer_of<F>(exact[q][n]), factor[token_number<F>(n)]), tables);
@@ -174,8 +166,7 @@ template <class F> DEVICE auto sum_of_warps(CodePlanes<F>& codes, const LevelSum
     sync_threads();
     codes.join(words, lane, part);
     sum = 0;
-#pragma unroll
-    for (int i = 0; i < F::SPLIT; i++) sum += shared[i * 16 + (lane & 15)];
+    UNROLL_FOR (int i = 0; i < F::SPLIT; i++) sum += shared[i * 16 + (lane & 15)];
   }
   return sum;
 }
@@ -193,13 +184,11 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(con
       &matrix);  // before the norm, which takes long for few instructions
   TokenScalars scalars = scalars_of<F>(digits, exponent, side.unit, lane);
   float factor[F::TOKENS];
-#pragma unroll
-  for (int j = 0; j < F::TOKENS; j++)
+  UNROLL_FOR (int j = 0; j < F::TOKENS; j++)
     factor[j] = shfl(F::SHORT ? cells_per_sum<F>(scalars) : scalars.factor, token_of<F>(lane, j));
   CodePlanes<F> codes;
   LevelSums<F> sums;
-#pragma unroll
-  for (int i = 0; i < F::PER; i++) {
+  UNROLL_FOR (int i = 0; i < F::PER; i++) {
     if (i > 0) rotate_slices<F>(digits, side, F::SPLIT == 1 ? i : part * F::PER + i, lane, exact);
     encode_slices<F>(exact, factor, i, codes, sums, tables, side);
   }
@@ -217,8 +206,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDi
   rotate_slice<F>(digits, matrix, lane, exact[0]);
   const TokenScalars scalars = scalars_of<F>(digits.squared[lane & 15], digits.exponents[lane & 15], side.unit);
   float factor[F::TOKENS];
-#pragma unroll
-  for (int j = 0; j < F::TOKENS; j++) factor[j] = shfl(scalars.factor, token_of<F>(lane, j));
+  UNROLL_FOR (int j = 0; j < F::TOKENS; j++) factor[j] = shfl(scalars.factor, token_of<F>(lane, j));
   CodePlanes<F> codes;
   LevelSums<F> sums;
   encode_slices<F>(exact, factor, 0, codes, sums, LloydTables<F>(memory), side);

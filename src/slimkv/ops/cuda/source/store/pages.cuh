@@ -22,13 +22,28 @@ template <int PAGE_TOKENS> DEVICE u8* page_of(u8* pages, i64 page_stride, i64 sl
   return pages + (slot > 0 ? (i64)((u64)slot / PAGE_TOKENS) : 0) * page_stride;
 }
 
+DEVICE u32 four_bytes(const u32* x) { return x[0] | x[1] << 8 | x[2] << 16 | x[3] << 24; }
 DEVICE void store_bytes(u8* at, u32 word, int bytes) {
   if (bytes == 4) *(u32*)at = word;
   else if (bytes == 2) *(u16*)at = (u16)word;
   else *at = (u8)word;
 }
 
-// What a lane's slice or word has of a token: keys in halves of it, values in bytes.
+// A lane's words of a plane that PARTS warps share, of which this has part `part`.
+template <int PARTS, int WORDS> DEVICE void store_plane_words(u8* base, const u32 (&word)[WORDS], int lane, int part) {
+  if constexpr (PARTS == 1) {
+    constexpr int QUADS = WORDS & ~3, PAIRS = WORDS & ~1;
+    UNROLL_FOR (int i = 0; i < QUADS; i += 4)
+      *(Words4*)(base + (8 * i + lane) * 16) = {word[i], word[i + 1], word[i + 2], word[i + 3]};
+    if constexpr (PAIRS > QUADS) *(Words2*)(base + QUADS * 128 + lane * 8) = {word[QUADS], word[QUADS + 1]};
+    if constexpr (WORDS > PAIRS) *(u32*)(base + PAIRS * 128 + lane * 4) = word[PAIRS];
+  } else {
+    UNROLL_FOR (int i = 0; i < WORDS; i++)
+      *(u32*)(base + fragment_word(part * WORDS + i, lane, WORDS * PARTS) * 4) = word[i];
+  }
+}
+
+// The bits of token j in a lane's word: half of it for keys, a byte for values.
 template <class F> DEVICE u32 token_mask(int j) { return F::VALUES ? 0xFFu << (8 * j) : 0xFFFFu << (16 * j); }
 
 // The planes of a warp's codes. Nibble n of a slice's word holds the plane's bits of value n. A plane of W < 4 bits has
@@ -50,10 +65,8 @@ template <class F, int W> struct NibblePlane {
   }
 
   DEVICE_MEMBER void erase(u32 mask) {
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) word[i] &= ~mask;
-#pragma unroll
-    for (int i = 0; i < TAIL; i++) rest[i] &= ~mask;
+    UNROLL_FOR (int i = 0; i < WORDS; i++) word[i] &= ~mask;
+    UNROLL_FOR (int i = 0; i < TAIL; i++) rest[i] &= ~mask;
   }
 
   // Before and after the warps wait for each other; shared: [SPLIT][32].
@@ -63,25 +76,13 @@ template <class F, int W> struct NibblePlane {
   DEVICE_MEMBER void join(const u32* shared, int lane, int part) {
     if constexpr (JOINED > 1)
       if (part % JOINED == 0)
-#pragma unroll
-        for (int i = 1; i < JOINED; i++) word[0] |= shared[32 * (part + i) + lane];
+        UNROLL_FOR (int i = 1; i < JOINED; i++) word[0] |= shared[32 * (part + i) + lane];
   }
 
   // base: the plane in the tile; every token of the tile is written.
   DEVICE_MEMBER void store_tile(u8* base, int lane, int part) const {
-    if (JOINED > 1 && part % JOINED) return;
-    if constexpr (F::SPLIT == 1) {
-#pragma unroll
-      for (int i = 0; i < WORDS / 4; i++)
-        *(Words4*)(base + (i * 32 + lane) * 16) = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
-      constexpr int QUADS = WORDS & ~3, PAIRS = WORDS & ~1;
-      if constexpr (PAIRS > QUADS) *(Words2*)(base + QUADS * 128 + lane * 8) = {word[QUADS], word[QUADS + 1]};
-      if constexpr (WORDS > PAIRS) *(u32*)(base + PAIRS * 128 + lane * 4) = word[PAIRS];
-    } else {
-#pragma unroll
-      for (int i = 0; i < WORDS; i++)
-        *(u32*)(base + fragment_word(part / JOINED * WORDS + i, lane, WORDS * PARTS) * 4) = word[i];
-    }
+    if constexpr (WORDS > 0)
+      if (JOINED == 1 || part % JOINED == 0) store_plane_words<PARTS>(base, word, lane, part / JOINED);
   }
 
   // base: the plane in the tile of the lane's j-th token, which stands at ``position`` of 16.
@@ -90,21 +91,17 @@ template <class F, int W> struct NibblePlane {
     int row = position & 7, high = position >> 3;
     int there = F::VALUES ? (lane & ~3) + row / 2 : 4 * row + (lane & 3);
     int byte = F::VALUES ? 2 * high + (row & 1) : 2 * high;
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) {
-      int index = F::SPLIT == 1 ? fragment_word(i, there, WORDS)
-                                : fragment_word(part / JOINED * WORDS + i, there, WORDS * PARTS);
+    UNROLL_FOR (int i = 0; i < WORDS; i++) {
+      int index = fragment_word((F::SPLIT == 1 ? 0 : part / JOINED * WORDS) + i, there, WORDS * PARTS);
       store_bytes(base + index * 4 + byte, word[i] >> (F::VALUES ? 8 * j : 16 * j), F::VALUES ? 1 : 2);
     }
   }
 
   // Slices that fill no word: the token's bits, dimension after dimension. All lanes take part.
   DEVICE_MEMBER void store_row(u8* base, int position, int j, int lane, bool keep) const {
-#pragma unroll
-    for (int i = 0; i < TAIL; i++) {
+    UNROLL_FOR (int i = 0; i < TAIL; i++) {
       u32 row = 0;
-#pragma unroll
-      for (int n = 0; n < 8; n++)
+      UNROLL_FOR (int n = 0; n < 8; n++)
         if (token_number<F>(n) == j) row |= (rest[i] >> (4 * n) & ((1u << W) - 1)) << (W * dim_of<F>(lane, n));
       if constexpr (F::VALUES) row |= shfl_xor(row, 4), row |= shfl_xor(row, 8), row |= shfl_xor(row, 16);
       else row |= shfl_xor(row, 1), row |= shfl_xor(row, 2);
@@ -119,30 +116,18 @@ template <class F> struct BytePlane {  // a byte per value: two words a slice
   u32 word[WORDS];
 
   DEVICE_MEMBER void erase_token(int j) {
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) {
+    UNROLL_FOR (int i = 0; i < WORDS; i++) {
       if (!F::VALUES && (i & 1) == j) word[i] = 0;
       if (F::VALUES && (i & 1) == j >> 1) word[i] &= ~(0xFFFFu << (16 * (j & 1)));
     }
   }
   DEVICE_MEMBER void store_tile(u8* base, int lane, int part) const {
-    if constexpr (F::SPLIT == 1) {
-#pragma unroll
-      for (int i = 0; i < WORDS / 4; i++)
-        *(Words4*)(base + (i * 32 + lane) * 16) = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
-      if constexpr (WORDS % 4)
-        *(Words2*)(base + (WORDS & ~3) * 128 + lane * 8) = {word[WORDS & ~3], word[(WORDS & ~3) + 1]};
-    } else {
-#pragma unroll
-      for (int i = 0; i < WORDS; i++)
-        *(u32*)(base + fragment_word(part * WORDS + i, lane, WORDS * F::SPLIT) * 4) = word[i];
-    }
+    store_plane_words<F::SPLIT>(base, word, lane, part);
   }
   DEVICE_MEMBER void store_token(u8* base, int position, int j, int lane, int part) const {
     int row = position & 7, high = position >> 3;
     int there = F::VALUES ? (lane & ~3) + row / 2 : 4 * row + (lane & 3);
-#pragma unroll
-    for (int i = 0; i < WORDS; i += 2) {
+    UNROLL_FOR (int i = 0; i < WORDS; i += 2) {
       int index = fragment_word(part * WORDS + i + high, there, WORDS * F::SPLIT);
       if constexpr (F::VALUES) store_bytes(base + index * 4 + 2 * (row & 1), word[i + (j >> 1)] >> (16 * (j & 1)), 2);
       else store_bytes(base + index * 4, word[i + j], 4);
@@ -169,8 +154,7 @@ template <class F> struct CodePlanes {
   DEVICE_MEMBER void put_bytes(int slice, u32 first, u32 second) {
     if constexpr (F::BITS == 8) byte.word[2 * slice] = first, byte.word[2 * slice + 1] = second;
   }
-  // Words that several warps have slices of; see NibblePlane. JOIN_WORDS: of shared memory.
-  static constexpr int JOIN_WORDS = 32 * F::SPLIT * (F::TWO + F::ONE);
+  // Words that several warps have slices of; see NibblePlane.
   DEVICE_MEMBER void leave(u32* shared, int lane, int part) const {
     if constexpr (F::TWO) two.leave(shared, lane, part);
     if constexpr (F::ONE) one.leave(shared + 32 * F::SPLIT * F::TWO, lane, part);
@@ -209,8 +193,7 @@ template <class F> DEVICE void store_tile(const CodePlanes<F>& codes, u8* tile, 
 // The bytes of single tokens; of a whole tile those that are in no word.
 template <class F, int PAGE_TOKENS> DEVICE void store_tokens(const CodePlanes<F>& codes, u8* pages, i64 page_stride,
     Slots s, int lane, int part) {
-#pragma unroll
-  for (int j = 0; j < F::TOKENS; j++) {
+  UNROLL_FOR (int j = 0; j < F::TOKENS; j++) {
     i64 slot = shfl(s.slot, token_of<F>(lane, j));
     int position = slot < 0 ? 0 : (int)((u32)slot % PAGE_TOKENS);
     u8* tile = page_of<PAGE_TOKENS>(pages, page_stride, slot) + F::CODES + position / 16 * F::TILE_BYTES;

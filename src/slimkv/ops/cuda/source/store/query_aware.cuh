@@ -61,14 +61,11 @@ template <class F> DEVICE TokenScalars prepare_tile(const u32 raw[F::CHUNKS][2][
 template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, const TokenScalars& scalars,
     const SideArgs& side, const QueryAwareMemory<F>& memory, int tile, int lane) {
   float factor[2] = {shfl(scalars.factor, lane >> 2), shfl(scalars.factor, (lane >> 2) + 8)};
-#pragma unroll
-  for (int i = 0; i < F::PER; i++) {
+  UNROLL_FOR (int i = 0; i < F::PER; i++) {
     typename Digits<F>::Sum exact[F::GROUPS][8];
     rotate_slices<F>(digits, side, i, lane, exact);
-#pragma unroll
-    for (int q = 0; q < F::GROUPS; q++)
-#pragma unroll
-      for (int n = 0; n < 8; n += 2) {
+    UNROLL_FOR (int q = 0; q < F::GROUPS; q++)
+      UNROLL_FOR (int n = 0; n < 8; n += 2) {
         const int token = token_number<F>(n);
         memory.put_neighbours(16 * tile + token_of<F>(lane, token), 16 * (q * F::PER + i) + dim_of<F>(lane, n),
             mul_rn(integer_of<F>(exact[q][n]), factor[token]), mul_rn(integer_of<F>(exact[q][n + 1]), factor[token]));
@@ -84,15 +81,12 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
   slots.aligned = slots.aligned && !warp_any(!keep);
   CodePlanes<F> codes;
   LevelSums<F> sums;
-#pragma unroll
-  for (int i = 0; i < F::PER; i++) {
-#pragma unroll
-    for (int q = 0; q < F::GROUPS; q++) {
+  UNROLL_FOR (int i = 0; i < F::PER; i++) {
+    UNROLL_FOR (int q = 0; q < F::GROUPS; q++) {
       constexpr int BYTES = CODE_WORDS<F> / 2;  // of two neighbours
       const int slice = q * F::PER + i, order = i * F::GROUPS + q;
       u32 code[8], nibbles = 0;
-#pragma unroll
-      for (int j = 0; j < 4; j++) {  // of each token two neighbours, and two more eight dimensions on
+      UNROLL_FOR (int j = 0; j < 4; j++) {  // of each token two neighbours, and two more eight dimensions on
         const u8* two = memory.codes(16 * tile + (lane >> 2) + 8 * (j >> 1), slice, (lane & 3) + 4 * (j & 1));
         if constexpr (BYTES == 1) nibbles += (u32)*two << (8 * j);
         else code[2 * j] = two[0], code[2 * j + 1] = two[1];

@@ -6,8 +6,7 @@
 #include "store/integers.cuh"
 
 template <class F> DEVICE void multiply(i32 c[2][4], const u32 d[2][2], Words4 m, int kind) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
+  UNROLL_FOR (int i = 0; i < 2; i++) {
     if constexpr (F::VALUES) {  // rows are dimensions, columns tokens 8 i .. 8 i + 7
       if (kind == 0) mma_s8_s8(c[i], m.x, m.y, m.z, m.w, d[i][0], d[i][1]);
       else mma_s8_u8(c[i], m.x, m.y, m.z, m.w, d[i][0], d[i][1]);
@@ -20,8 +19,7 @@ template <class F> DEVICE void multiply(i32 c[2][4], const u32 d[2][2], Words4 m
 }
 
 DEVICE void scale(i32 c[2][4], u32 by) {
-#pragma unroll
-  for (int i = 0; i < 8; i++) c[i / 4][i % 4] = (i32)((u32)c[i / 4][i % 4] * by);
+  UNROLL_FOR (int i = 0; i < 8; i++) c[i / 4][i % 4] = (i32)((u32)c[i / 4][i % 4] * by);
 }
 
 // Brings the matrix nearer while a block waits for its first rows.
@@ -49,8 +47,7 @@ template <class F> struct Fragments<F, true> {
   Words4 steps[2 * F::STEPS];
   DEVICE_MEMBER Fragments(const SideArgs& side, int q, int s, int lane) {
     const u8* at = side.fragments + lane * 16 + (q * F::SLICES + s) * F::STEPS * 1024;
-#pragma unroll
-    for (int k = 0; k < 2 * F::STEPS; k++) steps[k] = ldg_cached(at + 512 * k);
+    UNROLL_FOR (int k = 0; k < 2 * F::STEPS; k++) steps[k] = ldg_cached(at + 512 * k);
   }
 };
 
@@ -58,12 +55,10 @@ template <class F> struct Fragments<F, true> {
 // already loaded.
 template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const SideArgs& side, int s, int lane,
     float out[F::GROUPS][8], const Fragments<F>* known) {
-#pragma unroll
-  for (int q = 0; q < F::GROUPS; q++) {
+  UNROLL_FOR (int q = 0; q < F::GROUPS; q++) {
     const Fragments<F> matrix = q == 0 && known ? *known : Fragments<F>(side, q, s, lane);
     float c[2][4] = {};
-#pragma unroll
-    for (int k = 0; k < 2 * F::STEPS; k++) {
+    UNROLL_FOR (int k = 0; k < 2 * F::STEPS; k++) {
       const Words4& m = matrix.steps[k];
       const u32(&first)[4] = d.pairs[q * F::STEPS + k / 2][0];
       const u32(&second)[4] = d.pairs[q * F::STEPS + k / 2][1];
@@ -76,31 +71,24 @@ template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const S
         multiply_pairs<F>(c[1], first[w], second[w], first[w + 1], second[w + 1], m.z, m.w);
       }
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) out[q][in_page<F>(i / 4, i % 4)] = c[i / 4][i % 4];
+    UNROLL_FOR (int i = 0; i < 8; i++) out[q][in_page<F>(i / 4, i % 4)] = c[i / 4][i % 4];
   }
 }
 
 template <class F> DEVICE void multiply_slices(const Digits<F, false>& d, const SideArgs& side, int s, int lane,
     i32 out[F::GROUPS][8], const Fragments<F>*) {
-#pragma unroll
-  for (int q = 0; q < F::GROUPS; q++) {
+  UNROLL_FOR (int q = 0; q < F::GROUPS; q++) {
     const u8* at = side.fragments + lane * 16 + (q * F::SLICES + s) * F::STEPS * 512;
     Words4 ones[F::STEPS];
-#pragma unroll
-    for (int k = 0; k < F::STEPS; k++) ones[k] = ldg_cached(at + 512 * k);
+    UNROLL_FOR (int k = 0; k < F::STEPS; k++) ones[k] = ldg_cached(at + 512 * k);
     i32 c[2][4] = {};
-#pragma unroll
-    for (int k = 0; k < F::STEPS; k++)  // 2^16 top is 2^8 (64 * 4 top), or 2^15 (2 top)
+    UNROLL_FOR (int k = 0; k < F::STEPS; k++)  // 2^16 top is 2^8 (64 * 4 top), or 2^15 (2 top)
       multiply<F>(c, d.top[q * F::STEPS + k], F::NARROW ? ldg_cached(at + F::FRAGMENT_BYTES + 512 * k) : ones[k], 0);
     if constexpr (!F::NARROW) scale(c, 128);
-#pragma unroll
-    for (int k = 0; k < F::STEPS; k++) multiply<F>(c, d.middle[q * F::STEPS + k], ones[k], 1);
+    UNROLL_FOR (int k = 0; k < F::STEPS; k++) multiply<F>(c, d.middle[q * F::STEPS + k], ones[k], 1);
     scale(c, side.by_256);
-#pragma unroll
-    for (int k = 0; k < F::STEPS; k++) multiply<F>(c, d.low[q * F::STEPS + k], ones[k], 1);
-#pragma unroll
-    for (int i = 0; i < 8; i++) out[q][in_page<F>(i / 4, i % 4)] = c[i / 4][i % 4];
+    UNROLL_FOR (int k = 0; k < F::STEPS; k++) multiply<F>(c, d.low[q * F::STEPS + k], ones[k], 1);
+    UNROLL_FOR (int i = 0; i < 8; i++) out[q][in_page<F>(i / 4, i % 4)] = c[i / 4][i % 4];
   }
 }
 
@@ -108,13 +96,10 @@ template <class F> DEVICE void multiply_slices(const Digits<F, false>& d, const 
 template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs& side, int s, int lane,
     typename Digits<F>::Sum out[F::GROUPS][8], const Fragments<F>* known = nullptr) {
   multiply_slices<F>(d, side, s, lane, out, known);
-#pragma unroll
-  for (int step = 1; step < F::GROUPS; step *= 2)
-#pragma unroll
-    for (int q = 0; q < F::GROUPS; q++)
+  UNROLL_FOR (int step = 1; step < F::GROUPS; step *= 2)
+    UNROLL_FOR (int q = 0; q < F::GROUPS; q++)
       if (!(q & step))
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
+        UNROLL_FOR (int n = 0; n < 8; n++) {
           auto a = out[q][n], b = out[q + step][n];
           if constexpr (F::SHORT) {
             out[q][n] = a + b;

@@ -28,7 +28,7 @@ template <class F> struct Weights {
       cp_async_commit();
     }
   }
-  // Of row i, those of slice s, if there is one.
+  // The weights of row i for slice s, or for the last slice.
   DEVICE_MEMBER Words4 row(int i, int s) const {
     const int from = i * STRIDE + 16 * min_i32(s, F::D / 16 - 1);
     if constexpr (SHARED_WEIGHTS) return ld_shared_constant_16(at + from);
@@ -74,14 +74,9 @@ template <class F> struct ScaledLevels {
 
   DEVICE_MEMBER ScaledLevels(u8* memory) : levels(memory + LloydTables<F>::BYTES) {}
   DEVICE_MEMBER void fill(const SideArgs& side, float error_steps, int thread, int threads) const {
-    if constexpr (BY_CELL) {
+    if constexpr (BY_CELL || RECORDS) {
 #pragma unroll 1
-      for (int i = thread; i < F::CELLS / 4; i += threads)
-        cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
-      cp_async_commit();
-    } else if constexpr (RECORDS) {
-#pragma unroll 1
-      for (int i = thread; i < F::CELLS; i += threads)
+      for (int i = thread; i < F::CELLS / (RECORDS ? 1 : 4); i += threads)
         cp_async_16(levels + 16 * i, side.cells + LloydTables<F>::CELL_BYTES + 16 * i);
       cp_async_commit();
     } else
@@ -96,13 +91,11 @@ template <class F> struct ScaledLevels {
       const bool above = x > record.bound;
       code = above ? record.codes >> 16 : record.codes & 0xFFFF;
       return above ? record.above : record.below;
-    } else if constexpr (BY_CELL) {
-      const float level = ((const float*)levels)[cell];
-      code = code_of_cell<F>(cell, x, tables);
-      return level;
     } else {
+      float level;
+      if constexpr (BY_CELL) level = ((const float*)levels)[cell];
       code = code_of_cell<F>(cell, x, tables);
-      return ((const float*)levels)[code];
+      return BY_CELL ? level : ((const float*)levels)[code];
     }
   }
 };
@@ -121,40 +114,33 @@ template <class F> struct LaterErrors {
 
   DEVICE_MEMBER void load(const Weights<F>& weights, int s, int lane) {
     const int row = 16 * max_i32(s, 0) + (lane >> 2), first = 4 * (lane & 3);
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-      for (int k = 1; k < STEPS; k++)
+    UNROLL_FOR (int i = 0; i < 4; i++)
+      UNROLL_FOR (int k = 1; k < STEPS; k++)
         b[k][i >> 1][i & 1] =
             2 * k + (i & 1) < SLICES ? weights.word(row + 8 * (i >> 1), first + 32 * k + 16 * (i & 1)) : 0;
   }
   // Slices 2 k and 2 k + 1.
   DEVICE_MEMBER void add(const QueryAwareMemory<F>& memory, int s, int k, int lane) {
     u32 weights[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) weights[i >> 1][i & 1] = 2 * k + (i & 1) >= s + 2 ? b[k][i >> 1][i & 1] : 0;
-#pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
+    UNROLL_FOR (int i = 0; i < 4; i++) weights[i >> 1][i & 1] = 2 * k + (i & 1) >= s + 2 ? b[k][i >> 1][i & 1] : 0;
+    UNROLL_FOR (int tile = 0; tile < 2; tile++) {
       const int row = 16 * tile + (lane >> 2), t = lane & 3, second = min_i32(2 * k + 1, SLICES - 1);
       const u32 a0 = memory.errors(row, 2 * k)[t], a1 = memory.errors(row + 8, 2 * k)[t];
       const u32 a2 = memory.errors(row, second)[t], a3 = memory.errors(row + 8, second)[t];
-#pragma unroll
-      for (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], a0, a1, a2, a3, weights[h][0], weights[h][1]);
+      UNROLL_FOR (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], a0, a1, a2, a3, weights[h][0], weights[h][1]);
     }
   }
   // A quarter of the sums.
   DEVICE_MEMBER void store(const QueryAwareMemory<F>& memory, int quarter, i32* to, int lane) const {
     const int g = lane >> 2, t = lane & 3, tile = quarter >> 1, half = quarter & 1;
-#pragma unroll
-    for (int i = 0; i < 2; i++)
+    UNROLL_FOR (int i = 0; i < 2; i++)
       *(Words2*)(to + (16 * tile + g + 8 * i) * memory.SUM_STRIDE + 8 * half + 2 * t) = {(u32)c[tile][half][2 * i],
           (u32)c[tile][half][2 * i + 1]};
   }
   // The part of it that goes with coordinate n of slice s + 1.
   DEVICE_MEMBER void go_on(const QueryAwareMemory<F>& memory, int s, int n, i32* to, int lane) {
     if (n == FIRST_AT)
-#pragma unroll
-      for (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
+      UNROLL_FOR (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
     const int k = FIRST_AT + 1 - n;
     if (k >= 1 && k < STEPS) add(memory, s, k, lane);
     if (n < 4) store(memory, 3 - n, to, lane);
@@ -171,8 +157,7 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
   const Weights<F> weights(memory.weights, matrix);
   u32 errors[4] = {};
   i32 *here = memory.sums, *ahead = memory.sums + 32 * memory.SUM_STRIDE;
-#pragma unroll
-  for (int i = 0; i < 4; i++) *(Words4*)(here + lane * memory.SUM_STRIDE + 4 * i) = {0, 0, 0, 0};
+  UNROLL_FOR (int i = 0; i < 4; i++) *(Words4*)(here + lane * memory.SUM_STRIDE + 4 * i) = {0, 0, 0, 0};
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
     float* own = memory.numbers + lane * memory.STRIDE + 16 * s;
@@ -183,8 +168,7 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
     u32 packed[CODE_WORDS<F>] = {};
     sync_warp();
     sums.load(weights, s - 1, lane);
-#pragma unroll
-    for (int i = 3; i >= 0; i--) {
+    UNROLL_FOR (int i = 3; i >= 0; i--) {
       const Words4 four = *(const Words4*)(here + lane * memory.SUM_STRIDE + 4 * i), x = *(const Words4*)(own + 4 * i);
       later[4 * i] = (i32)four.x, later[4 * i + 1] = (i32)four.y, later[4 * i + 2] = (i32)four.z,
                 later[4 * i + 3] = (i32)four.w;
@@ -196,8 +180,7 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
     float newest = 0.0f;
     u32 newest_byte = 0;
     Words4 own_weights = weights.row(16 * s + 15, s), next_weights = weights.row(16 * s + 15, s + 1);
-#pragma unroll
-    for (int n = 15; n >= 0; n--) {
+    UNROLL_FOR (int n = 15; n >= 0; n--) {
       const Words4 w = own_weights, v = next_weights;
       if (n > 0) {  // before anything is stored
         own_weights = weights.row(16 * s + n - 1, s);

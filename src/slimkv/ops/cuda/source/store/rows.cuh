@@ -4,14 +4,12 @@
 
 template <class F> DEVICE void load_eight(const u8* p, u32 raw[F::RAW]) {
   if constexpr (F::VECTORS) {
-#pragma unroll
-    for (int i = 0; i < F::RAW / 4; i++) {
+    UNROLL_FOR (int i = 0; i < F::RAW / 4; i++) {
       Words4 w = ldg_streaming(p + 16 * i);
       raw[4 * i] = w.x, raw[4 * i + 1] = w.y, raw[4 * i + 2] = w.z, raw[4 * i + 3] = w.w;
     }
   } else {
-#pragma unroll
-    for (int i = 0; i < F::RAW; i++)
+    UNROLL_FOR (int i = 0; i < F::RAW; i++)
       raw[i] = F::NARROW ? ((const u16*)p)[2 * i] | (u32)((const u16*)p)[2 * i + 1] << 16 : ((const u32*)p)[i];
   }
 }
@@ -32,15 +30,12 @@ struct OffsetEight {
   // x - offset, rounded to the input's dtype. One rounding to bfloat16 is what two, by way of float32, come to.
   template <class F> DEVICE_MEMBER void subtract_from(u32 raw[F::RAW]) const {
     if constexpr (F::DTYPE == BFLOAT16) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) raw[i] = sub_bf16x2(raw[i], bits[i]);
+      UNROLL_FOR (int i = 0; i < 4; i++) raw[i] = sub_bf16x2(raw[i], bits[i]);
       return;
     }
     float x[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = sub_rn(element<F::DTYPE>(raw, i), element<BFLOAT16>(bits, i));
-#pragma unroll
-    for (int i = 0; i < F::RAW; i++)
+    UNROLL_FOR (int i = 0; i < 8; i++) x[i] = sub_rn(element<F::DTYPE>(raw, i), element<BFLOAT16>(bits, i));
+    UNROLL_FOR (int i = 0; i < F::RAW; i++)
       raw[i] = F::DTYPE == FLOAT32 ? as_bits(x[i]) : pack_f16x2(x[2 * i % 8], x[(2 * i + 1) % 8]);
   }
 };
@@ -49,8 +44,7 @@ struct OffsetEight {
 template <class F> DEVICE void subtract_offset(const SideArgs& side, int head, int lane,
     u32 raw[F::CHUNKS][2][F::RAW]) {
   if (!side.offset) return;
-#pragma unroll
-  for (int c = 0; c < F::CHUNKS; c++) {
+  UNROLL_FOR (int c = 0; c < F::CHUNKS; c++) {
     const int within = c % F::STEPS * 32 + 8 * (lane & 3);
     if (F::INNER % 32 != 0 && within >= F::INNER) continue;
     OffsetEight offset;
@@ -64,18 +58,15 @@ template <class F> DEVICE void subtract_offset(const SideArgs& side, int head, i
 template <class F> DEVICE void load_rows(const SideArgs& side, int head, int first, int tokens, int lane,
     u32 raw[F::CHUNKS][2][F::RAW]) {
   const u8* x = side.x + head * side.head_stride;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
+  UNROLL_FOR (int half = 0; half < 2; half++) {
     int token = first + (lane >> 2) + 8 * half;
     const u8* row = x + token * side.stride;
-#pragma unroll
-    for (int c = 0; c < F::CHUNKS; c++) {
+    UNROLL_FOR (int c = 0; c < F::CHUNKS; c++) {
       int within = c % F::STEPS * 32 + 8 * (lane & 3);
       if (token < tokens && (F::INNER % 32 == 0 || within < F::INNER))
         load_eight<F>(row + (c / F::STEPS * F::INNER + within) * F::ELEMENT, raw[c][half]);
       else
-#pragma unroll
-        for (int i = 0; i < F::RAW; i++) raw[c][half][i] = 0;
+        UNROLL_FOR (int i = 0; i < F::RAW; i++) raw[c][half][i] = 0;
     }
   }
   if constexpr (!F::VALUES) subtract_offset<F>(side, head, lane, raw);
@@ -98,13 +89,11 @@ template <class F> struct RowBuffer {
   // ``first``: the first token of the next tile.
   DEVICE_MEMBER void fetch(const SideArgs& side, int first, int tokens, int lane) {
     if constexpr (F::VECTORS) {
-#pragma unroll
-      for (int i = 0; i < 2 * F::CHUNKS; i++) {
+      UNROLL_FOR (int i = 0; i < 2 * F::CHUNKS; i++) {
         int c = i / 2, token = first + (lane >> 2) + 8 * (i & 1);
         const u8* from = next + (i & 1) * 8 * side.stride + (c / F::STEPS * F::INNER + c % F::STEPS * 32) * F::ELEMENT;
         bool real = token < tokens && (F::INNER % 32 == 0 || c % F::STEPS * 32 + 8 * (lane & 3) < F::INNER);
-#pragma unroll
-        for (int j = 0; j < PIECES; j++)
+        UNROLL_FOR (int j = 0; j < PIECES; j++)
           cp_async_16_or_zero(real, memory + (i * PIECES + j) * 512 + 16 * lane, from + 16 * j);
       }
       next += ahead;
@@ -115,10 +104,8 @@ template <class F> struct RowBuffer {
       u32 raw[F::CHUNKS][2][F::RAW]) const {
     cp_async_wait<0>();
     if constexpr (!F::VECTORS) return load_rows<F>(side, head, first, tokens, lane, raw);
-#pragma unroll
-    for (int i = 0; i < 2 * F::CHUNKS; i++)
-#pragma unroll
-      for (int j = 0; j < PIECES; j++) {
+    UNROLL_FOR (int i = 0; i < 2 * F::CHUNKS; i++)
+      UNROLL_FOR (int j = 0; j < PIECES; j++) {
         Words4 w = *(const Words4*)(memory + (i * PIECES + j) * 512 + 16 * lane);
         u32* to = raw[i / 2][i & 1] + 4 * j;
         to[0] = w.x, to[1] = w.y, to[2] = w.z, to[3] = w.w;

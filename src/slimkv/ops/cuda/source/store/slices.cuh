@@ -30,11 +30,9 @@ template <class F> struct SharedDigits {
       offset.subtract_from<F>(raw);
     }
     u32 most = raw[0];
-#pragma unroll
-    for (int i = 1; i < F::RAW; i++) most = larger_word<F>(most, raw[i]);
+    UNROLL_FOR (int i = 1; i < F::RAW; i++) most = larger_word<F>(most, raw[i]);
     if constexpr (F::NARROW) most = larger_word<F>(most, prmt(most, most, 0x1032));
-#pragma unroll
-    for (int step = 1; step < EIGHTS; step *= 2) most = larger_word<F>(most, shfl_xor(most, step));
+    UNROLL_FOR (int step = 1; step < EIGHTS; step *= 2) most = larger_word<F>(most, shfl_xor(most, step));
     const u32 exponent = F::DTYPE == FLOAT32 ? most >> 23
         : F::DTYPE == BFLOAT16               ? most >> 7 & 0xFF
                                              : as_bits(f16_to_f32(most & 0x7FFF)) >> 23;
@@ -42,23 +40,19 @@ template <class F> struct SharedDigits {
     u8* at = low + token * ROW + 8 * eight;
     u32 digits[3][2];
     SquareSums squares;
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
+    UNROLL_FOR (int j = 0; j < 2; j++) {
       take_digits<F>(raw, 4 * j, up, digits[0][j], digits[1][j], digits[2][j]);
       squares.add(digits[0][j], digits[1][j], digits[2][j]);
     }
-#pragma unroll
-    for (int i = 0; i < 3; i++) *(Words2*)(at + i * PLANE) = {digits[i][0], digits[i][1]};
+    UNROLL_FOR (int i = 0; i < 3; i++) *(Words2*)(at + i * PLANE) = {digits[i][0], digits[i][1]};
     i64 sum = squares.total<F>();
-#pragma unroll
-    for (int step = 1; step < EIGHTS; step *= 2) sum += shfl_xor(sum, step);
+    UNROLL_FOR (int step = 1; step < EIGHTS; step *= 2) sum += shfl_xor(sum, step);
     if (eight == 0) squared[token] = i64_to_f32_rn(sum), exponents[token] = exponent;
   }
 
   // A digit of the lane's eights of tokens g and g + 8: dimensions 32 step + 8 t on.
   DEVICE_MEMBER void load(int digit, int step, int lane, u32 (&d)[2][2]) const {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
+    UNROLL_FOR (int h = 0; h < 2; h++) {
       const Words2 words =
           *(const Words2*)(low + digit * PLANE + ((lane >> 2) + 8 * h) * ROW + 32 * step + 8 * (lane & 3));
       d[h][0] = words.x, d[h][1] = words.y;
@@ -70,8 +64,8 @@ template <class F> struct SharedDigits {
 template <class F> struct SliceFragments {
   Words4 steps[F::STEPS];
   DEVICE_MEMBER SliceFragments(const SideArgs& side, int slice, int lane) {
-#pragma unroll
-    for (int k = 0; k < F::STEPS; k++) steps[k] = ldg_cached(side.fragments + lane * 16 + (slice * F::STEPS + k) * 512);
+    UNROLL_FOR (int k = 0; k < F::STEPS; k++)
+      steps[k] = ldg_cached(side.fragments + lane * 16 + (slice * F::STEPS + k) * 512);
   }
 };
 
@@ -79,16 +73,13 @@ template <class F> struct SliceFragments {
 template <class F> DEVICE void rotate_slice(const SharedDigits<F>& digits, const SliceFragments<F>& matrix, int lane,
     i32 (&out)[8]) {
   i32 sums[3][2][4] = {};
-#pragma unroll
-  for (int k = 0; k < F::STEPS; k++)
-#pragma unroll
-    for (int i = 0; i < 3; i++) {
+  UNROLL_FOR (int k = 0; k < F::STEPS; k++)
+    UNROLL_FOR (int i = 0; i < 3; i++) {
       u32 d[2][2];
       digits.load(i, k, lane, d);
       multiply<F>(sums[i], d, matrix.steps[k], i == 2 ? 0 : 1);
     }
-#pragma unroll
-  for (int i = 0; i < 8; i++)
+  UNROLL_FOR (int i = 0; i < 8; i++)
     out[in_page<F>(i / 4, i % 4)] =
         (i32)((u32)sums[2][i / 4][i % 4] * TOP_UNIT<F> + (u32)sums[1][i / 4][i % 4] * 256 + (u32)sums[0][i / 4][i % 4]);
 }

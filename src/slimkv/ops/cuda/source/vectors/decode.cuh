@@ -14,11 +14,10 @@ struct GatherSide {
 
 template <class F> DEVICE void store_words(u8* p, const u32 (&words)[F::RAW]) {
   if constexpr (F::VECTORS) {
-#pragma unroll
-    for (int i = 0; i < F::RAW; i += 4) *(Words4*)(p + 4 * i) = {words[i], words[i + 1], words[i + 2], words[i + 3]};
+    UNROLL_FOR (int i = 0; i < F::RAW; i += 4)
+      *(Words4*)(p + 4 * i) = {words[i], words[i + 1], words[i + 2], words[i + 3]};
   } else {
-#pragma unroll
-    for (int i = 0; i < F::RAW; i++) {
+    UNROLL_FOR (int i = 0; i < F::RAW; i++) {
       if constexpr (F::NARROW) ((u16*)p)[2 * i] = (u16)words[i], ((u16*)p)[2 * i + 1] = (u16)(words[i] >> 16);
       else ((u32*)p)[i] = words[i];
     }
@@ -27,25 +26,18 @@ template <class F> DEVICE void store_words(u8* p, const u32 (&words)[F::RAW]) {
 // Eight numbers as they are, from shared memory.
 template <class F> DEVICE void copy_eight(u8* p, const u8* from) {
   u32 words[F::RAW];
-#pragma unroll
-  for (int i = 0; i < F::RAW; i++) words[i] = ((const u32*)from)[i];
+  UNROLL_FOR (int i = 0; i < F::RAW; i++) words[i] = ((const u32*)from)[i];
   store_words<F>(p, words);
 }
 
 // Eight numbers in the output's type.
 template <class F> DEVICE void store_eight(u8* p, const float x[8]) {
-  if constexpr (F::DTYPE == FLOAT32) {
-    u32 words[8];
-#pragma unroll
-    for (int n = 0; n < 8; n++) words[n] = as_bits(x[n]);
-    store_words<F>(p, words);
-  } else {
-    u32 words[4];
-#pragma unroll
-    for (int n = 0; n < 4; n++)
-      words[n] = F::DTYPE == BFLOAT16 ? pack_bf16x2(x[2 * n], x[2 * n + 1]) : pack_f16x2(x[2 * n], x[2 * n + 1]);
-    store_words<F>(p, words);
+  u32 words[F::RAW];
+  UNROLL_FOR (int n = 0; n < F::RAW; n++) {
+    if constexpr (F::DTYPE == FLOAT32) words[n] = as_bits(x[n]);
+    else words[n] = F::DTYPE == BFLOAT16 ? pack_bf16x2(x[2 * n], x[2 * n + 1]) : pack_f16x2(x[2 * n], x[2 * n + 1]);
   }
+  store_words<F>(p, words);
 }
 
 template <class F, int CORE, bool UNROTATE, int RAW_DTYPE> struct Decoder {
@@ -65,19 +57,17 @@ template <class F, int CORE, bool UNROTATE, int RAW_DTYPE> struct Decoder {
         codes((u8*)numbers + NUMBER_BYTES) {
 #pragma unroll 1
     for (int i = thread_index(); i < LEVELS; i += threads) ((i32*)memory)[i] = side.levels[i];
-#pragma unroll
-    for (int i = 0; i < TURNS; i++) signs[i] = UNROTATE && has_eight<F::D>(i, lane) ? side.signs[32 * i + lane] : 0;
+    UNROLL_FOR (int i = 0; i < TURNS; i++)
+      signs[i] = UNROTATE && has_eight<F::D>(i, lane) ? side.signs[32 * i + lane] : 0;
     sync_threads();
   }
 
   // Rotated back by exact sums.
   DEVICE_MEMBER void unrotate(i32 (&x)[TURNS][8], int lane) {
     i32 own[OWN];
-#pragma unroll
-    for (int k = 0; k < OWN; k++) own[k] = levels[codes[code_index(dim_of_own<F::D>(lane, k))]];
+    UNROLL_FOR (int k = 0; k < OWN; k++) own[k] = levels[codes[code_index(dim_of_own<F::D>(lane, k))]];
     if constexpr (CORE == 1) add_apart<F::D>(own, lane);
-#pragma unroll
-    for (int k = 0; k < OWN; k++) numbers[number_index(dim_of_own<F::D>(lane, k))] = own[k];
+    UNROLL_FOR (int k = 0; k < OWN; k++) numbers[number_index(dim_of_own<F::D>(lane, k))] = own[k];
     sync_warp();
     if constexpr (CORE > 1) rotate_by_core<F::D, CORE>(numbers, (const u32*)(side.signs + F::D / 8), lane);
     take_eights<F::D>(numbers, x, lane);
@@ -89,13 +79,11 @@ template <class F, int CORE, bool UNROTATE, int RAW_DTYPE> struct Decoder {
     i32 sums[TURNS][8];
     if constexpr (UNROTATE) unrotate(sums, lane);
     const float scale = F::KIND == LLOYD ? mul_rn(units.scale(), side.unit) : F::KIND == FP8 ? units.scale() : 1.0f;
-#pragma unroll
-    for (int i = 0; i < TURNS; i++) {
+    UNROLL_FOR (int i = 0; i < TURNS; i++) {
       const int first = 8 * (32 * i + lane);
       if (!has_eight<F::D>(i, lane)) continue;
       float x[8];
-#pragma unroll
-      for (int n = 0; n < 8; n++) {
+      UNROLL_FOR (int n = 0; n < 8; n++) {
         if constexpr (F::KIND == RAW && F::BITS == 32) x[n] = ((const float*)codes)[first + n];
         else if constexpr (F::KIND == RAW) x[n] = load_number(codes, first + n, RAW_DTYPE);
         else {
@@ -114,8 +102,7 @@ template <class F, int CORE, bool UNROTATE, int RAW_DTYPE> struct Decoder {
 
   DEVICE_MEMBER void clear(u8* row, int lane) const {
     const float zeros[8] = {};
-#pragma unroll
-    for (int i = 0; i < TURNS; i++)
+    UNROLL_FOR (int i = 0; i < TURNS; i++)
       if (has_eight<F::D>(i, lane)) store_eight<F>(row + 8 * (32 * i + lane) * F::ELEMENT, zeros);
   }
 };

@@ -16,8 +16,7 @@ template <class F> struct Row {
   u32 raw[TURNS][F::RAW];
 
   DEVICE_MEMBER void load(const u8* row, int lane) {
-#pragma unroll
-    for (int i = 0; i < TURNS; i++)
+    UNROLL_FOR (int i = 0; i < TURNS; i++)
       if (has_eight<F::D>(i, lane)) load_eight<F>(row + (32 * i + lane) * 8 * F::ELEMENT, raw[i]);
   }
   DEVICE_MEMBER float number(int i, int n, int lane) const {
@@ -27,8 +26,7 @@ template <class F> struct Row {
 
 template <class F> DEVICE u32 largest_of(const float x[Row<F>::TURNS][8]) {
   u32 most = 0;
-#pragma unroll
-  for (int i = 0; i < 8 * Row<F>::TURNS; i++) most = larger_of(most, as_bits(x[i / 8][i % 8]) & 0x7FFFFFFFu);
+  UNROLL_FOR (int i = 0; i < 8 * Row<F>::TURNS; i++) most = larger_of(most, as_bits(x[i / 8][i % 8]) & 0x7FFFFFFFu);
   return warp_max(most);
 }
 
@@ -46,18 +44,13 @@ template <class F, int CORE> struct Encoder<F, CORE, FP8> {
 
   DEVICE_MEMBER Encoded encode(const Row<F>& row, int lane) {
     float x[Row<F>::TURNS][8];
-#pragma unroll
-    for (int i = 0; i < 8 * Row<F>::TURNS; i++) x[i / 8][i % 8] = row.number(i / 8, i % 8, lane);
+    UNROLL_FOR (int i = 0; i < 8 * Row<F>::TURNS; i++) x[i / 8][i % 8] = row.number(i / 8, i % 8, lane);
     const Fp8Scale scale(largest_of<F>(x));
-#pragma unroll
-    for (int i = 0; i < Row<F>::TURNS; i++) {
+    UNROLL_FOR (int i = 0; i < Row<F>::TURNS; i++) {
       u32 code[8];
-#pragma unroll
-      for (int n = 0; n < 8; n++) code[n] = fp8_code(x[i][n], scale.up);
+      UNROLL_FOR (int n = 0; n < 8; n++) code[n] = fp8_code(x[i][n], scale.up);
       u32* to = (u32*)(codes + code_index(8 * (32 * i + lane)));
-      if (has_eight<F::D>(i, lane))
-        to[0] = code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24,
-        to[1] = code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24;
+      if (has_eight<F::D>(i, lane)) to[0] = four_bytes(code), to[1] = four_bytes(code + 4);
     }
     sync_warp();
     return {scale.field, scale.field == INVALID_FIELD ? 0 : 0xFFFFFFFFu};
@@ -77,8 +70,7 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
       : side(side), tables(memory), numbers((i32*)(memory + VECTOR_TABLE_BYTES<F> + warp * VECTOR_BYTES<F>)),
         codes((u8*)numbers + VECTOR_NUMBER_BYTES<F>), core((const u32*)(side.fragments + F::D / 8)) {
     tables.fill(memory, side, thread_index(), threads);
-#pragma unroll
-    for (int i = 0; i < TURNS; i++) signs[i] = has_eight<F::D>(i, lane) ? side.fragments[32 * i + lane] : 0;
+    UNROLL_FOR (int i = 0; i < TURNS; i++) signs[i] = has_eight<F::D>(i, lane) ? side.fragments[32 * i + lane] : 0;
   }
   DEVICE_MEMBER void start() {
     cp_async_wait<0>();
@@ -91,16 +83,14 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
     put_eights<F::D>(numbers, x, lane);
     sync_warp();
     if constexpr (CORE > 1) rotate_by_core<F::D, CORE>(numbers, core, lane);
-#pragma unroll
-    for (int k = 0; k < OWN; k++) sums[k] = numbers[number_index(dim_of_own<F::D>(lane, k))];
+    UNROLL_FOR (int k = 0; k < OWN; k++) sums[k] = numbers[number_index(dim_of_own<F::D>(lane, k))];
     if constexpr (CORE == 1) add_apart<F::D>(sums, lane);
   }
 
   DEVICE_MEMBER Encoded encode(const Row<F>& row, int lane) {
     float x[TURNS][8];
     i32 fixed[TURNS][8], sums[OWN];
-#pragma unroll
-    for (int i = 0; i < 8 * TURNS; i++)
+    UNROLL_FOR (int i = 0; i < 8 * TURNS; i++)
       x[i / 8][i % 8] = signed_by(row.number(i / 8, i % 8, lane), signs[i / 8], i % 8);
     const u32 exponent = largest_of<F>(x) >> 23;
     TokenScalars s;
@@ -109,8 +99,7 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
     // A power of two that makes the largest an integer of FIXED_BITS.
     const float up = s.zero ? 0.0f : as_float((253 + FIXED_BITS - (s.bad ? 254 : exponent)) << 23);
     typename Choose<F::SHORT, u32, i64>::Type squares = 0;
-#pragma unroll
-    for (int i = 0; i < 8 * TURNS; i++) {
+    UNROLL_FOR (int i = 0; i < 8 * TURNS; i++) {
       const u32 bits = as_bits(fma_rn(x[i / 8][i % 8], up, 12582912.0f));
       const i32 integer = (i32)(bits - 0x4B400000u);
       fixed[i / 8][i % 8] = integer;
@@ -135,8 +124,7 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
     typename Choose<DOUBLED, u32, i64>::Type sum = 0;
     // Short integers' products are compared as they are: as numbers of cells, in units of the smallest float.
     const float cells = mul_rn(s.factor, power_of_two(64 + F::CELL_SHIFT - 149));
-#pragma unroll
-    for (int k = 0; k < OWN; k++) {
+    UNROLL_FOR (int k = 0; k < OWN; k++) {
       const float rotated = i32_to_f32_rn(sums[k]);
       u32 code;
       if constexpr (F::SHORT) code = tables.cells[ceil_product(rotated * power_of_two(-64), cells, F::CELL_ZERO)];

@@ -27,3 +27,23 @@ struct Place {
     return VALUES ? 4 * part + row / 2 : 4 * row + part;
   }
 };
+
+// Numbers of 8, 16 or 32 bits: a lane's words have eight of a slice, of which a token owns NUMBERS in a row.
+template <class F> struct WideLayout {
+  static constexpr int SLICES = F::D / 16, PARTS = F::VALUES ? 8 : 4, UNITS = SLICES * PARTS, COUNT = (UNITS + 31) / 32;
+  static constexpr int NUMBERS = F::VALUES ? 2 : 4, BYTES = NUMBERS * F::BITS / 8;
+  static constexpr int WORDS = BYTES < 4 ? 1 : BYTES / 4, PER_WORD = NUMBERS / WORDS;
+  static constexpr int WORDS_OF_SLICE = F::BITS / 4;
+
+  DEVICE_MEMBER static bool has(int unit) { return UNITS % 32 == 0 || unit < UNITS; }
+  // Where word w of a unit is in a tile.
+  DEVICE_MEMBER static int offset(const Place& place, int unit, int w) {
+    const int first = (4 * place.high + (F::VALUES ? 2 * (place.row & 1) : 0)) * F::BITS / 8;
+    const int lane = place.template lane_of<F::VALUES>(unit % PARTS);
+    return 4 * fragment_word(unit / PARTS * WORDS_OF_SLICE + first / 4 + w, lane, SLICES * WORDS_OF_SLICE) + first % 4;
+  }
+  DEVICE_MEMBER static int dim(int unit, int n) {
+    const int part = unit % PARTS;
+    return unit / PARTS * 16 + (F::VALUES ? part + 8 * n : 2 * part + (n & 1) + 8 * (n >> 1));
+  }
+};

@@ -13,8 +13,7 @@ template <int W, int SHIFT> DEVICE u32 nibble_pair(u32 first, u32 second) {
 template <int W, int SHIFT> DEVICE void store_plain(const u8* codes, int first, int bytes, u32 keep, u8* to, int lane) {
   for (int at = lane; at < bytes; at += 32) {
     u32 bits = 0;
-#pragma unroll
-    for (int n = 0; n < 8 / W; n++)
+    UNROLL_FOR (int n = 0; n < 8 / W; n++)
       bits |= ((u32)codes[code_index(first + at * (8 / W) + n)] >> SHIFT & ((1 << W) - 1)) << (W * n);
     to[at] = (u8)(bits & keep);
   }
@@ -26,13 +25,11 @@ template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, 
   constexpr int SHARE = 4 / W, SLICES = F::D / 16, WORDS = SLICES / SHARE, TAIL = SLICES % SHARE,
                 PARTS = F::VALUES ? 8 : 4;
   const Place place(position);
-#pragma unroll
-  for (int i = 0; i < (WORDS * PARTS + 31) / 32; i++) {
+  UNROLL_FOR (int i = 0; i < (WORDS * PARTS + 31) / 32; i++) {
     int unit = 32 * i + lane, part = unit % PARTS, word = unit / PARTS;
     if (WORDS * PARTS % 32 && word >= WORDS) break;
     u32 bits = 0;
-#pragma unroll
-    for (int j = 0; j < SHARE; j++) {
+    UNROLL_FOR (int j = 0; j < SHARE; j++) {
       int dim = 16 * (word * SHARE + j);
       if constexpr (F::VALUES) {
         bits |= nibble_pair<W, SHIFT>(codes[code_index(dim + part)], codes[code_index(dim + part + 8)]) << (W * j);
@@ -52,21 +49,18 @@ template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, 
     store_plain<W, SHIFT>(codes, 16 * WORDS * SHARE, BYTES, keep, base + 128 * WORDS + (position & 15) * BYTES, lane);
 }
 
-template <class F> DEVICE void store_code_bytes(const u8* codes, u32 keep, u8* base, int position, int lane) {
-  constexpr int SLICES = F::D / 16, PARTS = F::VALUES ? 8 : 4;
+// Codes of 8 bits, or numbers of 16 or 32 bits: number(dim) of each dimension.
+template <class F, class Number> DEVICE void store_wide(const Number& number, u32 keep, u8* tile, int position,
+    int lane) {
+  typedef WideLayout<F> Layout;
   const Place place(position);
-#pragma unroll
-  for (int i = 0; i < (SLICES * PARTS + 31) / 32; i++) {
-    int unit = 32 * i + lane, part = unit % PARTS, slice = unit / PARTS;
-    if (SLICES * PARTS % 32 && slice >= SLICES) break;
-    u8* at = base + fragment_word(2 * slice + place.high, place.template lane_of<F::VALUES>(part), 2 * SLICES) * 4;
-    if constexpr (F::VALUES) {
-      u32 bits = codes[code_index(16 * slice + part)] | (u32)codes[code_index(16 * slice + part + 8)] << 8;
-      *(u16*)(at + 2 * (place.row & 1)) = (u16)(bits & keep);
-    } else {
-      u32 bits = *(const u16*)(codes + code_index(16 * slice + 2 * part)) |
-          (u32) * (const u16*)(codes + code_index(16 * slice + 2 * part + 8)) << 16;
-      *(u32*)at = bits & keep;
+  UNROLL_FOR (int i = 0; i < Layout::COUNT; i++) {
+    if (!Layout::has(32 * i + lane)) break;
+    UNROLL_FOR (int w = 0; w < Layout::WORDS; w++) {
+      u32 word = 0;
+      UNROLL_FOR (int n = 0; n < Layout::PER_WORD; n++)
+        word |= number(Layout::dim(32 * i + lane, w * Layout::PER_WORD + n)) << (F::BITS * n);
+      store_bytes(tile + Layout::offset(place, 32 * i + lane, w), word & keep, Layout::BYTES < 4 ? 2 : 4);
     }
   }
 }
@@ -91,7 +85,8 @@ template <class F, int PAGE_TOKENS> DEVICE void store_vector(const u8* codes, En
       store_plain<1, 4 * F::FOUR + 2 * F::TWO>(codes, 0, F::D / 8, field.keep, row + ONE_AT<F> / 16, lane);
     return;
   }
-  if constexpr (F::BITS == 8) store_code_bytes<F>(codes, field.keep, tile, position, lane);
+  if constexpr (F::BITS == 8)
+    store_wide<F>([&](int dim) -> u32 { return codes[code_index(dim)]; }, field.keep, tile, position, lane);
   if constexpr (F::FOUR) store_nibbles<F, 4, 0>(codes, field.keep, tile, position, lane);
   if constexpr (F::TWO) store_nibbles<F, 2, 4 * F::FOUR>(codes, field.keep, tile + TWO_AT<F>, position, lane);
   if constexpr (F::ONE)
@@ -101,31 +96,13 @@ template <class F, int PAGE_TOKENS> DEVICE void store_vector(const u8* codes, En
 // Numbers as they are, of 16 or 32 bits.
 template <class F, int PAGE_TOKENS> DEVICE void store_raw(const u8* row, u8* pages, i64 page_stride, i64 slot,
     int lane) {
-  constexpr int SLICES = F::D / 16, PARTS = F::VALUES ? 8 : 4, NUMBERS = F::VALUES ? 2 : 4, PER_SLICE = F::BITS / 4,
-                WORDS = SLICES * PER_SLICE;
+  typedef typename Choose<F::BITS == 32, u32, u16>::Type Number;
+  const Number* numbers = (const Number*)row;
   int position = (int)((u32)slot % PAGE_TOKENS);
   u8* side = page_of<PAGE_TOKENS>(pages, page_stride, slot) + F::CODES;
-  if constexpr (ROW_STRIDE > 0) {
-    u8* to = side + position * ROW_STRIDE;
-    for (int d = lane; d < F::D; d += 32) {
-      if constexpr (F::BITS == 32) ((u32*)to)[d] = ((const u32*)row)[d];
-      else ((u16*)to)[d] = ((const u16*)row)[d];
-    }
-    return;
-  }
-  u8* tile = side + position / 16 * F::TILE_BYTES;
-  const Place place(position & 15);
-#pragma unroll
-  for (int i = 0; i < (SLICES * PARTS + 31) / 32; i++) {
-    int unit = 32 * i + lane, part = unit % PARTS, slice = unit / PARTS;
-    if (SLICES * PARTS % 32 && slice >= SLICES) break;
-    int first = 4 * place.high + (F::VALUES ? 2 * (place.row & 1) : 0), there = place.template lane_of<F::VALUES>(part);
-#pragma unroll
-    for (int n = 0; n < NUMBERS; n += 32 / F::BITS) {
-      auto dim = [&](int m) { return 16 * slice + (F::VALUES ? part + 8 * m : 2 * part + (m & 1) + 8 * (m >> 1)); };
-      u32 word = F::BITS == 32 ? ((const u32*)row)[dim(n)]
-                               : ((const u16*)row)[dim(n)] | (u32)((const u16*)row)[dim(n + 1)] << 16;
-      *(u32*)(tile + fragment_word(slice * PER_SLICE + (first + n) * F::BITS / 32, there, WORDS) * 4) = word;
-    }
-  }
+  if constexpr (ROW_STRIDE > 0)
+    for (int d = lane; d < F::D; d += 32) ((Number*)(side + position * ROW_STRIDE))[d] = numbers[d];
+  else
+    store_wide<F>([&](int dim) -> u32 { return numbers[dim]; }, 0xFFFFFFFFu, side + position / 16 * F::TILE_BYTES,
+        position, lane);
 }

@@ -1,0 +1,93 @@
+// The argument of the prefill kernels, and the items of the workspace.
+//
+// An item is a sequence and a KV head. Items of a pass are numbered in the order in which blocks attend them: head by
+// head, the last sequence first.
+#pragma once
+#include "common/codes.cuh"
+#include "prefill/tiles.cuh"
+
+enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
+
+struct PrefillArgs {
+  const void* query;
+  u8* keys;  // [slot, tile], from the first tile that a query of the sequence sees on
+  u8* values;
+  TileScale* tile_scales;
+  const i32* seq_lens;
+  const i32* cu_seqlens_q;
+  const float* sinks;  // of heads, or of queries and heads for centred keys; or null
+  const float* score_shift;  // SCORE_SHIFT: of queries and heads
+  void* out;
+  float* lse;  // or null
+  float* state;  // HANDS_ON, between passes: [PLACES / 2 + 4, blocks, 2 ROWS]
+  i64 query_stride, query_head_stride, out_stride, out_head_stride;
+  i64 sink_stride;  // from query to query: 0, or heads
+  float scale;  // of scores, times log2(e)
+  float softcap;  // times log2(e)
+  float key_norm, value_norm;
+  u32 key_sign_bits[8], value_sign_bits[8];
+  i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
+  i32 query_blocks, section;  // of the grid: blocks of queries, and KV heads that are attended at the same time
+  i32 first_tile, tiles;  // of this pass, likewise
+  i32 first_rank, ranks;  // of this pass: sequences, of those that are prefilled
+  i32 first_pass, last_pass;  // HANDS_ON
+  i32 first_query, end_query;  // of each sequence, that this launch attends
+  i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
+  i32 slots;  // items that the workspace has room for
+  // To unpack:
+  const u8* pages;
+  const i32* block_table;
+  const float* key_levels;  // by code
+  const float* value_levels;
+  i64 page_stride, page_head_stride, table_stride;
+  Table key_table, value_table;  // twice the magnitudes of levels of up to 4 bits; EIGHT_BIT: see unpack_bytes.cuh
+  float value_factor;  // EIGHT_BIT: what levels of values were multiplied by
+  const u16* key_signs;  // bf16 [D, D], the rotation's entries +-1
+  const u16* value_signs;
+  // AHEAD:
+  i32* unpacked;  // groups of 16 tokens of each item
+  i32* attended;  // blocks that have attended each item
+  i32 lead;  // items that are unpacked before the first block
+};
+
+// The work of a block.
+struct Work {
+  PrefillSequence s;
+  int sequence, head, first;  // query
+  int tile, count;  // the last tile and how many there are
+  int origin;  // the first tile that a query of the sequence sees
+  int clear_begin, clear_end;  // tokens that all queries see
+  int present;  // sequences of this pass
+};
+
+// How many of the sequences that are prefilled are of this pass.
+DEVICE int present_of(const PrefillArgs& args, int lane) {
+  return min_i32(args.ranks,
+      prefilled_before(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, lane) - args.first_rank);
+}
+
+DEVICE int origin_of(const PrefillArgs& args, const PrefillSequence& s) {
+  return WINDOW ? first_seen_tile(s, args.sliding_window) : 0;
+}
+
+DEVICE int item_of(const Work& w) { return w.head * w.present + w.present - 1 - w.s.rank; }
+
+// Where the workspace would have tile 0 of an item.
+DEVICE i64 tiles_of(const PrefillArgs& args, const Work& w) {
+  return (i64)(item_of(w) % args.slots) * args.tiles - w.origin - args.first_tile;
+}
+
+// The sequence and the head of an item that there is.
+DEVICE Work find_item(const PrefillArgs& args, int item, int present, int lane) {
+  Work w;
+  w.head = item / present, w.present = present;
+  const int rank = present - 1 - item % present;
+  w.sequence =
+      sequence_of_rank(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, args.first_rank + rank, lane);
+  w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, w.sequence);
+  w.s.rank = rank;
+  w.origin = origin_of(args, w.s);
+  return w;
+}
+
+DEVICE int end_tile_of(const Work& w) { return (w.s.length + STEP - 1) / STEP; }
