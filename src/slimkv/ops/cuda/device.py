@@ -102,6 +102,6 @@ def device_of(device: torch.device) -> Device:
     return held_to(record, name, capability) if name else record
 
 
-def multiprocessors_of(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 2 for a CPU, where tests run the kernels."""
     return device_of(device).multiprocessors

@@ -26,7 +26,7 @@ from slimkv.ops.attention.api import (
 from slimkv.ops.attention.triton.decode import attend_kernel, merge_kernel
 from slimkv.ops.attention.triton.prefill import prefill_kernel, range_kernel, unpack_kernel
 from slimkv.ops.cuda.constants import LOG2E
-from slimkv.ops.cuda.device import multiprocessors_of
+from slimkv.ops.cuda.device import multiprocessors
 from slimkv.ops.triton.side import PLAIN_ROWS, side_of
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
@@ -86,7 +86,7 @@ def launch_shape(layout: PageLayout, group: int, max_query_len: int) -> Shape:
 def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
     """How many parts to cut the keys into so that the programs fill the device in one wave, or in two."""
     steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
-    slots = multiprocessors_of(device) * shape.resident
+    slots = multiprocessors(device) * shape.resident
     wanted = slots // max(1, programs) or 2 * slots // max(1, programs)
     return max(1, min(wanted, steps, _MAX_SPLITS))
 

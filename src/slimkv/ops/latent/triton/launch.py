@@ -11,7 +11,7 @@ from torch import Tensor
 from slimkv.ops.attention.api import MIN_TRITON_HEAD_DIM
 from slimkv.ops.attention.triton.launch import merge_parts, part_views
 from slimkv.ops.cuda.constants import LOG2E
-from slimkv.ops.cuda.device import multiprocessors_of
+from slimkv.ops.cuda.device import multiprocessors
 from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.triton.decode import attend_latent_kernel
 from slimkv.ops.triton.side import PLAIN_ROWS, side_of
@@ -54,7 +54,7 @@ def launch_shape(layout: PageLayout, rows: int) -> Shape:
 def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
     """How many parts to cut the tokens into so that the programs fill the device, two on a multiprocessor."""
     steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
-    wanted = max(1, 2 * multiprocessors_of(device) // max(1, programs))
+    wanted = max(1, 2 * multiprocessors(device) // max(1, programs))
     return min(wanted, steps, _MAX_SPLITS)
 
 
