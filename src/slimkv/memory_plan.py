@@ -23,21 +23,9 @@ DEFAULT_LATENT_FORMATS = ("raw", "c8r8", "c6r8", "c4", "c4r8")
 USEFUL_MATCH = 1024  # tokens; prompts seldom share larger blocks
 _BLOCK_ALIGNMENT, _STOCK_ALIGNMENT = 64, 16  # tokens by which vLLM rounds a hybrid model's blocks: slimkv's, its own
 _KIND_OF_TYPE = {
-    "full_attention": FULL,
-    "attention": FULL,
-    "full": FULL,
-    "global": FULL,
-    "sliding_attention": SLIDING,
-    "sliding": SLIDING,
-    "local": SLIDING,
-    "chunked_attention": SLIDING,
-    "linear_attention": NO_KV,
-    "mamba": NO_KV,
-    "mamba2": NO_KV,
-    "recurrent": NO_KV,
-    "conv": NO_KV,
-    "mlp": NO_KV,
-    "moe": NO_KV,
+    **dict.fromkeys(("full_attention", "attention", "full", "global"), FULL),
+    **dict.fromkeys(("sliding_attention", "sliding", "local", "chunked_attention"), SLIDING),
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent", "conv", "mlp", "moe"), NO_KV),
 }
 
 

@@ -54,12 +54,8 @@ def _numbers(config: Mapping[str, Any]) -> tuple[int, int] | None:
         return next((int(config[name]) for name in names if config.get(name)), None)
 
     if keys := get("linear_num_key_heads"):  # gated delta net
-        key_dim, value_dim, values = (
-            get("linear_key_head_dim"),
-            get("linear_value_head_dim"),
-            get("linear_num_value_heads"),
-        )
-        kernel = get("linear_conv_kernel_dim")
+        key_dim, value_dim = get("linear_key_head_dim"), get("linear_value_head_dim")
+        values, kernel = get("linear_num_value_heads"), get("linear_conv_kernel_dim")
         if not (key_dim and value_dim and values and kernel):
             return None
         return (kernel - 1) * (2 * keys * key_dim + values * value_dim), values * value_dim * key_dim

@@ -105,12 +105,16 @@ class CodecSpec:
         sides only.
         """
         key, value = parse_format(format)
-        if key_policy is not None and key.kind == Kind.LLOYD:
-            key = replace(key, policy=parse_policy(key_policy))
-        if value_policy is not None and value.kind == Kind.LLOYD:
-            value = replace(value, policy=parse_policy(value_policy))
-        name = format.strip().lower()
-        return cls(key, value, head_dim, head_dim if value_dim is None else value_dim, seed, name)
+        name, value_dim = format.strip().lower(), head_dim if value_dim is None else value_dim
+        return cls(key, value, head_dim, value_dim, seed, name).with_policies(key_policy, value_policy)
+
+    def with_policies(self, key: ScalePolicy | str | None, value: ScalePolicy | str | None) -> CodecSpec:
+        """The same spec with these scale policies of Lloyd-Max sides; None keeps a side's own."""
+
+        def side(fmt: TensorFormat, policy: ScalePolicy | str | None) -> TensorFormat:
+            return fmt if policy is None or fmt.kind != Kind.LLOYD else replace(fmt, policy=parse_policy(policy))
+
+        return replace(self, key=side(self.key, key), value=side(self.value, value))
 
     @property
     def format(self) -> str:
@@ -203,11 +207,7 @@ def parse_spec(
     if not is_latent_format(format):
         return CodecSpec.parse(format, key_dim, value_dim, key_policy=key_policy, value_policy=value_policy, seed=seed)
     spec = LatentSpec.parse(format, key_dim, key_dim if value_dim is None else value_dim, seed=seed)
-    if key_policy is not None and spec.key.kind == Kind.LLOYD:
-        spec = replace(spec, key=replace(spec.key, policy=parse_policy(key_policy)))
-    if value_policy is not None and spec.value.kind == Kind.LLOYD:
-        spec = replace(spec, value=replace(spec.value, policy=parse_policy(value_policy)))
-    return spec
+    return spec.with_policies(key_policy, value_policy)
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,8 @@ def fake_quantize(
     batch, heads, tokens, dim = key.shape
     if key_offset is not None and (key_offset.shape != (heads, dim) or not key_offset.is_floating_point()):
         raise InputError(f"key_offset must be float [{heads}, {dim}] for these keys, not {describe(key_offset)}")
-    for name, number, least in (
-        ("layer", layer, 0),
-        ("num_layers", num_layers, 1),
-        ("first_position", first_position, 0),
-    ):
+    bounds = (("layer", layer, 0), ("num_layers", num_layers, 1), ("first_position", first_position, 0))
+    for name, number, least in bounds:
         if number < least:
             raise InputError(f"{name} must be {least} or more, not {number}")
     format = format_of_kind(settings.format_of(layer, num_layers), latent=False)

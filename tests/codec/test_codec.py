@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from page_blocks import pack_block, unpack_block
 from slimkv import Codec, CodecSpec, PageLayout
 from slimkv.codec import pack
 from slimkv.errors import InputError
@@ -61,9 +62,10 @@ def test_blocks_of_pages_decode_to_the_same_vectors():
     layout = PageLayout(codec.spec, 32)
     generator = torch.Generator().manual_seed(2)
     k, v = torch.randn(4, 32, 80, generator=generator), torch.randn(4, 32, 64, generator=generator)
-    pages = pack.pack_block(layout, codec.encode_key(k), codec.encode_value(v))
-    assert torch.equal(codec.decode_key(pack.unpack_keys(layout, pages)), codec.decode_key(codec.encode_key(k)))
-    assert torch.equal(codec.decode_value(pack.unpack_values(layout, pages)), codec.decode_value(codec.encode_value(v)))
+    pages = pack_block(layout, codec.encode_key(k), codec.encode_value(v))
+    key, value = unpack_block(layout, pages)
+    assert torch.equal(codec.decode_key(key), codec.decode_key(codec.encode_key(k)))
+    assert torch.equal(codec.decode_value(value), codec.decode_value(codec.encode_value(v)))
 
 
 def test_compression_ratio_is_the_pages():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from page_blocks import pack_block
 from slimkv import Codec, CodecSpec, Encoded, PageLayout
 from slimkv.codec import pack
 from slimkv.codec.codebook import codebook
@@ -86,7 +87,7 @@ def layout_entries() -> dict[str, str]:
             for block in BLOCKS:
                 layout = PageLayout(CodecSpec.parse(format, key_dim, value_dim), block)
                 tokens = block - block // 4
-                page = pack.pack_block(layout, arbitrary(layout.key, tokens, 0), arbitrary(layout.value, tokens, 11))
+                page = pack_block(layout, arbitrary(layout.key, tokens, 0), arbitrary(layout.value, tokens, 11))
                 out[f"{format} {key_dim}/{value_dim} x{block}"] = f"{layout.page_bytes} {digest(page)}"
     return out
 
@@ -129,7 +130,7 @@ def table_entries() -> dict[str, str]:
 
 def everything() -> dict:
     small = PageLayout(CodecSpec.parse("k3v2", 16), 16)
-    page = pack.pack_block(small, arbitrary(small.key, 16, 0), arbitrary(small.value, 16, 11))
+    page = pack_block(small, arbitrary(small.key, 16, 0), arbitrary(small.value, 16, 11))
     return {
         "layout_version": LAYOUT_VERSION,
         "page": {"k3v2 16 x16": page.numpy().tobytes().hex()},
@@ -158,7 +159,7 @@ def test_the_golden_file_notices_a_moved_byte():
     golden = json.loads(FILE.read_text(encoding="utf-8"))
     layout = PageLayout(CodecSpec.parse("k4v4", 64), 16)
     tables = pack.page_tables(layout, torch.device("cpu"))
-    page = pack.pack_block(layout, arbitrary(layout.key, 12, 0), arbitrary(layout.value, 12, 11))
+    page = pack_block(layout, arbitrary(layout.key, 12, 0), arbitrary(layout.value, 12, 11))
     name = "k4v4 64/64 x16"
     assert golden["layouts"][name] == f"{layout.page_bytes} {digest(page)}"
     first, second = tables.byte_offsets[0, :2].tolist()

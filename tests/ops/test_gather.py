@@ -116,8 +116,8 @@ def test_nothing(device):
     [
         ({"slots": torch.zeros(3)}, "slots must be int32 or int64"),
         ({"pages": torch.zeros(2, 2, 100, dtype=torch.uint8)}, "pages must be uint8"),
-        ({"out": (torch.zeros(3, 2, 64), torch.zeros(3, 2, 80))}, r"out value must be float \[3, 2, 64\]"),
-        ({"out": (torch.zeros(3, 2, 64, dtype=torch.int32), torch.zeros(3, 2, 64))}, "out key must be float"),
+        ({"out": (torch.zeros(3, 2, 64), torch.zeros(3, 2, 80))}, r"out value must be \[3, 2, 64\]"),
+        ({"out": (torch.zeros(3, 2, 64, dtype=torch.int32), torch.zeros(3, 2, 64))}, "out key dtype torch.int32"),
     ],
 )
 def test_wrong_arguments_are_named(changes, message):

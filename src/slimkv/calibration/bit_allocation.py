@@ -151,20 +151,14 @@ def solve_widths(calibration: Calibration, budget: float) -> Solution:
         bits[layer, side] += 1
         if (found := offer(layer, side)) is not None:
             heapq.heappush(heap, found)
-    choices = tuple(
-        LayerChoice(
-            layer,
-            bits[layer, "key"],
-            bits[layer, "value"],
-            format_of(bits[layer, "key"], bits[layer, "value"]),
-            costs[layer, "key", bits[layer, "key"]],
-            costs[layer, "value", bits[layer, "value"]],
-        )
-        for layer in layers
-    )
+    choices = []
+    for layer in layers:
+        key, value = bits[layer, "key"], bits[layer, "value"]
+        believed = costs[layer, "key", key], costs[layer, "value", value]
+        choices.append(LayerChoice(layer, key, value, format_of(key, value), *believed))
     uniform = [w for w in WIDTHS if sum(layer_bytes(x, format_of(w, w)) for x in calibration.layers.values()) <= budget]
     return Solution(
-        choices,
+        tuple(choices),
         8 * spent / _numbers(calibration),
         spent,
         sum(c.key_cost + c.value_cost for c in choices),

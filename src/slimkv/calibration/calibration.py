@@ -23,9 +23,9 @@ from slimkv.errors import CorruptDataError, InputError
 from slimkv.spec import DEFAULT_SEED, Kind, parse_format
 
 _MOMENT, _SCALE = "query_moment", "query_scale"
-_WEIGHTS = ("key_weight", "value_weight")
 _PLANES, _FREQUENCIES = "rotary_planes", "rotary_frequencies"
-_KEYS = ("key_mean", "first_key")
+# Optional tensors of a layer, named as the fields of ``LayerStatistics``, and how many axes each has.
+_OPTIONAL = {"key_weight": 1, "value_weight": 1, "key_mean": 2, "first_key": 2}
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,15 @@ class Calibration:
         for number, statistics in sorted(self.layers.items()):
             packed, scale = pack_moments(statistics.query_moment)
             tensors[f"{_MOMENT}.{number}"], tensors[f"{_SCALE}.{number}"] = packed, scale
-            for name, mean in zip(_KEYS, (statistics.key_mean, statistics.first_key), strict=True):
-                if mean is not None:
-                    tensors[f"{name}.{number}"] = mean.float().cpu().contiguous()
+            for name in _OPTIONAL:
+                if (tensor := getattr(statistics, name)) is not None:
+                    tensors[f"{name}.{number}"] = tensor.float().cpu().contiguous()
             if statistics.rotary.turns:
                 tensors[f"{_PLANES}.{number}"] = statistics.rotary.planes.to(torch.int16).contiguous()
                 tensors[f"{_FREQUENCIES}.{number}"] = statistics.rotary.frequencies.double().contiguous()
-            for name, weight in zip(_WEIGHTS, (statistics.key_weight, statistics.value_weight), strict=True):
-                if weight is not None:
-                    tensors[f"{name}.{number}"] = weight.float().cpu()
-            sizes = statistics.num_kv_heads, statistics.key_dim, statistics.value_dim, statistics.sliding_window
-            layers[str(number)] = sizes
+            layers[str(number)] = (
+                statistics.num_kv_heads, statistics.key_dim, statistics.value_dim, statistics.sliding_window,
+            )  # fmt: skip
         about = {
             "model": self.identity.to_fields(),
             "config_hash": self.identity.hash,
@@ -224,15 +222,10 @@ def _read_layer(where: str, number: str, sizes: list[Any], tensors: dict[str, Te
         if not fits or not bool(frequencies.isfinite().all()):
             raise CorruptDataError(f"{where} has rotary planes that do not fit keys of {key_dim} dimensions")
         rotary = Rotary(planes, frequencies)
-    weights = [tensors[f"{name}.{number}"].double() if f"{name}.{number}" in tensors else None for name in _WEIGHTS]
-    for weight in weights:
-        if weight is not None and (weight.shape != (heads,) or not bool(weight.isfinite().all())):
-            raise CorruptDataError(
-                f"{where} has weights {list(weight.shape)}, not one number for each of {heads} heads"
-            )
-    means = [tensors[f"{name}.{number}"].double() if f"{name}.{number}" in tensors else None for name in _KEYS]
-    for name, mean in zip(_KEYS, means, strict=True):
-        if mean is not None and (mean.shape != (heads, key_dim) or not bool(mean.isfinite().all())):
-            raise CorruptDataError(f"{where} has a {name} {list(mean.shape)}, not finite [{heads}, {key_dim}]")
-    key_weight, value_weight = weights
-    return LayerStatistics(moment, value_dim, key_weight, value_weight, rotary, window, *means)
+    optional = {name: tensors.get(f"{name}.{number}") for name in _OPTIONAL}
+    for name, tensor in optional.items():
+        wanted = (heads, key_dim)[: _OPTIONAL[name]]
+        if tensor is not None and (tensor.shape != wanted or not bool(tensor.isfinite().all())):
+            raise CorruptDataError(f"{where} has a {name} {list(tensor.shape)}, not finite {list(wanted)}")
+    doubled = {name: None if tensor is None else tensor.double() for name, tensor in optional.items()}
+    return LayerStatistics(moment, value_dim, rotary=rotary, sliding_window=window, **doubled)

@@ -15,16 +15,9 @@ from slimkv.errors import InputError
 
 # The fields besides the weights that determine queries, under the names of transformers and the engines.
 _FIELDS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "sliding_window",
-)
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "sliding_window",
+)  # fmt: skip
 _NESTED = ("text_config", "llm_config", "language_config")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _PIECES, _PIECE_BYTES = 64, 1 << 14

@@ -105,13 +105,7 @@ class Codec:
     # -- encode: vectors to codes ------------------------------------------------------------------------------------
 
     @typed
-    def encode_key(
-        self,
-        x: Tensor,
-        *,
-        query_aware: Tensor | None = None,
-        mark_invalid: bool = False,
-    ) -> Encoded:
+    def encode_key(self, x: Tensor, *, query_aware: Tensor | None = None, mark_invalid: bool = False) -> Encoded:
         """[..., key_dim] -> ``Encoded``.
 
         ``query_aware``: from ``slimkv.codec.query_aware.query_aware_matrix``, int8 broadcastable to
@@ -121,29 +115,22 @@ class Codec:
         Raises ``InputError`` on NaN, Inf or a norm no scale can hold, naming the vector; with ``mark_invalid`` such
         vectors are marked the way kernels mark them instead.
         """
-        return self._encode(x, self.spec.key, self.spec.key_dim, self.key_tables, "key", mark_invalid, query_aware)
+        if query_aware is not None:
+            self._check_query_aware(query_aware, x)
+        return self._encode(x, self.spec.key, self.key_tables, "key", mark_invalid, query_aware)
 
     @typed
     def encode_value(self, x: Tensor, *, mark_invalid: bool = False) -> Encoded:
         """[..., value_dim] -> ``Encoded``; see ``encode_key``."""
-        return self._encode(x, self.spec.value, self.spec.value_dim, self.value_tables, "value", mark_invalid)
+        return self._encode(x, self.spec.value, self.value_tables, "value", mark_invalid)
 
     def _encode(
-        self,
-        x: Tensor,
-        fmt: TensorFormat,
-        dim: int,
-        tables: SideTables,
-        name: str,
-        mark: bool,
-        query_aware: Tensor | None = None,
+        self, x: Tensor, fmt: TensorFormat, tables: SideTables, name: str, mark: bool, query_aware: Tensor | None = None
     ) -> Encoded:
-        self._check(x, dim, name)
-        if query_aware is not None:
-            self._check_query_aware(query_aware, fmt, x)
+        self._check(x, len(tables.hadamard), name)
         if fmt.kind == Kind.RAW:
             return quantize.encode_raw(x, fmt)
-        short = quantize.becomes_short(fmt, x.dtype, dim)
+        short = quantize.becomes_short(fmt, x.dtype, x.shape[-1])
         x = x.float().contiguous()
         if fmt.kind == Kind.LLOYD:
             encoded = quantize.encode_lloyd(x, fmt, tables, query_aware, short)
@@ -162,15 +149,16 @@ class Codec:
             )
         return encoded
 
-    def _check_query_aware(self, query_aware: Tensor, fmt: TensorFormat, x: Tensor) -> None:
-        if fmt.kind != Kind.LLOYD:
-            raise InputError(f"query-aware rounding is for lloyd keys; these are {fmt.name}")
-        dim = x.shape[-1]
-        wanted = (*x.shape[:-1], dim, dim)
-        fits = len(query_aware.shape) <= len(wanted) and all(
-            have in (1, want) for have, want in zip(query_aware.shape[::-1], wanted[::-1], strict=False)
-        )
-        if not fits or query_aware.shape[-2:] != (dim, dim) or query_aware.dtype != torch.int8:
+    def _check_query_aware(self, query_aware: Tensor, x: Tensor) -> None:
+        if self.spec.key.kind != Kind.LLOYD:
+            raise InputError(f"query-aware rounding is for lloyd keys; these are {self.spec.key.name}")
+        self._check(x, self.spec.key_dim, "key")
+        wanted = torch.Size((*x.shape, x.shape[-1]))
+        try:
+            fits = query_aware.shape[-2:] == wanted[-2:] and torch.broadcast_shapes(query_aware.shape, wanted) == wanted
+        except RuntimeError:
+            fits = False
+        if not fits or query_aware.dtype != torch.int8:
             raise InputError(
                 f"query_aware must be int8 and broadcast to {list(wanted)}, not {query_aware.dtype} "
                 f"{list(query_aware.shape)}"

@@ -6,9 +6,9 @@ code bytes, fields), and storing a token is writing its row through ``byte_offse
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, reduce
 
 import numpy as np
 import torch
@@ -29,6 +29,10 @@ class Piece:
     shift: Tensor  # uint8 [dim]: where in that byte
     position: Tensor  # int64 [block_size, dim]: which byte of the page
 
+    def take(self, page_bytes: Tensor) -> Tensor:
+        """The bits in the bytes at ``position``, uint8 [..., dim]."""
+        return (page_bytes >> self.shift) & ((1 << self.width) - 1)
+
 
 @dataclass(frozen=True)
 class PageTables:
@@ -44,53 +48,33 @@ class PageTables:
     value_field_bytes: slice
 
 
-class _HostPiece(NamedTuple):
-    width: int
-    low_bit: int
-    row_byte: np.ndarray
-    shift: np.ndarray
-    position: np.ndarray
+def _tensor(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
 
 
-def _side_pieces(side: SideLayout, row_start: int) -> tuple[list[_HostPiece], np.ndarray]:
+def _side_pieces(side: SideLayout, row_start: int, device: torch.device) -> tuple[tuple[Piece, ...], np.ndarray]:
     """Pieces of a side and the page offsets [block_size, bytes] of its row bytes."""
     tiles = np.arange(side.block_size) // side.tile_tokens
     base = side.codes_offset + tiles * side.tile_stride
     pieces, offsets = [], []
     for plane in side.planes:
         bits = np.tile(side.bit_positions(plane), (side.block_size // side.tile_tokens, 1))
+        shift = _tensor(bits[0] % 8, device, torch.uint8)
         for part in range(max(1, plane.bits // 8)):
             position = base[:, None] + bits // 8 + part
-            bytes_of_token, first_dim, row_byte = np.unique(position[0], return_index=True, return_inverse=True)
-            low_bit = plane.low_bit + 8 * part
-            pieces.append(_HostPiece(min(plane.bits, 8), low_bit, row_start + row_byte, bits[0] % 8, position))
+            bytes_of_token, first_dim, byte = np.unique(position[0], return_index=True, return_inverse=True)
+            row_byte, width, low_bit = _tensor(row_start + byte, device), min(plane.bits, 8), plane.low_bit + 8 * part
+            pieces.append(Piece(width, low_bit, row_byte, shift, _tensor(position, device)))
             offsets.append(position[:, first_dim])
             row_start += len(bytes_of_token)
-    return pieces, np.concatenate(offsets, 1)
-
-
-def _tensor(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
-
-
-def _to_device(pieces: list[_HostPiece], device: torch.device) -> tuple[Piece, ...]:
-    return tuple(
-        Piece(
-            p.width,
-            p.low_bit,
-            _tensor(p.row_byte, device),
-            _tensor(p.shift, device, torch.uint8),
-            _tensor(p.position, device),
-        )
-        for p in pieces
-    )
+    return tuple(pieces), np.concatenate(offsets, 1)
 
 
 @lru_cache(maxsize=256)
 def page_tables(layout: PageLayout, device: torch.device) -> PageTables:
     """The tables of ``layout`` on ``device``; built once."""
-    key, key_offsets = _side_pieces(layout.key, 0)
-    value, value_offsets = _side_pieces(layout.value, key_offsets.shape[1])
+    key, key_offsets = _side_pieces(layout.key, 0, device)
+    value, value_offsets = _side_pieces(layout.value, key_offsets.shape[1], device)
     tokens = np.arange(layout.block_size)[:, None]
 
     def fields(side: SideLayout) -> np.ndarray:
@@ -108,8 +92,8 @@ def page_tables(layout: PageLayout, device: torch.device) -> PageTables:
     return PageTables(
         row_bytes=offsets.shape[1],
         byte_offsets=_tensor(offsets, device),
-        key=_to_device(key, device),
-        value=_to_device(value, device),
+        key=key,
+        value=value,
         key_fields=_tensor(fields(layout.key), device),
         value_fields=_tensor(fields(layout.value), device),
         key_field_bytes=slice(codes_end, key_end),
@@ -161,66 +145,27 @@ def unpack_vectors(side: SideLayout, rows: Tensor) -> Encoded:
             f"packed {side.format.name} vectors are uint8 rows of {width} bytes, not {rows.dtype} of "
             f"{rows.shape[-1] if rows.ndim else 1}"
         )
-    fields_start = width - FIELD_BYTES * side.format.field_count
-    first_bytes = torch.arange(fields_start, width, FIELD_BYTES, device=rows.device)
-    return Encoded(_take_codes(rows, side, pieces).squeeze(-2), _take_fields(rows, first_bytes))
+    codes = _joined(((p, rows[..., p.row_byte]) for p in pieces), wide=side.format.bits > 8)
+    fields = rows[..., width - FIELD_BYTES * side.format.field_count :]
+    return Encoded(codes, _field(fields[..., ::FIELD_BYTES], fields[..., 1::FIELD_BYTES]))
 
 
 @lru_cache(maxsize=256)
 def _vector_pieces(side: SideLayout, device: torch.device) -> tuple[tuple[Piece, ...], int]:
     alone = replace(side, block_size=1, codes_offset=0, row_stride=0)
-    pieces, _ = _side_pieces(alone, 0)
-    pieces = [p._replace(row_byte=p.position[0]) for p in pieces]  # a page of one token is its row
-    return _to_device(pieces, device), alone.codes_bytes + FIELD_BYTES * side.format.field_count
+    pieces = (replace(p, row_byte=p.position[0]) for p in _side_pieces(alone, 0, device)[0])  # a page is a row
+    return tuple(pieces), alone.codes_bytes + FIELD_BYTES * side.format.field_count
 
 
-def pack_block(layout: PageLayout, key: Encoded, value: Encoded) -> Tensor:
-    """Encoded K and V of the first n <= block_size tokens of blocks -> pages.
-
-    [..., n, dim] -> uint8 [..., page_bytes]. Bytes of absent tokens and of the alignment are zero.
-    """
-    rows = pack_rows(layout, key, value)
-    tokens = rows.shape[-2]
-    if tokens > layout.block_size:
-        raise InputError(f"{tokens} tokens do not fit a block of {layout.block_size}")
-    offsets = page_tables(layout, rows.device).byte_offsets[:tokens]
-    page = rows.new_zeros(*rows.shape[:-2], layout.page_bytes)
-    page[..., offsets.reshape(-1)] = rows.flatten(-2)
-    return page
-
-
-def _join_pieces(taken: list[tuple[Piece, Tensor]], wide: bool) -> Tensor:
+def _joined(taken: Iterable[tuple[Piece, Tensor]], wide: bool) -> Tensor:
     """Bytes [..., dim] per piece -> codes: uint8, or int32 for codes of more than 8 bits."""
-    codes = None
-    for piece, byte in taken:
-        bits = (byte >> piece.shift) & ((1 << piece.width) - 1)
-        bits = bits.to(torch.int32) << piece.low_bit if wide else bits << piece.low_bit
-        codes = bits if codes is None else codes | bits
-    assert codes is not None
-    return codes
+    dtype = torch.int32 if wide else torch.uint8
+    return reduce(torch.bitwise_or, (piece.take(byte).to(dtype) << piece.low_bit for piece, byte in taken))
 
 
-def _take_codes(pages: Tensor, side: SideLayout, pieces: tuple[Piece, ...]) -> Tensor:
-    taken = [(p, pages[..., p.position.reshape(-1)].unflatten(-1, p.position.shape)) for p in pieces]
-    return _join_pieces(taken, wide=side.format.bits > 8)
-
-
-def _take_fields(pages: Tensor, positions: Tensor) -> Tensor:
-    flat = positions.reshape(-1)
-    low, high = pages[..., flat].to(torch.int32), pages[..., flat + 1].to(torch.int32)
-    return (low | high << 8).unflatten(-1, positions.shape)
-
-
-def unpack_keys(layout: PageLayout, pages: Tensor) -> Encoded:
-    """Pages uint8 [..., page_bytes] -> encoded keys [..., block_size, key_dim]."""
-    tables = page_tables(layout, pages.device)
-    return Encoded(_take_codes(pages, layout.key, tables.key), _take_fields(pages, tables.key_fields))
-
-
-def unpack_values(layout: PageLayout, pages: Tensor) -> Encoded:
-    """Pages uint8 [..., page_bytes] -> encoded values [..., block_size, value_dim]."""
-    tables = page_tables(layout, pages.device)
-    return Encoded(_take_codes(pages, layout.value, tables.value), _take_fields(pages, tables.value_fields))
+def _field(low: Tensor, high: Tensor) -> Tensor:
+    """Two bytes of each 16-bit field -> int32."""
+    return low.to(torch.int32) | high.to(torch.int32) << 8
 
 
 def take_tokens(layout: PageLayout, pages: Tensor, slots: Tensor) -> tuple[Encoded, Encoded]:
@@ -236,7 +181,7 @@ def take_tokens(layout: PageLayout, pages: Tensor, slots: Tensor) -> tuple[Encod
         return pages[block[:, None, None], heads, offsets[position][:, None, :]]
 
     def side(fmt: SideLayout, pieces: tuple[Piece, ...], fields: Tensor) -> Encoded:
-        codes = _join_pieces([(p, take(p.position)) for p in pieces], wide=fmt.format.bits > 8)
-        return Encoded(codes, take(fields).to(torch.int32) | take(fields + 1).to(torch.int32) << 8)
+        codes = _joined(((p, take(p.position)) for p in pieces), wide=fmt.format.bits > 8)
+        return Encoded(codes, _field(take(fields), take(fields + 1)))
 
     return side(layout.key, tables.key, tables.key_fields), side(layout.value, tables.value, tables.value_fields)

@@ -5,11 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slimkv.arguments import describe
 from slimkv.errors import InputError
 from slimkv.spec import PageLayout
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
+
+
+def check_vectors(name: str, x: Tensor, axes: tuple[int | str, ...], device: torch.device) -> None:
+    """Raises unless x is a float tensor with these axes (a word is any size) on ``device``, the last one contiguous."""
+    fits = len(x.shape) == len(axes)
+    if not fits or any(isinstance(axis, int) and x.shape[i] != axis for i, axis in enumerate(axes)):
+        raise InputError(f"{name} must be [{', '.join(map(str, axes))}] for these pages, not {list(x.shape)}")
+    if x.dtype not in FLOATS:
+        raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
+    if x.stride(-1) != 1:
+        raise InputError(f"{name} must be contiguous in its last axis (stride {x.stride(-1)})")
+    if x.device != device:
+        raise InputError(f"{name} is on {x.device}, the pages on {device}")
+
+
+def check_int32(name: str, x: Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Raises unless x is contiguous int32 of this shape on ``device``."""
+    if x.dtype != torch.int32 or x.shape != shape or x.device != device or not x.is_contiguous():
+        strides = f" with strides {list(x.stride())}" if not x.is_contiguous() else ""
+        raise InputError(f"{name} must be contiguous int32 {list(shape)} on {device}, not {describe(x)}{strides}")
+
+
+def check_pair(name: str, given: tuple[Tensor, Tensor]) -> None:
+    """Raises unless ``given`` is K and V."""
+    if len(given) != 2 or not all(isinstance(x, Tensor) for x in given):
+        raise InputError(f"{name} must be a pair of tensors, K and V, not {describe(given)}")
 
 
 def check_slots(name: str, slots: Tensor, device: torch.device) -> None:

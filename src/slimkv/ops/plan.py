@@ -20,14 +20,11 @@ from slimkv.errors import InputError
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
 from slimkv.ops.attention.api import AttendOptions, checked_request
 from slimkv.ops.batch import AttentionBatch, PackedKV, Rounding
+from slimkv.ops.checks import check_int32
 from slimkv.ops.store.api import REGISTRY as STORE
 from slimkv.ops.store.api import checked_request as checked_store
 
-# A backend's ``plan(request)`` returns this, or None for a request that it cannot prepare. One of store gets the index
-# of query-aware matrices as well.
-Launch = Callable[..., None]
-
-
+Launch = Callable[..., None]  # what a backend's ``plan(request)`` returns, or None if it cannot prepare the request
 Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
 
 
@@ -37,6 +34,11 @@ def _geometry(x: Tensor) -> Geometry:
         return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
     except (AttributeError, RuntimeError) as error:
         raise InputError(f"a plan takes tensors with memory of their own, not {describe(x)}") from error
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a tensor, not {describe(x)}")
 
 
 def _say(geometry: Geometry) -> str:
@@ -71,21 +73,10 @@ class AttendPlan:
 
         Lengths may be as long as the block table. ``out``: contiguous, of the query's dtype; allocated when None.
         """
-        if not isinstance(seq_lens, Tensor):
-            raise InputError(f"seq_lens must be a tensor, not {describe(seq_lens)}")
+        _check_tensor("seq_lens", seq_lens)
         if self._query != _geometry(query):
             raise InputError(f"the plan is for queries like {_say(self._query)}, not {_say(_geometry(query))}")
-        table = self.block_table
-        if (
-            seq_lens.shape != table.shape[:1]
-            or seq_lens.dtype != torch.int32
-            or seq_lens.device != table.device
-            or not seq_lens.is_contiguous()
-        ):
-            raise InputError(
-                f"seq_lens must be contiguous int32 {list(table.shape[:1])} on {table.device} for this plan, not "
-                f"{seq_lens.dtype} {list(seq_lens.shape)} with strides {list(seq_lens.stride())} on {seq_lens.device}"
-            )
+        check_int32("seq_lens", seq_lens, self.block_table.shape[:1], self.block_table.device)
         if out is None:
             out = query.new_empty(self._out[0])
         elif self._out != _geometry(out):
@@ -111,15 +102,15 @@ class StorePlan:
         self, key: Tensor, value: Tensor, kv: PackedKV, slot_mapping: Tensor, rounding: Rounding | None = None
     ) -> bool:
         """Whether ``run`` may take these vectors for the very same pages, offset and matrices."""
-        matrices, index = _of(rounding)
+        matrices, index = (None, None) if rounding is None else (rounding.matrices, rounding.index)
         same = self.pages is kv.pages and self.key_offset is kv.key_offset and self.matrices is matrices
         return same and self._takes(key, value, slot_mapping, index)
 
     def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None = None) -> None:
         """key, value [tokens, num_kv_heads, dim], slot_mapping and the rounding's index [tokens]: see ``store_kv``."""
-        for name, x in (("slot_mapping", slot_mapping), ("index", index)):
-            if not isinstance(x, Tensor) and not (x is None and name == "index"):
-                raise InputError(f"{name} must be a tensor, not {describe(x)}")
+        _check_tensor("slot_mapping", slot_mapping)
+        if index is not None:
+            _check_tensor("index", index)
         if not self._takes(key, value, slot_mapping, index):
             wanted = "an int32" if self._indexed else "no"
             raise InputError(
@@ -130,19 +121,14 @@ class StorePlan:
         self._launch(key, value, slot_mapping, index)
 
     def _takes(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None) -> bool:
-        if (index is not None) != self._indexed:
-            return False
-        if index is not None and (
-            index.dtype != torch.int32 or index.shape != key.shape[:1] or index.device != self._key[3]
-        ):
-            return False
-        return (
-            self._key == _geometry(key)
-            and self._value == _geometry(value)
-            and slot_mapping.shape == key.shape[:1]
-            and slot_mapping.dtype == self._slots
-            and slot_mapping.device == self._key[3]
-        )
+        tokens, device = key.shape[:1], self._key[3]
+        if index is None or not self._indexed:
+            same_index = index is None and not self._indexed
+        else:
+            same_index = index.dtype == torch.int32 and index.shape == tokens and index.device == device
+        slots = slot_mapping.shape, slot_mapping.dtype, slot_mapping.device
+        vectors = self._key == _geometry(key) and self._value == _geometry(value)
+        return same_index and vectors and slots == (tokens, self._slots, device)
 
 
 @typed
@@ -192,19 +178,11 @@ def plan_store(
     def launch(key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None) -> None:
         replace(kept, key=key, value=value, slot_mapping=slot_mapping, query_aware_index=index).run(module)
 
-    fuses = getattr(module, "fuses_offset", None)
-    whole = kv.key_offset is None or (fuses is not None and fuses(request))
-    prepared = (_prepared(module, request) if whole else None) or launch
-    matrices, index = _of(rounding)
+    prepared = (_prepared(module, request) if request.centred_by(module) else None) or launch
     return StorePlan(
-        kv.pages, kv.key_offset, matrices, _geometry(key), _geometry(value), slot_mapping.dtype, index is not None,
-        prepared,
+        kv.pages, kv.key_offset, request.query_aware, _geometry(key), _geometry(value), slot_mapping.dtype,
+        request.query_aware_index is not None, prepared,
     )  # fmt: skip
-
-
-def _of(rounding: Rounding | None) -> tuple[Tensor | None, Tensor | None]:
-    """Its matrices and index."""
-    return (None, None) if rounding is None else (rounding.matrices, rounding.index)
 
 
 def _prepared(module: Any, request: Any) -> Launch | None:

@@ -43,7 +43,7 @@ def emulate(request: GatherRequest) -> None:
     """What ``gather_cuda.run`` does, on the emulated GPU."""
     plan, grid, args = gather_cuda.prepare(request)
     library = host.compile(Path(gather_cuda.SOURCE), plan.defines)
-    threads = 32 * gather_cuda.WARPS
+    threads = 32 * gather_cuda.vectors.WARPS
     host.launch(library, gather_cuda.KERNEL, grid=grid, threads=threads, shared=plan.shared, args=args)
 
 

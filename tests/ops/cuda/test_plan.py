@@ -190,7 +190,7 @@ def test_an_attend_plan_says_what_it_fits(change):
 def test_lengths_and_outputs_that_a_plan_cannot_take():
     codec, query = Codec(SPEC), vectors(2, HEADS)
     plan = attend_plan(query, new_pages(), codec)
-    with pytest.raises(InputError, match=r"seq_lens must be contiguous int32 \[2\] on cpu .* not torch.int64 \[2\]"):
+    with pytest.raises(InputError, match=r"seq_lens must be contiguous int32 \[2\] on cpu, not torch.int64 \[2\]"):
         plan.run(query, tables(1).long())
     with pytest.raises(InputError, match=r"with strides \[2\]"):
         plan.run(query, torch.ones(4, dtype=torch.int32)[::2])

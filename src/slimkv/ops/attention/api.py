@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slimkv.arguments import describe, typed, typed_fields
+from slimkv.arguments import typed, typed_fields
 from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset, score_shift, subtract_offset
 from slimkv.errors import InputError
 from slimkv.ops.batch import AttentionBatch, PackedKV
-from slimkv.ops.checks import FLOATS, check_pages
+from slimkv.ops.checks import check_pages, check_pair, check_vectors
 from slimkv.ops.registry import Registry
 from slimkv.spec import PageLayout
 
@@ -28,7 +28,7 @@ PREFILL = ("auto", EIGHT_BIT, SIXTEEN_BIT)
 @dataclass(frozen=True)
 @typed_fields()
 class AttendOptions:
-    """What a model asks of its attention beside the tensors.
+    """The properties of a model's attention.
 
     Attributes:
         softmax_scale: multiplies q.k; 1 / sqrt(key_dim) when None.
@@ -39,12 +39,12 @@ class AttendOptions:
         sinks: float [num_heads], a learned logit per head that joins the softmax's denominator.
         prefill: the arithmetic of sequences with more than ``MAX_DECODE_QUERIES`` queries. ``16bit``: operands of 16
             bits and more; ``8bit``: those of ``slimkv.ops.attention.eight_bit``, or the call fails with the reason;
-            ``auto``: 8 bits where a backend was measured to gain by it.
+            ``auto``: 8 bits where that is measured to be faster.
         deterministic: a query's result depends on its own sequence alone, to the last bit: not on the other sequences
             of the call, nor on how many queries its own has in it. Needs ``prefill="16bit"`` and no ``fresh``.
-        prompt: of a deterministic call on a GPU, whose kernels for prompts and for generated tokens differ in the last
-            bits: whether its queries are a prompt's (True), in chunks of any size, or generated tokens' (False), one or
-            several that are verified. None: sequences of more than ``MAX_DECODE_QUERIES`` queries are prompts.
+        prompt: for a deterministic call on a GPU, where the kernels of prompts and of generated tokens differ in the
+            last bits: True for queries of a prompt, in chunks of any size; False for generated tokens, one or several
+            that are verified. None: sequences of more than ``MAX_DECODE_QUERIES`` queries are prompts.
     """
 
     softmax_scale: float | None = None
@@ -79,7 +79,7 @@ class BackendModule(Protocol):
     """A module of a backend."""
 
     def run(self, request: AttendRequest) -> None:
-        """Attends ``request``: sinks are in ``request.sinks``, what precedes the soft cap in ``score_shift``."""
+        """Attends ``request``, with ``request.sinks`` and ``request.score_shift`` applied."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,8 @@ class AttendRequest:
     @property
     def softmax_scale(self) -> float:
         """The factor on q.k."""
-        return (
-            self.options.softmax_scale
-            if self.options.softmax_scale is not None
-            else 1 / math.sqrt(self.layout.spec.key_dim)
-        )
+        scale = self.options.softmax_scale
+        return scale if scale is not None else 1 / math.sqrt(self.layout.spec.key_dim)
 
     @property
     def must_be_eight_bit(self) -> bool:
@@ -134,7 +131,7 @@ class AttendRequest:
 
     @property
     def sees_offset(self) -> bool:
-        """Whether something but softmax looks at the scores of centred keys, so that they must be exact."""
+        """Whether the result depends on the absolute scores of centred keys, not only on their softmax."""
         seen = self.options.softcap > 0 or self.options.sinks is not None or self.lse is not None
         return self.key_offset is not None and seen
 
@@ -148,13 +145,13 @@ class AttendRequest:
         return -torch.inf if sinks is None else sinks
 
     def run(self, backend: BackendModule) -> None:
-        """Runs a backend on the scores of centred keys, and makes exact what is seen of them."""
+        """Runs a backend on centred keys, and corrects results that depend on absolute scores."""
         if not self.sees_offset:
             backend.run(self)
             return
         assert self.key_offset is not None
         shift = score_shift(self.query, self.key_offset, self.softmax_scale, self.options.deterministic)
-        if self.options.softcap:  # the cap sees true scores, and so does what comes after it
+        if self.options.softcap:  # the cap, sinks and log-sum-exp then see true scores
             backend.run(replace(self, score_shift=shift))
             return
         backend.run(replace(self, sinks=None if self.sinks is None else self.sinks - shift))
@@ -223,27 +220,31 @@ def checked_request(
     block_table, max_query_len, max_seq_len = batch.block_table, batch.max_query_len, batch.max_seq_len
     check_pages(pages, layout)
     options = options or AttendOptions()
-    device = pages.device
-    total, heads = _check_query(query, pages, layout)
+    device, num_kv_heads = pages.device, pages.shape[1]
+    check_vectors("query", query, ("queries", "heads", layout.spec.key_dim), device)
+    total, heads, _ = query.shape
+    if heads % num_kv_heads:
+        raise InputError(f"{heads} query heads are not a multiple of {num_kv_heads} KV heads")
     check_tables(block_table, batch.seq_lens, batch.cu_seqlens_q, device)
     if not 0 <= max_query_len <= total or max_seq_len > block_table.shape[1] * layout.block_size:
         raise InputError(
-            f"max_query_len {max_query_len} must lie in 0..{total} and max_seq_len {max_seq_len} must fit "
-            "the block table's "
-            f"{block_table.shape[1]} blocks of {layout.block_size}"
+            f"max_query_len {max_query_len} must lie in 0..{total} and max_seq_len {max_seq_len} must fit the block "
+            f"table's {block_table.shape[1]} blocks of {layout.block_size}"
         )
     _check_min_query_len(batch.min_query_len, max_query_len, batch.cu_seqlens_q)
     if num_splits is not None and num_splits < 1:
         raise InputError(f"num_splits must be at least 1, or None, not {num_splits}")
     if key_offset is not None:
-        check_offset(key_offset, layout.spec, pages.shape[1], device)
+        check_offset(key_offset, layout.spec, num_kv_heads, device)
     if fresh is not None:
         if options.deterministic:
             raise InputError(
                 "deterministic attention reads every token through its codes; fresh K and V depend on how a prompt was "
                 "cut into passes: leave fresh at None"
             )
-        _check_fresh(fresh, query, pages, layout)
+        check_pair("fresh", fresh)
+        check_vectors("fresh key", fresh[0], (total, num_kv_heads, layout.spec.key_dim), device)
+        check_vectors("fresh value", fresh[1], (total, num_kv_heads, layout.spec.value_dim), device)
         if key_offset is not None:
             fresh = subtract_offset(fresh[0], key_offset), fresh[1]
     if options.sinks is not None and (options.sinks.shape != (heads,) or options.sinks.device != query.device):
@@ -253,10 +254,7 @@ def checked_request(
     shape = (total, heads, layout.spec.value_dim)
     if out is None:
         out = query.new_empty(shape)
-    elif tuple(out.shape) != shape or out.stride(-1) != 1 or out.device != query.device:
-        raise InputError(
-            f"out must be {list(shape)} on {query.device} with a contiguous last axis, not {list(out.shape)}"
-        )
+    check_vectors("out", out, shape, device)
     if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
         raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
     return AttendRequest(
@@ -267,19 +265,19 @@ def checked_request(
 
 
 def _check_min_query_len(least: int, most: int, cu_seqlens_q: Tensor) -> None:
-    """Against the other bound, and where they are on the host against the lengths themselves."""
+    """Checks the bound against ``max_query_len``, and against the lengths if they are on the host."""
     if not 0 <= least <= most:
         raise InputError(f"min_query_len {least} must lie in 0..{most}, which is max_query_len")
     if least == 0 or cu_seqlens_q.device.type != "cpu":
         return
     lengths = cu_seqlens_q.diff()
-    fewer = lengths[(lengths >= 0) & (lengths < least)]  # what does not ascend is refused by who reads it
+    fewer = lengths[(lengths >= 0) & (lengths < least)]  # backends refuse starts that do not ascend
     if fewer.numel():
         raise InputError(f"min_query_len is {least}, but a sequence of cu_seqlens_q has {int(fewer[0])} queries")
 
 
 def refuses_split_arguments(request: AttendRequest) -> str | None:
-    """Why a backend that reads keys in one go cannot use what the request brings for splitting them, or None."""
+    """Why a backend that does not split keys cannot take the request's ``num_splits`` or workspace, or None."""
     if request.num_splits is not None:
         return f"it does not split keys as num_splits={request.num_splits} asks; leave num_splits at None"
     if request.workspace is not None and request.workspace.numel():
@@ -309,30 +307,10 @@ def split_workspace_bytes(total_queries: int, num_heads: int, value_dim: int, nu
     return 0 if num_splits == 1 else 4 * total_queries * num_heads * num_splits * (value_dim + 1)
 
 
-def _check_query(query: Tensor, pages: Tensor, layout: PageLayout) -> tuple[int, int]:
-    """Queries and their heads."""
-    shape = query.shape
-    if len(shape) != 3 or shape[2] != layout.spec.key_dim or query.stride(-1) != 1:
-        raise InputError(
-            f"query must be [queries, heads, {layout.spec.key_dim}] with a contiguous last axis, "
-            f"not {list(query.shape)}"
-        )
-    if query.dtype not in FLOATS:
-        raise InputError(f"query dtype {query.dtype} is not supported; use float16, bfloat16 or float32")
-    if query.device != pages.device:
-        raise InputError(f"query is on {query.device}, the pages on {pages.device}")
-    if shape[1] % pages.shape[1]:
-        raise InputError(f"{shape[1]} query heads are not a multiple of {pages.shape[1]} KV heads")
-    return shape[0], shape[1]
-
-
 def check_tables(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
     """Raises unless the tables are int32 and describe the same sequences."""
-    for name, x, ndim in (
-        ("block_table", block_table, 2),
-        ("seq_lens", seq_lens, 1),
-        ("cu_seqlens_q", cu_seqlens_q, 1),
-    ):
+    tables = (("block_table", block_table, 2), ("seq_lens", seq_lens, 1), ("cu_seqlens_q", cu_seqlens_q, 1))
+    for name, x, ndim in tables:
         if x.dtype != torch.int32 or x.ndim != ndim or x.device != device or (x.stride(-1) != 1 and x.numel()):
             raise InputError(
                 f"{name} must be int32 with {ndim} axes on {device}, not {x.dtype} {list(x.shape)} on {x.device}"
@@ -343,14 +321,3 @@ def check_tables(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, de
             f"block_table {list(block_table.shape)}, seq_lens {list(seq_lens.shape)} and cu_seqlens_q "
             f"{list(cu_seqlens_q.shape)} do not describe the same sequences"
         )
-
-
-def _check_fresh(fresh: tuple[Tensor, Tensor], query: Tensor, pages: Tensor, layout: PageLayout) -> None:
-    if len(fresh) != 2 or not all(isinstance(x, Tensor) for x in fresh):
-        raise InputError(f"fresh must be a pair of tensors, K and V of the query tokens, not {describe(fresh)}")
-    for name, x, dim in (("key", fresh[0], layout.spec.key_dim), ("value", fresh[1], layout.spec.value_dim)):
-        if x.shape != (query.shape[0], pages.shape[1], dim) or x.device != query.device or x.stride(-1) != 1:
-            raise InputError(
-                f"fresh {name} must be [{query.shape[0]}, {pages.shape[1]}, {dim}] on {query.device}, "
-                f"not {list(x.shape)}"
-            )

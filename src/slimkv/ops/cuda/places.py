@@ -1,29 +1,25 @@
-"""Where kernels find the vectors of tokens: addresses, and distances in bytes."""
+"""Arguments of kernels that read or write vectors of tokens: addresses, and distances in bytes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-Place = tuple[int, int, int]  # address, and bytes from a token to the next and from a head to the next
+Vectors = tuple[torch.dtype, bool]  # the dtype, and whether every row starts at a multiple of 16 bytes
 
 
-def place(x: Tensor) -> Place:
-    """x: [tokens, heads, dim]."""
+def vectors_of(x: Tensor) -> Vectors:
+    """What a kernel for x [tokens, heads, dim] is compiled for."""
     size = x.element_size()
-    return x.data_ptr(), x.stride(0) * size, x.stride(1) * size
+    return x.dtype, not (x.data_ptr() | x.stride(0) * size | x.stride(1) * size) & 15
 
 
-def in_vectors(where: Place) -> bool:
-    """Every row starts at a multiple of 16 bytes."""
-    start, stride, head_stride = where
-    return not (start | stride | head_stride) & 15
-
-
-def point_to_tokens(args: Any, key: Place, value: Place, pages: Tensor, slots: Tensor) -> None:
+def point_to_tokens(args: Any, key: Tensor, value: Tensor, pages: Tensor, slots: Tensor) -> None:
     """Fills in what differs from call to call of a structure that has K, V, pages and slots."""
-    for side, where in ((args.key, key), (args.value, value)):
-        side.x, side.stride, side.head_stride = where
+    for side, x in ((args.key, key), (args.value, value)):
+        size = x.element_size()
+        side.x, side.stride, side.head_stride = x.data_ptr(), x.stride(0) * size, x.stride(1) * size
     args.pages, args.page_stride, args.page_head_stride = pages.data_ptr(), pages.stride(0), pages.stride(1)
     args.slots, args.tokens = slots.data_ptr(), slots.shape[0]

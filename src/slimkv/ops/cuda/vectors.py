@@ -10,17 +10,17 @@ from torch import Tensor
 
 from slimkv.codec.rotation import block_size, core_size, sign_words, signed_hadamard
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, RAW_NUMBER
-from slimkv.ops.cuda.device import device_of
+from slimkv.ops.cuda.device import multiprocessors
 from slimkv.ops.cuda.module import Defines
 from slimkv.spec import Kind, LatentSpec, PageLayout, SideLayout
 
-LARGEST_DIM, LARGEST_TILE_DIM = 512, 256  # of a vector, and of what other kernels take 16 of in a warp
-WARPS = 4  # of a block
+LARGEST_DIM, LARGEST_TILE_DIM = 512, 256  # of these kernels, and of those with 16 tokens in a warp
+WARPS = 4  # of a thread block
 
 
 @cache
 def format_refusal(layout: PageLayout, any_size: bool = False) -> str | None:
-    """Why it does not take pages of this layout, or None. ``any_size``: also of heads that are not large."""
+    """Why pages of this layout are not supported, or None. ``any_size``: small heads are."""
     small = max(layout.spec.key_dim, layout.spec.value_dim) <= LARGEST_TILE_DIM
     if small and not any_size and not isinstance(layout.spec, LatentSpec):
         return f"it takes latents, and K and V of head sizes beyond {LARGEST_TILE_DIM}; triton takes others"
@@ -64,14 +64,14 @@ def vector_bytes(side: SideLayout) -> int:
 
 
 def common_defines(layout: PageLayout, long_slots: bool, blocks: int) -> Defines:
-    """What either kernel is compiled with; ``blocks``: that a multiprocessor is to hold."""
+    """The defines of both kernels; ``blocks``: thread blocks that a multiprocessor is to hold."""
     return Defines({
         "BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots), "WARPS": WARPS, "MIN_BLOCKS": blocks,
     })  # fmt: skip
 
 
-def side_defines(prefix: str, side: SideLayout, dtype: torch.dtype, own: dict[str, int]) -> dict[str, int]:
-    """What it is compiled with for a side of dense vectors of ``dtype``; ``own``: what is one kernel's alone."""
+def side_defines(prefix: str, side: SideLayout, dtype: torch.dtype, **own: int) -> dict[str, int]:
+    """The defines for a side of dense vectors of ``dtype``; ``own``: those of one kernel alone."""
     common = {
         "D": side.dim, "CORE": core_size(side.dim), "KIND": KIND_NUMBERS.get(side.format.kind, RAW_NUMBER),
         "BITS": side.format.bits, "CODES": side.codes_offset, "FIELDS": side.fields_offset,
@@ -80,11 +80,6 @@ def side_defines(prefix: str, side: SideLayout, dtype: torch.dtype, own: dict[st
     return {f"{prefix}_{name}": number for name, number in (common | own).items()}
 
 
-def resident_blocks(device: torch.device, blocks: int) -> int:
-    """Blocks that run at a time, ``blocks`` a multiprocessor."""
-    return blocks * device_of(device).multiprocessors
-
-
-def grid(tokens: int, heads: int, resident: int) -> tuple[int, int]:
-    """As many blocks for each side as run at a time: the shorter side soon makes room."""
-    return min(-(-tokens // WARPS), max(1, resident // heads)), 2 * heads
+def grid(tokens: int, heads: int, device: torch.device, blocks: int) -> tuple[int, int]:
+    """As many thread blocks for each side as run at a time, ``blocks`` a multiprocessor: the shorter side ends soon."""
+    return min(-(-tokens // WARPS), max(1, blocks * multiprocessors(device) // heads)), 2 * heads

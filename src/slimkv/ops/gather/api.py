@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slimkv.arguments import describe, typed
+from slimkv.arguments import typed
 from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset
-from slimkv.errors import InputError
 from slimkv.ops.batch import PackedKV
-from slimkv.ops.checks import FLOATS, check_pages, check_slots
+from slimkv.ops.checks import check_pages, check_pair, check_slots, check_vectors
 from slimkv.ops.registry import Registry
 from slimkv.spec import PageLayout
 
@@ -64,14 +63,11 @@ def gather_kv(
     check_pages(pages, layout)
     check_slots("slots", slots, pages.device)
     shapes = [(len(slots), pages.shape[1], dim) for dim in (layout.spec.key_dim, layout.spec.value_dim)]
-    if out is not None and (len(out) != 2 or not all(isinstance(x, Tensor) for x in out)):
-        raise InputError(f"out must be a pair of tensors, for K and V, not {describe(out)}")
+    if out is not None:
+        check_pair("out", out)
     key, value = out if out is not None else (torch.empty(s, dtype=dtype, device=pages.device) for s in shapes)
-    for name, x, shape in (("key", key, shapes[0]), ("value", value, shapes[1])):
-        if tuple(x.shape) != shape or x.stride(-1) != 1 or x.dtype not in FLOATS:
-            raise InputError(
-                f"out {name} must be float {list(shape)} with a contiguous last axis, not {x.dtype} {list(x.shape)}"
-            )
+    check_vectors("out key", key, shapes[0], pages.device)
+    check_vectors("out value", value, shapes[1], pages.device)
     request = GatherRequest(pages, slots, key, value, codec, layout, rotated)
     module = REGISTRY.select(pages.device, request, backend).load()
     if key_offset is None:

@@ -13,7 +13,7 @@ from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset, subtract_offset
 from slimkv.errors import InputError
 from slimkv.ops.batch import PackedKV, Rounding
-from slimkv.ops.checks import FLOATS, check_pages, check_slots
+from slimkv.ops.checks import check_int32, check_pages, check_slots, check_vectors
 from slimkv.ops.registry import Registry
 from slimkv.spec import Kind, PageLayout
 
@@ -37,10 +37,14 @@ class StoreRequest:
         """The number of query-aware matrices per KV head."""
         return self.query_aware.shape[0] if self.query_aware is not None and self.query_aware.ndim == 4 else 1
 
+    def centred_by(self, backend: Any) -> bool:
+        """Whether there is nothing to subtract from keys before ``backend`` runs."""
+        fuses = getattr(backend, "fuses_offset", None)
+        return self.key_offset is None or (fuses is not None and fuses(self))
+
     def run(self, backend: Any) -> None:
         """Runs a backend; keys are centred first if the backend does not do so itself."""
-        fuses = getattr(backend, "fuses_offset", None)
-        if self.key_offset is None or (fuses is not None and fuses(self)):
+        if self.key_offset is None or self.centred_by(backend):
             backend.run(self)
         else:
             backend.run(replace(self, key=subtract_offset(self.key, self.key_offset), key_offset=None))
@@ -73,8 +77,7 @@ def store_kv(
         rounding: None rounds keys to the nearest.
         backend: an implementation's name; by default the best one for the device.
 
-    A NaN or Inf raises in the reference; a kernel cannot raise and marks that token,
-    so that whoever attends it gets NaN.
+    The reference raises on NaN or Inf. A kernel cannot raise: it marks the token, and attending to it gives NaN.
     """
     request = checked_request(key, value, kv, slot_mapping, rounding)
     request.run(REGISTRY.select(request.pages.device, request, backend).load())
@@ -87,16 +90,8 @@ def checked_request(
     pages, layout, key_offset = kv.pages, kv.layout, kv.key_offset
     check_pages(pages, layout)
     heads, device, spec = pages.shape[1], pages.device, layout.spec
-    for name, x, dim in (("key", key, spec.key_dim), ("value", value, spec.value_dim)):
-        shape = x.shape
-        if len(shape) != 3 or shape[1] != heads or shape[2] != dim:
-            raise InputError(f"{name} must be [tokens, {heads}, {dim}] for these pages, not {list(shape)}")
-        if x.dtype not in FLOATS:
-            raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
-        if x.stride(-1) != 1:
-            raise InputError(f"{name} must be contiguous in its last axis (stride {x.stride(-1)})")
-        if x.device != device:
-            raise InputError(f"{name} is on {x.device}, the pages on {device}")
+    check_vectors("key", key, ("tokens", heads, spec.key_dim), device)
+    check_vectors("value", value, ("tokens", heads, spec.value_dim), device)
     check_slots("slot_mapping", slot_mapping, device)
     if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
         raise InputError(f"{key.shape[0]} keys, {value.shape[0]} values and {slot_mapping.shape[0]} slots do not match")
@@ -106,7 +101,7 @@ def checked_request(
     if matrices is not None:
         _check_matrices(matrices, pages, layout)
         if index is not None:
-            _check_index(index, slot_mapping)
+            check_int32("index", index, slot_mapping.shape, device)
         elif matrices.ndim == 4 and matrices.shape[0] > 1:
             raise InputError(
                 f"rounding has {matrices.shape[0]} matrices by position: give its index, one for each token"
@@ -127,13 +122,3 @@ def _check_matrices(matrices: Tensor, pages: Tensor, layout: PageLayout) -> None
         )
     if not matrices.is_contiguous() or matrices.data_ptr() % 16:
         raise InputError("matrices must be contiguous and start at a multiple of 16 bytes")
-
-
-def _check_index(index: Tensor, slot_mapping: Tensor) -> None:
-    if index.dtype != torch.int32 or index.shape != slot_mapping.shape or index.device != slot_mapping.device:
-        raise InputError(
-            f"index must be int32 {list(slot_mapping.shape)} on {slot_mapping.device}, "
-            f"not {index.dtype} {list(index.shape)} on {index.device}"
-        )
-    if not index.is_contiguous():
-        raise InputError("index must be contiguous")

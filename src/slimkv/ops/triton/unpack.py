@@ -1,7 +1,7 @@
 """Triton pieces that every kernel reading pages shares: words from a page, codes from words, numbers from codes.
 
 Shapes: NT tiles of 16 tokens; 32 lanes; SP = slices of 16 dimensions, padded to a power of two. A lane's 8 values of a
-slice are numbered as ``slimkv.spec`` says. ``TRANSPOSED`` is False for keys and True for values.
+slice are numbered as in ``slimkv.spec``. ``S`` is a ``slimkv.ops.triton.side.Side``.
 """
 
 from __future__ import annotations
@@ -10,18 +10,12 @@ import triton
 import triton.language as tl
 
 from slimkv.codec import scale16
-from slimkv.spec import Kind, SideLayout
+from slimkv.ops.triton import side
 
-LLOYD, UNIFORM, FP8, RAW = 0, 1, 2, 3
-PLAIN_ROWS = (
-    "the kernels read and write tiles of 16 tokens, not blocks of 1 token or token rows; use backend='reference'"
-)
-KIND_NUMBER = {Kind.LLOYD: LLOYD, Kind.UNIFORM: UNIFORM, Kind.FP8: FP8, Kind.RAW: RAW}
-
-_LLOYD: tl.constexpr = tl.constexpr(LLOYD)
-_UNIFORM: tl.constexpr = tl.constexpr(UNIFORM)
-_FP8: tl.constexpr = tl.constexpr(FP8)
-_RAW: tl.constexpr = tl.constexpr(RAW)
+_LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
+_UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
+_FP8: tl.constexpr = tl.constexpr(side.FP8)
+_RAW: tl.constexpr = tl.constexpr(side.RAW)
 _INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
 _RESCALE: tl.constexpr = tl.constexpr(2.0 ** (127 - scale16.BIAS))
 _BIAS: tl.constexpr = tl.constexpr(scale16.BIAS)
@@ -35,8 +29,8 @@ def _to_halves(source: str, selector: str, first: int, second: int, centre: str 
 
 # 8 sign-and-magnitude nibbles (sign in bit 3) -> 8 fp16 numbers 1024 + b, b = level + 63.5 in 0..127: two byte
 # permutations look up four magnitudes each, an exclusive or with 0x80 or 0xFF negates, a third permutation puts the
-# byte behind fp16's 0x64. $8 is the word, $9 and $10 the table (see `byte_table`). Numbers that meet in one register of
-# the tensor cores' operand are made in one register here: 2m and 2m + 1 for keys, 4m and 4m + 2 for values.
+# byte behind fp16's 0x64. $8 is the word, $9 and $10 the table (see `side.byte_table`). Numbers that meet in one
+# register of the tensor cores' operand are made in one register here: 2m and 2m + 1 for keys, 4m and 4m + 2 for values.
 _LOOKUP = """{
 .reg .b32 s, t, l, h, m, n, a, x, c, d;
 mov.b32 x, 0x80808080;
@@ -58,7 +52,7 @@ LOOKUP_KEYS_ASM = tl.constexpr(_LOOKUP + "".join(_to_halves(*row) for row in _IN
 # Less 1087 (0x643F): level + 0.5, small enough to be summed over many tokens without cancellation.
 LOOKUP_VALUES_ASM = tl.constexpr(_LOOKUP + "".join(_to_halves(*row, "d") for row in _CROSSED) + "}")
 
-# 8 nibbles -> 8 fp16 integers, less half their range: sums over many tokens then stay small (see `uniform_centre`).
+# 8 nibbles -> 8 fp16 integers, less half their range: sums over many tokens then stay small (see `tile_numbers`).
 _NIBBLES = """{{
 .reg .b32 e, o, a, c, d;
 mov.b32 c, 0x64646464;
@@ -82,26 +76,6 @@ _ONE_WORD = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
 
 KEY_OFFSET = 1024 + 63.5  # what LOOKUP_KEYS_ASM adds to a level
 VALUE_OFFSET = 0.5  # what LOOKUP_VALUES_ASM adds to a level
-
-
-def side_constants(side: SideLayout, prefix: str) -> dict[str, int | bool]:
-    """What a kernel that reads or writes the pages of one side must know, as keyword arguments."""
-    return {
-        f"{prefix}_D": side.dim,
-        f"{prefix}_SP": triton.next_power_of_2(side.dim // 16),
-        f"{prefix}_KIND": KIND_NUMBER[side.format.kind],
-        f"{prefix}_BITS": side.format.bits,
-        f"{prefix}_CODES": side.codes_offset,
-        f"{prefix}_FIELDS": side.fields_offset,
-    }
-
-
-def byte_table(levels_by_code: list[float], bits: int) -> tuple[int, int]:
-    """The 8-entry table of the look-up as two int32: entry i is 0xFF ^ (64 + magnitude_i - 0.5)."""
-    half = 1 << (bits - 1)
-    entries = [0xFF ^ (64 + int(levels_by_code[half + min(i, half - 1)] - 0.5)) for i in range(8)]
-    words = [sum(entries[4 * w + i] << 8 * i for i in range(4)) for w in range(2)]
-    return tuple(w - (1 << 32) if w >= 1 << 31 else w for w in words)  # type: ignore[return-value]
 
 
 @triton.jit
@@ -132,9 +106,8 @@ def lane_and_number(place, col, TRANSPOSED: tl.constexpr):
 def _load_words(base, keep, OFFSET: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
     """base: uint8 pointers [NT] to tiles' codes; keep: bool [NT]. -> int32 [32, NT, PADDED].
 
-    The lane axis comes first and the address of consecutive lanes is declared discontiguous,
-    so that Triton gives lane l
-    of the warp the words of lane l of the page: they are then already where the tensor cores want them.
+    The lane axis comes first and the address of consecutive lanes is declared discontiguous, so that Triton gives lane
+    l of the warp the words of lane l of the page: they are then already where the tensor cores want them.
     """
     VEC: tl.constexpr = 4 if WORDS % 4 == 0 else (2 if WORDS % 2 == 0 else 1)
     i = tl.arange(0, PADDED // VEC)[None, None, :, None] * VEC + tl.arange(0, VEC)[None, None, None, :]
@@ -150,24 +123,22 @@ def _load_words(base, keep, OFFSET: tl.constexpr, WORDS: tl.constexpr, PADDED: t
 
 
 @triton.jit
-def _tail_nibbles(
-    base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr
-):
+def _tail_nibbles(base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.constexpr):
     """The slices of a plane that are stored as token rows, as nibble-aligned words: int32 [32, NT, SP]."""
-    TAIL: tl.constexpr = S % (4 // W)
-    FIRST: tl.constexpr = S - TAIL
-    ROW_BYTES: tl.constexpr = TAIL * 2 * W
+    SLICES: tl.constexpr = S.D // 16
+    TAIL: tl.constexpr = SLICES % (4 // W)
+    FIRST: tl.constexpr = SLICES - TAIL
     lane = tl.arange(0, 32)[:, None, None]
-    piece = tl.arange(0, SP)[None, None, :]
+    piece = tl.arange(0, S.SP)[None, None, :]
     g = lane // 4
     t = lane % 4
-    mask = keep[None, :, None] & (piece >= FIRST) & (piece < S) & (lane >= 0)
-    out = tl.zeros([32, base.shape[0], SP], tl.int32)
+    mask = keep[None, :, None] & (piece >= FIRST) & (piece < SLICES) & (lane >= 0)
+    out = tl.zeros([32, base.shape[0], S.SP], tl.int32)
     # Written without dividing a position that is negative outside the mask: a shift by a negative remainder is
     # undefined, and the compiler may conclude that the mask always holds.
-    row = (piece - FIRST) * (2 * W)
+    row = base[None, :, None] + OFFSET + (piece - FIRST) * (2 * W)
     for n in tl.static_range(8):
-        if TRANSPOSED:
+        if S.TRANSPOSED:
             token = 2 * t + 8 * (n // 4) + (n // 2) % 2
             byte_at = (n % 2) * W + g * W // 8
             shift = g * W % 8
@@ -175,76 +146,66 @@ def _tail_nibbles(
             token = g + 8 * (n // 4)
             byte_at = ((n // 2) % 2) * W + t * W // 4
             shift = 2 * t * W % 8 + (n % 2) * W
-        byte = tl.load(base[None, :, None] + OFFSET + token * ROW_BYTES + (row + byte_at), mask=mask, other=0).to(
-            tl.int32
-        )
+        byte = tl.load(row + token * (TAIL * 2 * W) + byte_at, mask=mask, other=0).to(tl.int32)
         out |= ((byte >> shift) & ((1 << W) - 1)) << (4 * n)
     return out
 
 
 @triton.jit
-def load_plane(
-    base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr
-):
+def _load_plane(base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.constexpr):
     """A plane of W <= 4 bits -> int32 [32, NT, SP]: value n of the slice in the low W bits of nibble n."""
     SUB: tl.constexpr = 4 // W
-    WORDS: tl.constexpr = S // SUB
-    TAIL: tl.constexpr = S % SUB
+    WORDS: tl.constexpr = S.D // 16 // SUB
     if WORDS > 0:
-        w = _load_words(base, keep, OFFSET, WORDS, SP // SUB)
+        w = _load_words(base, keep, OFFSET, WORDS, S.SP // SUB)
         if SUB == 1:
             x = w
         elif SUB == 2:
             x = tl.join(w, w >> 2) & 0x33333333
         else:
             x = tl.join(tl.join(w, w >> 2), tl.join(w >> 1, w >> 3)) & 0x11111111
-        x = tl.reshape(x, (32, base.shape[0], SP))
-        if TAIL > 0:
-            x |= _tail_nibbles(base, keep, OFFSET + WORDS * 128, W, S, SP, TRANSPOSED)
+        x = tl.reshape(x, (32, base.shape[0], S.SP))
+        if S.D // 16 % SUB > 0:
+            x |= _tail_nibbles(base, keep, OFFSET + WORDS * 128, W, S)
     else:
-        x = _tail_nibbles(base, keep, OFFSET, W, S, SP, TRANSPOSED)
+        x = _tail_nibbles(base, keep, OFFSET, W, S)
     return x
 
 
 @triton.jit
-def load_wide(base, keep, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr):
-    """A plane of 8, 16 or 32 bits -> int32 [32, NT, SP, W / 4]: the words of each slice."""
-    WPS: tl.constexpr = W // 4
-    return tl.reshape(_load_words(base, keep, 0, S * WPS, SP * WPS), (32, base.shape[0], SP, WPS))
+def _load_wide(base, keep, S: tl.constexpr):
+    """A plane of 8, 16 or 32 bits -> int32 [32, NT, SP, BITS / 4]: the words of each slice."""
+    WPS: tl.constexpr = S.BITS // 4
+    return tl.reshape(_load_words(base, keep, 0, S.D // 16 * WPS, S.SP * WPS), (32, base.shape[0], S.SP, WPS))
 
 
 @triton.jit
-def load_code_words(base, keep, BITS: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _load_code_words(base, keep, S: tl.constexpr):
     """Codes of 1-8 bits -> two int32 [32, NT, SP].
 
     Up to 4 bits: nibble n of the first is code n, its top (sign) bit moved to bit 3; the second is unused.
     5-7 bits: low nibbles and the bits above them. 8 bits: bytes n = 0..3 and 4..7.
     """
-    DIM2: tl.constexpr = 32 * S  # bytes that one bit per value takes in a tile
-    if BITS == 8:
-        low, high = tl.split(load_wide(base, keep, 8, S, SP))
-    elif BITS == 4:
-        low = load_plane(base, keep, 0, 4, S, SP, TRANSPOSED)
-        high = low
-    elif BITS == 3:
-        low = load_plane(base, keep, 0, 2, S, SP, TRANSPOSED)
-        low |= load_plane(base, keep, 2 * DIM2, 1, S, SP, TRANSPOSED) << 3
-        high = low
-    elif BITS == 2:
-        both = load_plane(base, keep, 0, 2, S, SP, TRANSPOSED)
-        low = (both & 0x11111111) | ((both & 0x22222222) << 2)
-        high = low
-    elif BITS == 1:
-        low = load_plane(base, keep, 0, 1, S, SP, TRANSPOSED) << 3
-        high = low
+    BIT: tl.constexpr = 2 * S.D  # bytes that one bit per value takes in a tile
+    if S.BITS == 8:
+        low, high = tl.split(_load_wide(base, keep, S))
+    elif S.BITS > 4:
+        low = _load_plane(base, keep, 0, 4, S)
+        high = _load_plane(base, keep, 4 * BIT, 1 if S.BITS == 5 else 2, S)
+        if S.BITS == 7:
+            high |= _load_plane(base, keep, 6 * BIT, 1, S) << 2
     else:
-        low = load_plane(base, keep, 0, 4, S, SP, TRANSPOSED)
-        if BITS == 5:
-            high = load_plane(base, keep, 4 * DIM2, 1, S, SP, TRANSPOSED)
+        if S.BITS == 4:
+            low = _load_plane(base, keep, 0, 4, S)
+        elif S.BITS == 1:
+            low = _load_plane(base, keep, 0, 1, S) << 3
         else:
-            high = load_plane(base, keep, 4 * DIM2, 2, S, SP, TRANSPOSED)
-        if BITS == 7:
-            high |= load_plane(base, keep, 6 * DIM2, 1, S, SP, TRANSPOSED) << 2
+            low = _load_plane(base, keep, 0, 2, S)
+            if S.BITS == 3:
+                low |= _load_plane(base, keep, 2 * BIT, 1, S) << 3
+            else:
+                low = (low & 0x11111111) | ((low & 0x22222222) << 2)
+        high = low
     return low, high
 
 
@@ -274,24 +235,15 @@ def fp8_to_half(code):
 
 
 @triton.jit
-def _number(low, high, levels, n: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):
+def _number(low, high, levels, n: tl.constexpr, S: tl.constexpr):
     """Number n of every lane and slice, fp16 [32, NT, SP], in the unit that the vector's scale multiplies."""
-    code = _code(low, high, n, BITS)
-    if KIND == _LLOYD:
+    code = _code(low, high, n, S.BITS)
+    if S.KIND == _LLOYD:
         return tl.load(levels + code).to(tl.float16)
-    elif KIND == _FP8:
+    elif S.KIND == _FP8:
         return fp8_to_half(code)
     else:
-        return code.to(tl.float16) - uniform_centre(BITS)
-
-
-@triton.jit
-def uniform_centre(BITS: tl.constexpr):
-    """What `numbers` takes off uniform codes.
-
-    Without it the codes' mean and the vector's zero, both large, would have to cancel in the output.
-    """
-    return 1 << (BITS - 1)
+        return code.to(tl.float16) - (1 << (S.BITS - 1))
 
 
 @triton.jit
@@ -306,70 +258,53 @@ def _uniform_code_word(low, BITS: tl.constexpr):
 
 
 @triton.jit
-def numbers(
-    low,
-    high,
-    levels,
-    table0,
-    table1,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """The 8 numbers of every lane and slice: fp16 [32, NT, SP, 2, 2, 2], number n = 4 i + 2 j + k at [..., k, j, i].
-
-    With PTX, Lloyd-Max numbers of up to 4 bits come with an offset: KEY_OFFSET for keys, VALUE_OFFSET for values.
-    """
-    if PTX and KIND == _LLOYD and BITS <= 4:
-        if TRANSPOSED:
-            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-                LOOKUP_VALUES_ASM, _THREE_WORDS, [low, table0, table1], (tl.float16,) * 8, is_pure=True,
-                pack=1)  # fmt: skip
-        else:
-            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-                LOOKUP_KEYS_ASM, _THREE_WORDS, [low, table0, table1], (tl.float16,) * 8, is_pure=True,
-                pack=1)  # fmt: skip
-    elif PTX and KIND == _UNIFORM and BITS <= 4:
-        word = _uniform_code_word(low, BITS)
-        if BITS == 4:
-            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-                _NIBBLES_4_ASM, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
-        elif BITS == 3:
-            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-                _NIBBLES_3_ASM, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
-        else:
-            v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-                _NIBBLES_2_ASM, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)  # fmt: skip
+def _decoded(low, high, levels, AS_VALUES: tl.constexpr, S: tl.constexpr):
+    """The 8 numbers of every lane and slice: fp16 [32, NT, SP, 2, 2, 2], number n = 4 i + 2 j + k at [..., k, j, i]."""
+    if S.PTX and S.KIND == _LLOYD:
+        LOOKUP: tl.constexpr = LOOKUP_VALUES_ASM if AS_VALUES else LOOKUP_KEYS_ASM
+        v = tl.inline_asm_elementwise(
+            LOOKUP, _THREE_WORDS, [low, S.TABLE0, S.TABLE1], (tl.float16,) * 8, is_pure=True, pack=1
+        )
+    elif S.PTX and S.KIND == _UNIFORM:
+        NIBBLES: tl.constexpr = _NIBBLES_4_ASM if S.BITS == 4 else (_NIBBLES_3_ASM if S.BITS == 3 else _NIBBLES_2_ASM)
+        word = _uniform_code_word(low, S.BITS)
+        v = tl.inline_asm_elementwise(NIBBLES, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)
     else:
-        v0 = _number(low, high, levels, 0, KIND, BITS)
-        v1 = _number(low, high, levels, 1, KIND, BITS)
-        v2 = _number(low, high, levels, 2, KIND, BITS)
-        v3 = _number(low, high, levels, 3, KIND, BITS)
-        v4 = _number(low, high, levels, 4, KIND, BITS)
-        v5 = _number(low, high, levels, 5, KIND, BITS)
-        v6 = _number(low, high, levels, 6, KIND, BITS)
-        v7 = _number(low, high, levels, 7, KIND, BITS)
-    low_half = tl.join(tl.join(v0, v1), tl.join(v2, v3))
-    high_half = tl.join(tl.join(v4, v5), tl.join(v6, v7))
-    return tl.join(low_half, high_half)
+        v = ()
+        for n in tl.static_range(8):
+            v = v + (_number(low, high, levels, n, S),)
+    low_half = tl.join(tl.join(v[0], v[1]), tl.join(v[2], v[3]))
+    return tl.join(low_half, tl.join(tl.join(v[4], v[5]), tl.join(v[6], v[7])))
 
 
 @triton.jit
-def raw_numbers(base, keep, BITS: tl.constexpr, BF16: tl.constexpr, S: tl.constexpr, SP: tl.constexpr):
+def _raw(base, keep, S: tl.constexpr):
     """The same for the raw format: [32, NT, SP, 2, 2, 2] in the raw dtype."""
     NT: tl.constexpr = base.shape[0]
-    words = load_wide(base, keep, BITS, S, SP)
-    if BITS == 32:  # word n is number n = 4 i + 2 j + k
-        cube = tl.reshape(words, (32, NT, SP, 2, 2, 2))
+    words = _load_wide(base, keep, S)
+    if S.BITS == 32:  # word n is number n = 4 i + 2 j + k
+        cube = tl.reshape(words, (32, NT, S.SP, 2, 2, 2))
         return tl.permute(cube, (0, 1, 2, 5, 4, 3)).to(tl.float32, bitcast=True)
     else:  # word m holds numbers 2 m and 2 m + 1
         pair = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF).to(tl.int16)  # [32, NT, SP, 4, 2]
-        cube = tl.permute(tl.reshape(pair, (32, NT, SP, 2, 2, 2)), (0, 1, 2, 5, 4, 3))
-        if BF16:
-            return cube.to(tl.bfloat16, bitcast=True)
-        else:
-            return cube.to(tl.float16, bitcast=True)
+        cube = tl.permute(tl.reshape(pair, (32, NT, S.SP, 2, 2, 2)), (0, 1, 2, 5, 4, 3))
+        return cube.to(tl.bfloat16 if S.BF16 else tl.float16, bitcast=True)
+
+
+@triton.jit
+def tile_numbers(page, inside, keep, levels, AS_VALUES: tl.constexpr, S: tl.constexpr):
+    """The numbers of tiles: page [NT], inside [NT] (the tile's place in its block), keep bool [NT] -> a cube
+    [32, NT, SP, 2, 2, 2] for ``as_keys`` and its kin, fp16 or the raw dtype.
+
+    Uniform numbers are codes less half their range: otherwise the codes' mean and the vector's zero, both large, would
+    have to cancel in the output. With S.PTX, Lloyd-Max numbers have KEY_OFFSET or, with AS_VALUES, VALUE_OFFSET added.
+    """
+    base = page + S.CODES + inside * (2 * S.D * S.BITS)
+    if S.KIND == _RAW:
+        return _raw(base, keep, S)
+    else:
+        low, high = _load_code_words(base, keep, S)
+        return _decoded(low, high, levels, AS_VALUES, S)
 
 
 @triton.jit
@@ -435,6 +370,14 @@ def field_exponent(code):
 
 
 @triton.jit
-def load_field(page, position, mask):
-    """16-bit fields: uint8 pointers to token 0's field, positions -> int32."""
-    return tl.load((page).to(tl.pointer_type(tl.uint16)) + position, mask=mask, other=0).to(tl.int32)
+def load_field(page, position, mask, INDEX: tl.constexpr, S: tl.constexpr):
+    """16-bit field INDEX (0: scale, 1: zero) of the tokens at ``position`` in their blocks: int32."""
+    fields = (page + (S.FIELDS + INDEX * 2 * S.BLOCK_SIZE)).to(tl.pointer_type(tl.uint16))
+    return tl.load(fields + position, mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit
+def load_centre(page, position, mask, scale, S: tl.constexpr):
+    """What number 0 of ``tile_numbers`` stands for in a uniform side: float32, the shape of scale."""
+    zero = decode_signed(load_field(page, position, mask, 1, S))
+    return tl.reshape(zero, scale.shape) + scale * (1 << (S.BITS - 1))

@@ -1,9 +1,9 @@
 """Configurations of the CUDA prefill kernels, and which of them a request takes.
 
-Tiles of keys and values reach a block of ``attend`` in one of three ways:
+A thread block of ``attend`` gets its tiles of keys and values in one of three ways:
 
-- FIRST: a launch of ``unpack`` writes them to the workspace; the only way where products are those of single warps;
-- AHEAD: spare warps of earlier blocks write them there (source/prefill/ahead.cuh);
+- FIRST: a launch of ``unpack`` writes them to the workspace. The only way without warpgroup products (``wgmma``).
+- AHEAD: spare warps of earlier blocks write them there (source/prefill/ahead.cuh).
 - FUSED: producer warpgroups of the block unpack pages into shared memory (source/prefill/producer.cuh).
 """
 
@@ -20,9 +20,9 @@ from slimkv.codec.byte_levels import MOST_BITS
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, AttendRequest
 from slimkv.ops.attention.cuda.prefill_defines import packed_stages, shared_bytes
-from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, AheadCut, cut_ahead, seen_tokens
+from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, cut_ahead, seen_tokens
 from slimkv.ops.cuda.constants import KIND_NUMBERS
-from slimkv.ops.cuda.device import Device, device_of
+from slimkv.ops.cuda.device import Device, device_of, multiprocessors
 from slimkv.spec import CodecSpec, Kind
 
 ATTEND, ATTEND_WARPS, UNPACK = "prefill/attend.cu", "prefill/attend_warps.cu", "prefill/unpack.cu"
@@ -37,16 +37,16 @@ class Unpack(Enum):
 
 
 class Codes(Enum):
-    """How long codes take to unpack."""
+    """Kinds of codes, by how long they take to unpack."""
 
     SHORT = "short"  # Lloyd-Max, at most 4 bits
-    UNIFORM = "uniform"  # at most 4 bits; zeros take registers
+    UNIFORM = "uniform"  # at most 4 bits; zero points take registers
     LONG = "long"  # more than 4 bits: from a table in shared memory
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """A block of ``attend``: 64 x ``consumers`` x ``row_blocks`` rows of queries x heads of a group."""
+    """A thread block of ``attend``: 64 x ``consumers`` x ``row_blocks`` query rows (queries x heads of a group)."""
 
     unpack: Unpack
     tile_tokens: int
@@ -56,13 +56,13 @@ class PrefillConfig:
     producers: int = 1  # warpgroups that fetch or unpack tiles
     producer_registers: int = 24  # per thread
     eight_bit: bool = False  # queries and keys as int8, probabilities and values as e4m3; else fp16
-    tile_time: float = 1.0  # of a tile, over that of the smallest block (EIGHT_BIT)
+    tile_time: float = 1.0  # eight_bit: time of a tile, relative to the smallest block's
     promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
     packed_stages: int = 4  # FUSED: tiles of pages in shared memory at a time, if they fit
     by_row: bool = False  # FIRST: a row's result depends on its own sequence alone, to the last bit
     single_warps: bool = False  # products of single warps (mma.sync), not of warpgroups; all threads copy tiles
-    blocks_per_sm: int = 1  # that registers are to suffice for
-    held_queries: bool = False  # of single warps: they stay in registers
+    blocks_per_sm: int = 1  # the registers of a thread allow this many
+    held_queries: bool = False  # single_warps: queries stay in registers
 
     @property
     def source(self) -> str:
@@ -97,62 +97,56 @@ class PrefillConfig:
 FIRST, AHEAD, FUSED = Unpack
 SHORT, UNIFORM, LONG = Codes
 ANY = tuple(Codes)
-_TO_128, _TO_256 = (64, 80, 96, 112, 128), (192, 256)
+_80_TO_128, _TO_128, _TO_256 = (80, 96, 112, 128), (64, 80, 96, 112, 128), (192, 256)
 
 # Head sizes and codes, and a configuration of their kernel. Of several, the one with the least estimated time is taken.
 CONFIGS: tuple[tuple[tuple[int, ...], tuple[Codes, ...], PrefillConfig], ...] = (
     (_TO_128, ANY, PrefillConfig(FIRST, 128, 2)),
     (_TO_256, ANY, PrefillConfig(FIRST, 64, 2)),
-    # At head size 64 there is so little to multiply that unpacking beside it takes longer than before it.
-    ((80, 96, 112, 128), ANY, PrefillConfig(AHEAD, 128, 2, producer_registers=56)),
+    # At head size 64, unpacking beside so few products takes longer than unpacking first.
+    (_80_TO_128, ANY, PrefillConfig(AHEAD, 128, 2, producer_registers=56)),
     (_TO_128, (SHORT,), PrefillConfig(FUSED, 128, 2, producers=2, producer_registers=48)),
     (_TO_128, (UNIFORM,), PrefillConfig(FUSED, 128, 2, producer_registers=88)),  # two producers with 48 would spill
     (_TO_256, ANY, PrefillConfig(FUSED, 64, 2, producer_registers=72)),
     # An unpacked tile serves twice as many rows.
     ((64,), ANY, PrefillConfig(FUSED, 128, 3, row_blocks=2, producer_registers=56)),
-    ((80, 96, 112, 128), (SHORT,), PrefillConfig(FUSED, 64, 3, row_blocks=2, producer_registers=40)),
-    ((80, 96, 112, 128), (UNIFORM, LONG), PrefillConfig(FUSED, 64, 3, row_blocks=2, producer_registers=56)),
+    (_80_TO_128, (SHORT,), PrefillConfig(FUSED, 64, 3, row_blocks=2, producer_registers=40)),
+    (_80_TO_128, (UNIFORM, LONG), PrefillConfig(FUSED, 64, 3, row_blocks=2, producer_registers=56)),
     ((64, 128), (SHORT,), PrefillConfig(FIRST, 128, 4, eight_bit=True)),
     ((64,), (SHORT,), PrefillConfig(FIRST, 128, 4, consumers=3, eight_bit=True, tile_time=1.26)),
     ((128,), (SHORT,), PrefillConfig(FIRST, 128, 3, consumers=3, eight_bit=True, tile_time=1.41)),
 )
-
-
-def _of_warps(
-    tile_tokens: int, consumers: int, row_blocks: int, blocks_per_sm: int, held: bool = False
-) -> PrefillConfig:
-    return PrefillConfig(
-        FIRST, tile_tokens, 1, consumers, row_blocks, producers=0, single_warps=True, blocks_per_sm=blocks_per_sm,
-        held_queries=held,
-    )  # fmt: skip
-
-
-# Without products of warpgroups. Of several, the first whose blocks fit the shared memory is taken: two blocks of four
-# warps, or one of eight where a multiprocessor has 100 KB.
+_WARPS = PrefillConfig(FIRST, 64, 1, 1, 2, producers=0, single_warps=True, blocks_per_sm=2)
+# Without warpgroup products: the first one whose blocks fit shared memory. Two blocks of four warps, or one of eight
+# where a multiprocessor has 100 KB.
 WARP_CONFIGS: tuple[tuple[tuple[int, ...], PrefillConfig], ...] = (
-    ((64,), _of_warps(64, 1, 2, 2, held=True)),
-    ((80, 96, 112, 128), _of_warps(64, 1, 2, 2)),
-    ((80, 96, 112, 128), _of_warps(64, 2, 2, 1)),
-    (_TO_256, _of_warps(32, 2, 1, 1, held=True)),
+    ((64,), replace(_WARPS, held_queries=True)),
+    (_80_TO_128, _WARPS),
+    (_80_TO_128, replace(_WARPS, consumers=2, blocks_per_sm=1)),
+    (_TO_256, replace(_WARPS, tile_tokens=32, consumers=2, row_blocks=1, blocks_per_sm=1, held_queries=True)),
 )
 HEAD_DIMS = tuple(sorted({dim for dims, _, _ in CONFIGS for dim in dims}))
 EIGHT_BIT_HEAD_DIMS = tuple(sorted({dim for dims, _, config in CONFIGS if config.eight_bit for dim in dims}))
 MOST_GROUP = 64
-
-# Rows and queries of a sequence from which FUSED is faster than the decode kernel.
-FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17
-# Times of a round of blocks over that of FUSED blocks of 128 rows: of 256 rows, or of the 128 that there are of them;
-# of FIRST; of unpacking first, a sequence's head a multiprocessor; and what passes before FUSED blocks have something
-# to multiply. AHEAD: what unpacking a sequence's head adds to a round of one block, and how long it takes at least.
+# Query rows of a sequence up to which FUSED is measured to gain, by head size (64, up to 128, above) and codes.
+_FUSED_UP_TO = {
+    64: {SHORT: 512, UNIFORM: 512, LONG: 512},
+    128: {SHORT: 768, UNIFORM: 512, LONG: 512},
+    256: {SHORT: 512, UNIFORM: 256, LONG: 0},
+}
+FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17  # of a sequence, from which FUSED is faster than the decode kernel
+# Measured times, in waves of FUSED blocks of 128 rows: a wave of 256 rows, or of the 128 left of them; a wave of FIRST;
+# unpacking a KV head of a sequence first on one multiprocessor; the start of FUSED blocks. AHEAD: what unpacking one
+# adds to a wave of one block, and the least time it takes.
 WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.15
 BESIDE_ATTENDING, UNPACKING_AHEAD = 0.5, 3.6
-SECOND_LAUNCH = 0.05  # EIGHT_BIT: what it costs, in rounds of the smallest blocks
+SECOND_LAUNCH = 0.05  # eight_bit: its cost in waves of the smallest blocks
 EVERY_QUERY = 1 << 30
 
 
 @lru_cache(maxsize=64)
 def codes_of(spec: CodecSpec) -> Codes:
-    """Those of keys and values that take longer."""
+    """The kind of codes of the side that takes longer to unpack."""
     if max(spec.key.bits, spec.value.bits) > MOST_BITS:
         return LONG
     return UNIFORM if Kind.UNIFORM in (spec.key.kind, spec.value.kind) else SHORT
@@ -160,7 +154,7 @@ def codes_of(spec: CodecSpec) -> Codes:
 
 @lru_cache(maxsize=256)
 def configs(spec: CodecSpec, unpack: Unpack, eight_bit: bool = False) -> tuple[PrefillConfig, ...]:
-    """The table's, in the order of their rows, as far as they fit shared memory."""
+    """The entries of the table that fit shared memory, in its order."""
     found = (
         config
         for dims, codes, config in CONFIGS
@@ -170,7 +164,7 @@ def configs(spec: CodecSpec, unpack: Unpack, eight_bit: bool = False) -> tuple[P
 
 
 def refusal(request: AttendRequest) -> str | None:
-    """None for what these kernels attend, else the reason."""
+    """Why these kernels do not support the request, or None."""
     spec = request.layout.spec
     for name, side in (("key", spec.key), ("value", spec.value)):
         if side.kind not in KIND_NUMBERS:
@@ -188,7 +182,7 @@ def refusal(request: AttendRequest) -> str | None:
 
 
 def eight_bit_refusal(request: AttendRequest) -> str | None:
-    """None for what is attended on 8-bit tensor cores, else the reason."""
+    """Why 8-bit tensor cores do not support the request, or None."""
     reason = eight_bit.refusal(request) or refusal(request)
     if reason is None and request.layout.spec.key_dim not in EIGHT_BIT_HEAD_DIMS:
         sizes = " and ".join(map(str, EIGHT_BIT_HEAD_DIMS))
@@ -197,18 +191,13 @@ def eight_bit_refusal(request: AttendRequest) -> str | None:
 
 
 def has_warpgroups(device: torch.device) -> bool:
-    """Whether products of warpgroups prefill: in 8 bits, and with warps that unpack ahead, they alone do."""
+    """Whether prefill uses warpgroup products; 8 bits, AHEAD and FUSED need them."""
     return device_of(device).warpgroups
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 2 for the CPU, where tests run the kernels."""
-    return device_of(device).multiprocessors
 
 
 @lru_cache(maxsize=256)
 def warp_config(spec: CodecSpec, device: Device) -> PrefillConfig:
-    """The first of products of single warps that fits the device."""
+    """The first of ``WARP_CONFIGS`` that fits the device."""
 
     def fits(config: PrefillConfig) -> bool:
         shared = shared_bytes(spec, config)
@@ -220,99 +209,75 @@ def warp_config(spec: CodecSpec, device: Device) -> PrefillConfig:
 
 def config_for(request: AttendRequest) -> PrefillConfig:
     """The configuration of a request that is not refused."""
-    spec, exact = request.layout.spec, request.options.deterministic
-    if not has_warpgroups(request.query.device):
-        return replace(warp_config(spec, device_of(request.query.device)), by_row=exact)
-    if exact:
+    spec, options, device = request.layout.spec, request.options, request.query.device
+    if not has_warpgroups(device):
+        return replace(warp_config(spec, device_of(device)), by_row=options.deterministic)
+    if options.deterministic:
         return replace(configs(spec, FIRST)[0], by_row=True)
-    if request.options.prefill == EIGHT_BIT:
-        return eight_bit_config(request)
-    unpacked, time = unpacked_config(request)
-    if request.max_query_len * request.group > fused_up_to(request.layout.spec):
-        return unpacked
-    config = min(configs(request.layout.spec, FUSED), key=lambda config: _fused_time(request, config))
-    return unpacked if request.layout.spec.key_dim <= 128 and time < _fused_time(request, config) else config
+    if options.prefill == EIGHT_BIT:  # more rows a block take less time each, but may leave multiprocessors idle
+        queries = request.query.shape[0]
+        return min(configs(spec, FIRST, eight_bit=True), key=lambda c: _rounds(request, queries, c) * c.tile_time)
+    fused = configs(spec, FUSED) if _can_fuse(request) else ()
+    unpacked = () if fused and spec.key_dim > 128 else configs(spec, FIRST)
+    ahead = configs(spec, AHEAD) if unpacked and _can_unpack_ahead(request) else ()
+    return min((*fused, *unpacked, *ahead), key=lambda config: _time(request, config))
 
 
-def unpacked_config(request: AttendRequest) -> tuple[PrefillConfig, float]:
-    """FIRST or, if sequences are alike and it gains, AHEAD; and its time.
+def _can_fuse(request: AttendRequest) -> bool:
+    spec = request.layout.spec
+    size = 64 if spec.key_dim <= 64 else 128 if spec.key_dim <= 128 else 256
+    return request.max_query_len * request.group <= _FUSED_UP_TO[size][codes_of(spec)]
 
-    What a block unpacks for a sequence that is much longer than its own would take longer than what it attends.
+
+def _can_unpack_ahead(request: AttendRequest) -> bool:
+    """Whether sequences are alike, or all but one decode, and unpacking seldom waits for room in the workspace.
+
+    A block that unpacks for a sequence much longer than its own would take longer than it attends.
     """
-    spec, sequences = request.layout.spec, request.seq_lens.shape[0]
-    total, longest, first = request.query.shape[0], request.max_query_len, configs(spec, FIRST)[0]
-    best, ahead = (first, _unpacked_time(request, first)), configs(spec, AHEAD)
-    alike = total == sequences * longest or total - longest < sequences  # or all but one decode
-    if not alike or not ahead:
-        return best
-    cut = cut_ahead(request, ahead[0], sequences, multiprocessors(request.query.device), WORKSPACE_BYTES)
-    return min(best, (ahead[0], _ahead_time(request, ahead[0], cut)), key=lambda x: x[1]) if cut.flows else best
+    total, longest, sequences = request.query.shape[0], request.max_query_len, request.seq_lens.shape[0]
+    config, alike = configs(request.layout.spec, AHEAD), total == sequences * longest or total - longest < sequences
+    available = multiprocessors(request.query.device)
+    return bool(config) and alike and cut_ahead(request, config[0], sequences, available, WORKSPACE_BYTES).flows
 
 
-def _fused_time(request: AttendRequest, config: PrefillConfig) -> float:
-    """The time of all blocks, if sequences are alike."""
-    items, available = request.seq_lens.shape[0] * request.pages.shape[1], multiprocessors(request.query.device)
-    blocks, rest = divmod(request.max_query_len * request.group, config.rows)
-    part = 0 < rest <= config.rows - config.rows // config.row_blocks
-    whole = -(-items * (blocks + (rest > 0 and not part)) // available)
-    rounds = whole * (WIDE_ROUND if config.row_blocks > 1 else 1) + part * -(-items // available) * PART_ROUND
-    return FUSED_START + rounds
-
-
-def _unpacked_time(request: AttendRequest, config: PrefillConfig) -> float:
-    """Likewise, if pages are unpacked first."""
-    items, available = request.seq_lens.shape[0] * request.pages.shape[1], multiprocessors(request.query.device)
-    blocks = items * -(-request.max_query_len * request.group // config.rows)
-    return -(-blocks // available) * UNPACKED_ROUND + items / available * UNPACKING * _spread(request, config)
-
-
-def _ahead_time(request: AttendRequest, config: PrefillConfig, cut: AheadCut) -> float:
-    """Likewise, if blocks unpack for later ones."""
-    available, spread = multiprocessors(request.query.device), _spread(request, config)
-    rounds = -(-cut.items * cut.blocks // available)
-    round_time = max(UNPACKED_ROUND + BESIDE_ATTENDING * spread / cut.blocks, UNPACKING_AHEAD * spread / cut.blocks)
-    return rounds * round_time + cut.lead / available * UNPACKING * spread
-
-
-def _spread(request: AttendRequest, config: PrefillConfig) -> float:
-    """Tokens that the queries of a sequence see, over those that a block's see: more than 1 where there is a window."""
-    of_block = seen_tokens(request, config.rows // request.group)
-    return seen_tokens(request, request.max_query_len) / of_block
-
-
-def fused_up_to(spec: CodecSpec) -> int:
-    """Rows (queries x heads of a group) of a sequence up to which FUSED is known to gain."""
-    codes = codes_of(spec)
-    if spec.key_dim > 128:
-        return {SHORT: 512, UNIFORM: 256, LONG: 0}[codes]
-    return 768 if codes == SHORT and spec.key_dim > 64 else 512
+def _time(request: AttendRequest, config: PrefillConfig) -> float:
+    """The estimated time of all blocks if sequences are alike, in waves of FUSED blocks of 128 rows."""
+    sequences, available = request.seq_lens.shape[0], multiprocessors(request.query.device)
+    items, rows = sequences * request.pages.shape[1], request.max_query_len * request.group
+    if config.fused:
+        blocks, rest = divmod(rows, config.rows)
+        part = 0 < rest <= config.rows - config.rows // config.row_blocks
+        whole = -(-items * (blocks + (rest > 0 and not part)) // available)
+        rounds = whole * (WIDE_ROUND if config.row_blocks > 1 else 1) + part * -(-items // available) * PART_ROUND
+        return FUSED_START + rounds
+    # Tokens that a sequence's queries see, over those that a block's queries see: more than 1 with a window.
+    spread = seen_tokens(request, request.max_query_len) / seen_tokens(request, config.rows // request.group)
+    blocks = -(-rows // config.rows)
+    rounds, round_time, first = -(-items * blocks // available), UNPACKED_ROUND, items
+    if config.ahead:
+        beside = UNPACKED_ROUND + BESIDE_ATTENDING * spread / blocks
+        round_time = max(beside, UNPACKING_AHEAD * spread / blocks)
+        first = cut_ahead(request, config, sequences, available, WORKSPACE_BYTES).lead
+    return rounds * round_time + first / available * UNPACKING * spread
 
 
 def most_packed_queries(request: AttendRequest) -> int:
-    """Queries of a sequence up to which its pages are attended as decode attends them.
+    """Queries of a sequence up to which the decode kernel attends it.
 
-    Decode reads pages again for every few rows, but splits contexts: it keeps what would not keep the device busy.
+    Decode reads pages again for every few rows, but it splits contexts: it keeps requests that would not keep the
+    device busy otherwise.
     """
     if request.options.deterministic:
         prompt = request.options.prompt
         return MAX_DECODE_QUERIES if prompt is None else 0 if prompt else request.max_query_len
-    group, device, rows = request.group, request.query.device, request.max_query_len * request.group
-    few = max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // group)) - 1
+    device, few = request.query.device, max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // request.group)) - 1
     if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not has_warpgroups(device):
         return MAX_DECODE_QUERIES
-    if refusal(request) is not None or rows > fused_up_to(request.layout.spec) or not config_for(request).fused:
+    if refusal(request) is not None or not _can_fuse(request) or not config_for(request).fused:
         return MAX_DECODE_QUERIES
     most_long = min(request.seq_lens.shape[0], request.query.shape[0] // (few + 1))
     busy = most_long * request.pages.shape[1] >= 0.9 * multiprocessors(device)
     return few if busy else MAX_DECODE_QUERIES
-
-
-def eight_bit_config(request: AttendRequest) -> PrefillConfig:
-    """The one whose blocks are done first: more rows a block take less each, but may leave multiprocessors idle."""
-    return min(
-        configs(request.layout.spec, FIRST, eight_bit=True),
-        key=lambda config: _rounds(request, request.query.shape[0], config) * config.tile_time,
-    )
 
 
 def _rounds(request: AttendRequest, queries: int, config: PrefillConfig) -> int:
@@ -323,18 +288,18 @@ def _rounds(request: AttendRequest, queries: int, config: PrefillConfig) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """Queries of each sequence that a launch attends, and its configuration."""
+    """One launch: its configuration, and the queries of each sequence that it attends."""
 
     config: PrefillConfig
     first: int = 0
     end: int = EVERY_QUERY
-    beside: bool = False  # it follows another launch on the same tiles, whose end it need not wait for
+    beside: bool = False  # it follows a launch on the same tiles and need not wait for its end
 
 
 def parts_of(request: AttendRequest) -> list[Part]:
-    """One launch, or for a single sequence in 8 bits two: rounds of large blocks, and small ones for the rest.
+    """One launch; for a single sequence in 8 bits maybe two: waves of large blocks, and small blocks for the rest.
 
-    In a fresh prompt the last blocks are short ones, and there is nothing to gain.
+    The last blocks of a fresh prompt are short, so there a second launch gains nothing.
     """
     config, alike = config_for(request), request.max_seq_len >= 4 * request.query.shape[0]
     if not config.eight_bit or request.seq_lens.shape[0] > 1 or not alike:

@@ -12,26 +12,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slimkv.ops.triton import unpack
+from slimkv.ops.triton import side, unpack
 from slimkv.ops.triton.rotate import dot, rotate_columns, unrotate_store
 from slimkv.ops.triton.unpack import (
     as_keys,
     as_values,
-    decode_signed,
     decode_unsigned,
     field_exponent,
     fragment_order,
     in_fragment_order,
-    load_code_words,
+    load_centre,
     load_field,
-    numbers,
-    raw_numbers,
-    uniform_centre,
+    tile_numbers,
 )
 
-_LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
-_UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
-_RAW: tl.constexpr = tl.constexpr(unpack.RAW)
+_LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
+_UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
+_RAW: tl.constexpr = tl.constexpr(side.RAW)
 _KEY_OFFSET: tl.constexpr = tl.constexpr(unpack.KEY_OFFSET)
 _VALUE_OFFSET: tl.constexpr = tl.constexpr(unpack.VALUE_OFFSET)
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -113,25 +110,23 @@ def _keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.
 
 
 @triton.jit
-def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, KD: tl.constexpr, KDP: tl.constexpr,
-                  K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr, K_ROTATED: tl.constexpr,
-                  ROTATE_BLOCK: tl.constexpr):  # fmt: skip
-    """The queries, rotated once and scaled column by column into the keys' dtype.
+def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, K: tl.constexpr):
+    """The queries, rotated once (unless key_rotation is None) and scaled column by column into the keys' dtype.
 
     Returns them in fragment order [KDP, M], their sums [M], and the factors that undo the scaling [M].
     """
-    if K_ROTATED:
-        q = rotate_columns(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, ROTATE_BLOCK)
+    KDP: tl.constexpr = 16 * K.SP
+    if key_rotation is not None:
+        q = rotate_columns(q_ptrs, row_valid, key_rotation, key_norm, M, K.D, KDP, 16)
     else:
-        q_dim = tl.arange(0, KDP)
-        q = tl.load(q_ptrs[None, :] + q_dim[:, None], mask=row_valid[None, :] & (q_dim < KD)[:, None], other=0.0).to(
-            tl.float32
-        )
+        dim = tl.arange(0, KDP)
+        mask = row_valid[None, :] & (dim < K.D)[:, None]
+        q = tl.load(q_ptrs[None, :] + dim[:, None], mask=mask, other=0.0).to(tl.float32)
     down, up, _ = power_below(tl.max(tl.abs(q), 0))
     q *= down[None, :]
-    if K_KIND == _RAW and K_BITS == 32:
+    if K.KIND == _RAW and K.BITS == 32:
         qh = q
-    elif K_KIND == _RAW and K_BF16:
+    elif K.KIND == _RAW and K.BF16:
         qh = q.to(tl.bfloat16)
     else:
         qh = q.to(tl.float16)
@@ -140,67 +135,46 @@ def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, KD:
 
 
 @triton.jit
-def _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, key_table0, key_table1,
-            F: tl.constexpr, BT: tl.constexpr, M: tl.constexpr):  # fmt: skip
+def _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, levels, K: tl.constexpr):
     """Scores [BT, M] of a step's keys, in powers of two."""
-    KD: tl.constexpr = F.KD
-    KS: tl.constexpr = F.KS
-    K_KIND: tl.constexpr = F.K_KIND
-    K_BITS: tl.constexpr = F.K_BITS
-    PTX: tl.constexpr = F.PTX
-    key_base = page + inside * (2 * KD * K_BITS)
-    if K_KIND == _RAW:
-        k = as_keys(raw_numbers(key_base, tile_valid, K_BITS, F.K_BF16, KD // 16, KS))
-        s = dot(k, qh, tl.zeros([BT, M], tl.float32)) * row_scale[None, :]
+    k = as_keys(tile_numbers(page, inside, tile_valid, levels, False, K))
+    if K.KIND == _RAW:
+        s = dot(k, qh, tl.zeros([k.shape[0], qh.shape[1]], tl.float32))
     else:
-        low, high = load_code_words(key_base, tile_valid, K_BITS, KD // 16, KS, False)
-        k = as_keys(numbers(low, high, key_levels, key_table0, key_table1, K_KIND, K_BITS, False, PTX))
-        k_field = load_field((page + F.K_FIELDS)[:, None], field_at, valid_tiles)
-        k_scale = tl.reshape(decode_unsigned(k_field), (BT,))
+        scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, valid_tiles, 0, K)), (k.shape[0],))
         s = tl.dot(k, qh)
-        if PTX and K_KIND == _LLOYD and K_BITS <= 4:
+        if K.PTX and K.KIND == _LLOYD:
             s -= _KEY_OFFSET * q_sum[None, :]
-        s *= k_scale[:, None]
-        if K_KIND == _UNIFORM:
-            k_zero = load_field((page + F.K_FIELDS + 2 * F.BLOCK_SIZE)[:, None], field_at, valid_tiles)
-            centre = tl.reshape(decode_signed(k_zero), (BT,)) + k_scale * uniform_centre(K_BITS)
-            s += centre[:, None] * q_sum[None, :]
-        s *= row_scale[None, :]
-    return s
+        s *= scale[:, None]
+        if K.KIND == _UNIFORM:
+            s += load_centre(page[:, None], field_at, valid_tiles, scale, K)[:, None] * q_sum[None, :]
+    return s * row_scale[None, :]
 
 
 @triton.jit
 def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
-                value_levels, value_table0, value_table1, F: tl.constexpr, NT: tl.constexpr):  # fmt: skip
+                levels, V: tl.constexpr):  # fmt: skip
     """One step of the online softmax with a step's values: scores s [BT, M] -> m, z, w [M] and acc [VDP, M]."""
-    BT: tl.constexpr = 16 * NT
-    VD: tl.constexpr = F.VD
-    VS: tl.constexpr = F.VS
-    V_KIND: tl.constexpr = F.V_KIND
-    V_BITS: tl.constexpr = F.V_BITS
-    PTX: tl.constexpr = F.PTX
-    value_base = page + F.V_CODES + inside * (2 * VD * V_BITS)
-    if V_KIND == _RAW:
+    BT: tl.constexpr = s.shape[0]
+    if V.KIND == _RAW:
         p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
-        v = as_values(raw_numbers(value_base, tile_valid, V_BITS, F.V_BF16, VD // 16, VS))
+        v = as_values(tile_numbers(page, inside, tile_valid, levels, True, V))
         v_token = token0 + fragment_order(tl.arange(0, BT))
         present = (v_token < length) & (v_token >= seen_from)
         v = tl.where(present[None, :], v, 0.0).to(v.dtype)
         acc = dot(v, in_fragment_order(p.to(v.dtype)), acc)
     else:
-        v_field = load_field((page + F.V_FIELDS)[:, None], field_at, valid_tiles)
-        v_scale = tl.reshape(decode_unsigned(v_field), (BT,))
-        exponent = tl.reshape(field_exponent(v_field), (BT,))
+        field = load_field(page[:, None], field_at, valid_tiles, 0, V)
+        scale = tl.reshape(decode_unsigned(field), (BT,))
+        exponent = tl.reshape(field_exponent(field), (BT,))
         p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
-        ph = (p * tl.where(valid, v_scale, 0.0)[:, None]).to(tl.float16)
-        low, high = load_code_words(value_base, tile_valid, V_BITS, VD // 16, VS, True)
-        v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX))
+        ph = (p * tl.where(valid, scale, 0.0)[:, None]).to(tl.float16)
+        v = as_values(tile_numbers(page, inside, tile_valid, levels, True, V))
         acc = tl.dot(v, in_fragment_order(ph), acc)
-        if V_KIND == _UNIFORM:
-            v_zero = load_field((page + F.V_FIELDS + 2 * F.BLOCK_SIZE)[:, None], field_at, valid_tiles)
-            centre = tl.reshape(decode_signed(v_zero), (BT,)) + v_scale * uniform_centre(V_BITS)
+        if V.KIND == _UNIFORM:
+            centre = load_centre(page[:, None], field_at, valid_tiles, scale, V)
             w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
-        elif PTX and V_KIND == _LLOYD and V_BITS <= 4:
+        elif V.PTX and V.KIND == _LLOYD:
             w = w * alpha - _VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
     return m, z, w, acc
 
@@ -218,14 +192,14 @@ def _hide(s, token, present, position, window, CAUSAL: tl.constexpr, WINDOW: tl.
 
 @triton.jit
 def _add_fresh(m, z, acc, qh, row_scale, shift, position, k_ptr, v_ptr, begin, end, start, queries, length, softcap,
-               window, HEADS: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, BT: tl.constexpr, KDP: tl.constexpr,
-               VDP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+               window, HEADS: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr,
+               WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
     """The online softmax with the query tokens' own unquantised keys and values, BT at a time.
 
     k_ptr and v_ptr: the KV head's, of [total_queries, HEADS, dim].
     """
-    dim = fragment_order(tl.arange(0, KDP))
-    v_dim = tl.arange(0, VDP)
+    dim = fragment_order(tl.arange(0, qh.shape[0]))
+    v_dim = tl.arange(0, acc.shape[0])
     for fresh0 in range(tl.maximum(begin - (length - queries), 0), end - (length - queries), BT):
         fresh = fresh0 + tl.arange(0, BT)
         present = fresh < queries
@@ -249,26 +223,25 @@ def _add_fresh(m, z, acc, qh, row_scale, shift, position, k_ptr, v_ptr, begin, e
 @triton.jit(do_not_specialize=["sequences", "most_queries", "window"])
 def attend_kernel(
     q_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, shift_ptr, fresh_k_ptr, fresh_v_ptr, out_ptr, lse_ptr,
-    key_rotation, value_rotation, key_levels, value_levels, key_table0, key_table1, value_table0, value_table1,
+    key_rotation, value_rotation, key_levels, value_levels,
     sequences, most_queries, q_stride, q_head_stride, block_stride, page_stride, table_stride, out_stride,
     out_head_stride, scale_log2, softcap, key_norm, value_norm, window,
-    F: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, NT: tl.constexpr, SPLITS: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, NT: tl.constexpr,
+    SPLITS: tl.constexpr, ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINK_STRIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries of one sequence, one KV head, one of SPLITS parts of the keys.
 
-    Sequences with more than ``most_queries`` queries are left to the prefill kernel. F: the format of pages. Pointers
-    may be None: no sinks, no score shift, no fresh K and V (else contiguous), no log-sum-exp wanted, sides that are not
-    rotated. With several SPLITS, out_ptr and lse_ptr are the workspace of their results: [rows, SPLITS, dim].
+    Sequences with more than ``most_queries`` queries are left to the prefill kernel. Pointers may be None: no sinks, no
+    score shift, no fresh K and V (else contiguous), no log-sum-exp wanted, sides that are not rotated. With several
+    SPLITS, out_ptr and lse_ptr are the workspace of their results: [rows, SPLITS, dim].
     """
     head = tl.program_id(1)
     part = tl.program_id(2)
     BT: tl.constexpr = 16 * NT
     BLOCK_Q: tl.constexpr = M // GROUP
-    KDP: tl.constexpr = 16 * F.KS
-    VDP: tl.constexpr = 16 * F.VS
-    TILES_PER_BLOCK: tl.constexpr = F.BLOCK_SIZE // 16
+    VDP: tl.constexpr = 16 * V.SP
+    TILES_PER_BLOCK: tl.constexpr = K.BLOCK_SIZE // 16
 
     sequence, start, first = _first_query(starts_ptr, sequences, tl.program_id(0), BLOCK_Q, ONE_BLOCK)
     queries = tl.load(starts_ptr + sequence + 1) - start
@@ -290,9 +263,8 @@ def attend_kernel(
     steps = tl.cdiv(tl.maximum(packed_end - begin, 0), BT)
     per_part = tl.cdiv(steps, SPLITS)
     qh, q_sum, up = load_queries(
-        q_ptr + q_row * q_stride + q_head * q_head_stride, row_valid, key_rotation, key_norm, M, F.KD, KDP, F.K_KIND,
-        F.K_BITS, F.K_BF16, key_rotation is not None, 16,
-    )  # fmt: skip
+        q_ptr + q_row * q_stride + q_head * q_head_stride, row_valid, key_rotation, key_norm, M, K
+    )
     row_scale = up * scale_log2
     shift = tl.zeros([M], tl.float32)
     if shift_ptr is not None:
@@ -316,10 +288,7 @@ def attend_kernel(
         if WINDOW:
             valid = valid & (token >= seen_from)
         valid_tiles = tl.reshape(valid, (NT, 16))
-        s = _scores(
-            page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, key_table0, key_table1,
-            F, BT, M,
-        )  # fmt: skip
+        s = _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, K)
         if SOFTCAP:
             s = soft_cap(s + shift[None, :], softcap)
         # Rows without a query attend garbage that is never stored, so only the edges of what is visible need a mask.
@@ -327,26 +296,25 @@ def attend_kernel(
             s = _hide(s, token, valid & (token < packed_end), position, window, CAUSAL, WINDOW)
         m, z, w, acc = _add_values(
             s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
-            value_levels, value_table0, value_table1, F, NT,
+            value_levels, V,
         )  # fmt: skip
     acc += w[None, :]
 
     if fresh_k_ptr is not None:
         if part == SPLITS - 1:
             m, z, acc = _add_fresh(
-                m, z, acc, qh, row_scale, shift, position, fresh_k_ptr + head * F.KD, fresh_v_ptr + head * F.VD, begin,
-                end, start, queries, length, softcap, window, HEADS, F.KD, F.VD, BT, KDP, VDP, CAUSAL, WINDOW, SOFTCAP,
+                m, z, acc, qh, row_scale, shift, position, fresh_k_ptr + head * K.D, fresh_v_ptr + head * V.D, begin,
+                end, start, queries, length, softcap, window, HEADS, K.D, V.D, BT, CAUSAL, WINDOW, SOFTCAP,
             )  # fmt: skip
     if SPLITS == 1:
         lse = finish(
             tl.trans(acc), m, z, sinks_ptr, q_row * SINK_STRIDE + q_head, row_valid, value_rotation, value_norm,
-            out_ptr + q_row * out_stride + q_head * out_head_stride, sinks_ptr is not None, value_rotation is not None,
-            F.VD, VDP, 16,
+            out_ptr + q_row * out_stride + q_head * out_head_stride, V.D, VDP, 16,
         )  # fmt: skip
         if lse_ptr is not None:
             tl.store(lse_ptr + row_at, lse, mask=row_valid)
     else:
-        _store_part(acc, m, z, row_at * SPLITS + part, row_valid, out_ptr, lse_ptr, F.VD, VDP)
+        _store_part(acc, m, z, row_at * SPLITS + part, row_valid, out_ptr, lse_ptr, V.D, VDP)
 
 
 @triton.jit
@@ -370,11 +338,10 @@ def soft_cap(s, cap_log2):
 
 @triton.jit
 def finish(acc, m, z, sinks_ptr, sink_at, row_valid, value_rotation, value_norm, out_ptrs,
-           SINKS: tl.constexpr, V_ROTATED: tl.constexpr, VD: tl.constexpr, VDP: tl.constexpr,
-           NB: tl.constexpr):  # fmt: skip
-    """Adds the sinks numbered sink_at [M], divides, rotates back and stores acc [M, VDP] to the rows out_ptrs [M];
-    returns the natural log-sum-exp [M]."""
-    if SINKS:
+           VD: tl.constexpr, VDP: tl.constexpr, NB: tl.constexpr):  # fmt: skip
+    """Adds the sinks numbered sink_at [M] (unless sinks_ptr is None), divides, rotates back (unless value_rotation is
+    None) and stores acc [M, VDP] to the rows out_ptrs [M]; returns the natural log-sum-exp [M]."""
+    if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + sink_at, mask=row_valid, other=0.0) * _LOG2E
         top = tl.maximum(m, sink)
         acc = acc * tl.exp2(m - top)[:, None]
@@ -382,7 +349,8 @@ def finish(acc, m, z, sinks_ptr, sink_at, row_valid, value_rotation, value_norm,
         m = top
     empty = z == 0
     safe = tl.where(empty, 1.0, z)
-    unrotate_store(acc / safe[:, None], value_rotation, value_norm, out_ptrs, row_valid, VD, VDP, NB, 2, V_ROTATED)
+    ROTATED: tl.constexpr = value_rotation is not None
+    unrotate_store(acc / safe[:, None], value_rotation, value_norm, out_ptrs, row_valid, VD, VDP, NB, 2, ROTATED)
     return tl.where(empty, float("-inf"), (m + tl.log2(safe)) * _LN2)
 
 
@@ -391,10 +359,9 @@ def merge_kernel(
     part_ptr, part_lse_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, value_rotation, value_norm, sequences,
     out_stride, out_head_stride,
     Q_HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, VD: tl.constexpr,
-    VDP: tl.constexpr,
-    NB: tl.constexpr, V_ROTATED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SINK_STRIDE: tl.constexpr = 0,
+    VDP: tl.constexpr, NB: tl.constexpr, SINK_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Merges the SPLITS parts of ROWS (query, head) rows, PARTS at a time, and rotates the result back."""
+    """Merges the SPLITS parts of ROWS (query, head) rows, PARTS at a time; pointers may be None as in `finish`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_valid = row < tl.load(starts_ptr + sequences).to(tl.int64) * Q_HEADS
     q_head = (row % Q_HEADS).to(tl.int32)
@@ -423,7 +390,7 @@ def merge_kernel(
     out_ptrs = out_ptr + (row // Q_HEADS) * out_stride + q_head * out_head_stride
     lse = finish(
         acc, m, z, sinks_ptr, (row // Q_HEADS) * SINK_STRIDE + q_head, row_valid, value_rotation, value_norm, out_ptrs,
-        SINKS, V_ROTATED, VD, VDP, NB,
+        VD, VDP, NB,
     )  # fmt: skip
-    if LSE:
+    if lse_ptr is not None:
         tl.store(lse_ptr + row, lse, mask=row_valid)

@@ -7,16 +7,12 @@ launches both; each kernel leaves the other's sequences alone, so that the host 
 
 from __future__ import annotations
 
-import math
-from dataclasses import astuple, dataclass
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
-from slimkv.codec.codebook import codebook
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import (
     MAX_DECODE_QUERIES,
@@ -29,10 +25,11 @@ from slimkv.ops.attention.api import (
 )
 from slimkv.ops.attention.triton.decode import attend_kernel, merge_kernel
 from slimkv.ops.attention.triton.prefill import prefill_kernel, range_kernel, unpack_kernel
-from slimkv.ops.triton.unpack import KIND_NUMBER, PLAIN_ROWS, byte_table
+from slimkv.ops.cuda.constants import LOG2E
+from slimkv.ops.cuda.device import multiprocessors
+from slimkv.ops.triton.side import PLAIN_ROWS, side_of
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
-_LOG2E = math.log2(math.e)
 _MAX_SPLITS = 256
 PREFILL_BYTES = 256 << 20  # what unpacked K and V may take; a longer context takes several passes
 
@@ -86,79 +83,12 @@ def launch_shape(layout: PageLayout, group: int, max_query_len: int) -> Shape:
     return Shape(rows, rows // group, 2 if dim <= 256 else 1, 1, 1, 8)
 
 
-@lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors ``device`` has (a few, where it is none)."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
     """How many parts to cut the keys into so that the programs fill the device in one wave, or in two."""
     steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
     slots = multiprocessors(device) * shape.resident
     wanted = slots // max(1, programs) or 2 * slots // max(1, programs)
     return max(1, min(wanted, steps, _MAX_SPLITS))
-
-
-@lru_cache(maxsize=64)
-def level_bytes(fmt: TensorFormat, dim: int) -> tuple[int, int]:
-    """The look-up table of Lloyd-Max levels of up to 4 bits; zeros where kernels use none."""
-    if fmt.kind != Kind.LLOYD or fmt.bits > 4:
-        return 0, 0
-    return byte_table(codebook(fmt.bits, dim).levels_by_code.tolist(), fmt.bits)
-
-
-def padded_slices(dim: int) -> int:
-    """Slices of 16 numbers, padded to a power of two."""
-    return triton.next_power_of_2(dim // 16)
-
-
-@lru_cache(maxsize=256)
-def format_constants(layout: PageLayout) -> dict[str, Any]:
-    """What every kernel that reads pages must know about them."""
-    spec = layout.spec
-    return {
-        "BLOCK_SIZE": layout.block_size, "KD": spec.key_dim, "VD": spec.value_dim,
-        "KS": padded_slices(spec.key_dim), "VS": padded_slices(spec.value_dim),
-        "K_KIND": KIND_NUMBER[spec.key.kind], "K_BITS": spec.key.bits, "K_BF16": spec.key.raw_dtype == "bfloat16",
-        "K_FIELDS": layout.key.fields_offset,
-        "V_KIND": KIND_NUMBER[spec.value.kind], "V_BITS": spec.value.bits, "V_BF16": spec.value.raw_dtype == "bfloat16",
-        "V_CODES": layout.value.codes_offset, "V_FIELDS": layout.value.fields_offset,
-        "PTX": not triton.knobs.runtime.interpret and torch.version.cuda is not None,
-    }  # fmt: skip
-
-
-@dataclass(frozen=True, repr=False)
-class PageFormat:
-    """``format_constants`` as one compile-time constant."""
-
-    BLOCK_SIZE: int
-    KD: int
-    VD: int
-    KS: int
-    VS: int
-    K_KIND: int
-    K_BITS: int
-    K_BF16: bool
-    K_FIELDS: int
-    V_KIND: int
-    V_BITS: int
-    V_BF16: bool
-    V_CODES: int
-    V_FIELDS: int
-    PTX: bool
-
-    def __repr__(self) -> str:
-        """Part of the names of compiled functions, and of the keys they are cached by."""
-        return "PageFormat_" + "_".join(str(int(x)) for x in astuple(self))
-
-
-@lru_cache(maxsize=256)
-def page_format(layout: PageLayout) -> PageFormat:
-    """The page format of a layout."""
-    return PageFormat(**format_constants(layout))
 
 
 Fresh = tuple[Tensor, Tensor] | tuple[None, None]
@@ -180,10 +110,8 @@ def run(request: AttendRequest) -> None:
     if total == 0 or request.max_query_len == 0:
         return
     fresh = _fresh_in_stored_space(request)
-    if (
-        request.max_query_len <= MAX_DECODE_QUERIES
-        or max(request.layout.spec.key_dim, request.layout.spec.value_dim) > 256
-    ):
+    spec = request.layout.spec
+    if request.max_query_len <= MAX_DECODE_QUERIES or max(spec.key_dim, spec.value_dim) > 256:
         _attend_packed(request, fresh, request.max_query_len)
         return
     if request.min_query_len <= MAX_DECODE_QUERIES:  # the host knows bounds only: any sequence may have few queries
@@ -204,45 +132,54 @@ def _attend_packed(request: AttendRequest, fresh: Fresh, most_queries: int) -> N
     shape = launch_shape(layout, request.group, most_queries)
     one_block = most_queries <= shape.queries
     blocks = sequences if one_block else total // shape.queries + sequences
-    longest = (
-        request.max_seq_len
-        if options.sliding_window is None
-        else min(request.max_seq_len, options.sliding_window + most_queries)
-    )
-    # Rows of other sequences must not be merged over, so a batch that is only in part ours is not split.
-    num_splits = (
-        1
-        if request.max_query_len > most_queries
-        else request.num_splits or choose_splits(blocks * num_kv_heads, longest, shape, query.device)
-    )
-    part, part_lse = _part_views(request, total, heads, num_splits)
+    window = options.sliding_window
+    longest = request.max_seq_len if window is None else min(request.max_seq_len, window + most_queries)
+    num_splits = request.num_splits or choose_splits(blocks * num_kv_heads, longest, shape, query.device)
+    if request.max_query_len > most_queries:  # rows of other sequences must not be merged over
+        num_splits = 1
+    into: tuple[Tensor, Tensor | None] = out, request.lse
+    if num_splits > 1:
+        into = part, part_lse = part_views(request.workspace, total * heads, spec.value_dim, num_splits, query.device)
     k, v = request.codec.key_tables, request.codec.value_tables
     attend_kernel[(blocks, num_kv_heads, num_splits)](
         query, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, request.sinks,
-        request.score_shift, *fresh, *((out, request.lse) if num_splits == 1 else (part, part_lse)),
-        k.signs if spec.key.rotated else None, v.signs if spec.value.rotated else None, k.levels, v.levels,
-        *level_bytes(spec.key, spec.key_dim), *level_bytes(spec.value, spec.value_dim),
+        request.score_shift, *fresh, *into, *_rotations(request), k.levels, v.levels,
         sequences, most_queries, query.stride(0), query.stride(1), request.pages.stride(0), request.pages.stride(1),
         request.block_table.stride(0), out.stride(0), out.stride(1),
-        request.softmax_scale * _LOG2E, options.softcap * _LOG2E, k.orthonormal, v.orthonormal,
-        options.sliding_window or 0,
-        F=page_format(layout), HEADS=num_kv_heads, GROUP=request.group, M=shape.rows, NT=shape.tiles, SPLITS=num_splits,
-        ONE_BLOCK=one_block, CAUSAL=options.causal, WINDOW=options.sliding_window is not None,
+        request.softmax_scale * LOG2E, options.softcap * LOG2E, k.orthonormal, v.orthonormal,
+        window or 0,
+        K=side_of(layout.key), V=side_of(layout.value), HEADS=num_kv_heads, GROUP=request.group, M=shape.rows,
+        NT=shape.tiles, SPLITS=num_splits, ONE_BLOCK=one_block, CAUSAL=options.causal, WINDOW=window is not None,
         SOFTCAP=options.softcap > 0, SINK_STRIDE=_sink_stride(request), STAGES=shape.stages, num_warps=shape.warps,
         num_stages=shape.stages,
     )  # fmt: skip
     if num_splits > 1:
-        rows = 4 if total * heads >= 1024 else 1
-        parts = min(16 // rows, triton.next_power_of_2(num_splits))
-        merge_kernel[(triton.cdiv(total * heads, rows),)](
-            part, part_lse, request.cu_seqlens_q, request.sinks, out, request.lse, v.signs, v.orthonormal, sequences,
-            out.stride(0), out.stride(1),
-            Q_HEADS=heads, ROWS=rows, PARTS=parts, SPLITS=num_splits, VD=spec.value_dim,
-            VDP=16 * padded_slices(spec.value_dim),
-            NB=min(128, 16 * padded_slices(spec.value_dim)) if rows == 4 else 32, V_ROTATED=spec.value.rotated,
-            SINKS=request.sinks is not None, SINK_STRIDE=_sink_stride(request), LSE=request.lse is not None,
-            num_warps=4,
+        merge_parts(
+            part, part_lse, request.cu_seqlens_q, out, request.lse, num_splits, request.sinks, _sink_stride(request),
+            _rotations(request)[1], v.orthonormal,
         )  # fmt: skip
+
+
+def merge_parts(
+    part: Tensor, part_lse: Tensor, cu_seqlens_q: Tensor, out: Tensor, lse: Tensor | None, num_splits: int,
+    sinks: Tensor | None = None, sink_stride: int = 0, rotation: Tensor | None = None, norm: float = 1.0,
+) -> None:  # fmt: skip
+    """Merges the results of ``num_splits`` parts into out [total_queries, num_heads, dim] and lse: one launch."""
+    total, heads, dim = out.shape
+    rows, padded = 4 if total * heads >= 1024 else 1, triton.next_power_of_2(dim)
+    merge_kernel[(triton.cdiv(total * heads, rows),)](
+        part, part_lse, cu_seqlens_q, sinks, out, lse, rotation, norm, cu_seqlens_q.shape[0] - 1,
+        out.stride(0), out.stride(1),
+        Q_HEADS=heads, ROWS=rows, PARTS=min(16 // rows, triton.next_power_of_2(num_splits)), SPLITS=num_splits, VD=dim,
+        VDP=padded, NB=min(128, padded) if rows == 4 else 32, SINK_STRIDE=sink_stride, num_warps=4,
+    )  # fmt: skip
+
+
+def _rotations(request: AttendRequest) -> tuple[Tensor | None, Tensor | None]:
+    """The Hadamard matrices of K and V; None where a side is not rotated."""
+    spec, codec = request.layout.spec, request.codec
+    key, value = codec.key_tables.signs, codec.value_tables.signs
+    return key if spec.key.rotated else None, value if spec.value.rotated else None
 
 
 def _sink_stride(request: AttendRequest) -> int:
@@ -250,21 +187,19 @@ def _sink_stride(request: AttendRequest) -> int:
     return 0 if request.sinks is None or request.sinks.ndim == 1 else request.sinks.stride(0)
 
 
-def _part_views(request: AttendRequest, total: int, heads: int, num_splits: int) -> tuple[Tensor, Tensor]:
-    """float32 views: partial outputs and their log-sum-exps."""
-    if num_splits == 1:
-        return request.out, request.out
-    need = split_workspace_bytes(total, heads, request.layout.spec.value_dim, num_splits)
-    space = request.workspace
+def part_views(
+    space: Tensor | None, rows: int, dim: int, num_splits: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """float32 views of a workspace (None: a new one): partial outputs of (query, head) rows, and log-sum-exps."""
+    need = split_workspace_bytes(rows, 1, dim, num_splits)
     if space is None:
-        space = torch.empty(need, dtype=torch.uint8, device=request.query.device)
+        space = torch.empty(need, dtype=torch.uint8, device=device)
     elif space.dtype != torch.uint8 or space.numel() < need or not space.is_contiguous() or space.data_ptr() % 16:
         raise InputError(
             f"the workspace must be contiguous uint8 of at least {need} bytes, 16-byte aligned; it has {space.numel()}"
         )
     numbers = space[:need].view(torch.float32)
-    count = total * heads * num_splits * request.layout.spec.value_dim
-    return numbers[:count], numbers[count:]
+    return numbers[: rows * num_splits * dim], numbers[rows * num_splits * dim :]
 
 
 def _dense_dtype(fmt: TensorFormat) -> torch.dtype:
@@ -283,15 +218,12 @@ def _dense_exponents(request: AttendRequest, fresh: Fresh) -> Tensor:
             real = torch.arange(own.shape[0], device=exponents.device) < request.cu_seqlens_q[-1]  # not padding
             top = torch.where(real, own.abs().amax((1, 2)).float(), 0.0).nan_to_num().amax()
             exponents[..., side] = torch.frexp(top)[1].clamp(min=-39)
-    constants = {
-        name: format_constants(request.layout)[name]
-        for name in ("BLOCK_SIZE", "K_KIND", "K_BITS", "K_FIELDS", "V_KIND", "V_BITS", "V_FIELDS")
-    }
     tokens = 1024
     range_kernel[(triton.cdiv(request.max_seq_len, tokens), *shape[1::-1])](
         request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, exponents, MAX_DECODE_QUERIES,
         request.options.sliding_window or NO_WINDOW, request.pages.stride(0), request.pages.stride(1),
-        request.block_table.stride(0), HEADS=shape[1], TOKENS=tokens, **constants,
+        request.block_table.stride(0), HEADS=shape[1], TOKENS=tokens, K=side_of(request.layout.key),
+        V=side_of(request.layout.value),
     )  # fmt: skip
     return exponents
 
@@ -346,21 +278,18 @@ def _attend_prefill(request: AttendRequest, fresh: Fresh) -> None:
     for step in range(passes):
         unpack_kernel[(triton.cdiv(chunk, 64), num_kv_heads, sequences)](
             request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, rank, exponents, *fresh,
-            dense_k, dense_v,
-            k.levels, v.levels, *level_bytes(spec.key, spec.key_dim), *level_bytes(spec.value, spec.value_dim),
-            MAX_DECODE_QUERIES, options.sliding_window or NO_WINDOW, chunk, step * chunk, request.pages.stride(0),
-            request.pages.stride(1), request.block_table.stride(0), HEADS=num_kv_heads, NT=4,
-            **format_constants(layout), num_warps=4,
+            dense_k, dense_v, k.levels, v.levels, MAX_DECODE_QUERIES, options.sliding_window or NO_WINDOW, chunk,
+            step * chunk, request.pages.stride(0), request.pages.stride(1), request.block_table.stride(0),
+            HEADS=num_kv_heads, NT=4, K=side_of(layout.key), V=side_of(layout.value), num_warps=4,
         )  # fmt: skip
         prefill_kernel[(total // (rows // request.group) + sequences, num_kv_heads)](
             query, dense_k, dense_v, request.seq_lens, request.cu_seqlens_q, rank, exponents, request.sinks,
-            request.score_shift, out, request.lse, state, k.signs if spec.key.rotated else None,
-            v.signs if spec.value.rotated else None, sequences, MAX_DECODE_QUERIES, chunk, step * chunk,
-            query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-            request.softmax_scale * _LOG2E, options.softcap * _LOG2E, k.orthonormal, v.orthonormal,
+            request.score_shift, out, request.lse, state, *_rotations(request), sequences, MAX_DECODE_QUERIES, chunk,
+            step * chunk, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+            request.softmax_scale * LOG2E, options.softcap * LOG2E, k.orthonormal, v.orthonormal,
             options.sliding_window or 0,
             HEADS=num_kv_heads, GROUP=request.group, M=rows, BN=tokens_per_step, KD=spec.key_dim, VD=spec.value_dim,
-            KDP=16 * padded_slices(spec.key_dim), VDP=16 * padded_slices(spec.value_dim), FIRST=step == 0,
+            KDP=triton.next_power_of_2(spec.key_dim), VDP=triton.next_power_of_2(spec.value_dim), FIRST=step == 0,
             LAST=step == passes - 1, CAUSAL=options.causal, WINDOW=options.sliding_window is not None,
             SOFTCAP=options.softcap > 0, SINK_STRIDE=_sink_stride(request), STAGES=stages,
             num_warps=4 if wide else 8, num_stages=stages,

@@ -4,9 +4,8 @@ With many queries the arithmetic counts, not the bytes: a key would be unpacked 
 keys and values of the sequences concerned are unpacked once, into a bounded workspace, and attended there. A context
 longer than the workspace takes several passes, which hand on the state of the softmax.
 
-Unpacked numbers are fp16 (raw formats keep their dtype),
-times the power of two that brings the largest of a sequence and
-head near 2^6; the queries and the output carry the inverse. The exponents of the stored fields tell that power.
+Unpacked numbers are fp16 (raw formats keep their dtype), times the power of two that brings the largest of a sequence
+and head near 2^6; the queries and the output carry the inverse. The exponents of the stored fields tell that power.
 """
 
 from __future__ import annotations
@@ -16,48 +15,40 @@ import triton.language as tl
 
 from slimkv.codec import scale16
 from slimkv.ops.attention.triton.decode import _LOG2E, find_block, finish, power_below, soft_cap
-from slimkv.ops.triton import unpack
+from slimkv.ops.triton import side, unpack
 from slimkv.ops.triton.rotate import dot, rotate_rows
 from slimkv.ops.triton.unpack import (
     as_keys,
-    as_values,
-    decode_signed,
     decode_unsigned,
     fragment_order,
-    load_code_words,
+    load_centre,
     load_field,
-    numbers,
-    raw_numbers,
-    uniform_centre,
+    tile_numbers,
+    values_as_keys,
 )
 
-_LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
-_UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
-_RAW: tl.constexpr = tl.constexpr(unpack.RAW)
-_BIAS: tl.constexpr = tl.constexpr(scale16.BIAS)
+_LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
+_UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
+_RAW: tl.constexpr = tl.constexpr(side.RAW)
 _KEY_OFFSET: tl.constexpr = tl.constexpr(unpack.KEY_OFFSET)
 _VALUE_OFFSET: tl.constexpr = tl.constexpr(unpack.VALUE_OFFSET)
-
-
-_TARGET: tl.constexpr = tl.constexpr(6)
+_BIAS: tl.constexpr = tl.constexpr(scale16.BIAS)
 _INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
+_TARGET: tl.constexpr = tl.constexpr(6)
 
 
 @triton.jit
-def _side_exponent(
-    page, position, mask, FIELDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr
-):
-    """An exponent that no number of these tokens exceeds, int32: codes are below 2^8 (lloyd), 2^BITS or 2^9 (fp8)."""
-    code = tl.load((page + FIELDS).to(tl.pointer_type(tl.uint16)) + position, mask=mask, other=0).to(tl.int32)
-    code = tl.where(code == _INVALID, 0, code)
-    top = tl.max(code >> 10, 0) + (BITS if KIND == _UNIFORM else 9)
-    if KIND == _UNIFORM:
-        zero = tl.load(
-            (page + FIELDS + 2 * BLOCK_SIZE).to(tl.pointer_type(tl.uint16)) + position, mask=mask, other=0
-        ).to(tl.int32)
-        zero = tl.where(zero == _INVALID, 0, zero & 0x7FFF)
-        top = tl.maximum(top, tl.max(zero >> 9, 0)) + 2
-    return top - _BIAS
+def _raise_exponent(exponent_ptr, page, position, mask, S: tl.constexpr):
+    """Raises an exponent to one that no number of these tokens exceeds: codes are below 2^8 (lloyd), 2^BITS or 2^9."""
+    if S.KIND != _RAW:
+        code = load_field(page, position, mask, 0, S)
+        code = tl.where(code == _INVALID, 0, code)
+        top = tl.max(code >> 10, 0) + (S.BITS if S.KIND == _UNIFORM else 9)
+        if S.KIND == _UNIFORM:
+            zero = load_field(page, position, mask, 1, S)
+            zero = tl.where(zero == _INVALID, 0, zero & 0x7FFF)
+            top = tl.maximum(top, tl.max(zero >> 9, 0)) + 2
+        tl.atomic_max(exponent_ptr, top - _BIAS)
 
 
 @triton.jit
@@ -70,9 +61,7 @@ def first_seen(length, queries, window):
 def range_kernel(
     pages_ptr, table_ptr, lens_ptr, starts_ptr, exponent_ptr, most_queries, window, block_stride, page_stride,
     table_stride,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr,
-    K_FIELDS: tl.constexpr,
-    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_FIELDS: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Raises exponent[sequence, head, side] to bound the numbers of TOKENS tokens, of those that a query sees."""
     sequence = tl.program_id(2)
@@ -83,13 +72,11 @@ def range_kernel(
     if (queries <= most_queries) | (tl.program_id(0) * TOKENS >= length):
         return
     mask = (token < length) & (token >= first_seen(length, queries, window))
-    block_id = tl.load(table_ptr + sequence * table_stride + token // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+    block_id = tl.load(table_ptr + sequence * table_stride + token // K.BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
     page = pages_ptr + block_id * block_stride + head * page_stride
     at = exponent_ptr + (sequence * HEADS + head) * 2
-    if K_KIND != _RAW:
-        tl.atomic_max(at, _side_exponent(page, token % BLOCK_SIZE, mask, K_FIELDS, BLOCK_SIZE, K_KIND, K_BITS))
-    if V_KIND != _RAW:
-        tl.atomic_max(at + 1, _side_exponent(page, token % BLOCK_SIZE, mask, V_FIELDS, BLOCK_SIZE, V_KIND, V_BITS))
+    _raise_exponent(at, page, token % K.BLOCK_SIZE, mask, K)
+    _raise_exponent(at + 1, page, token % K.BLOCK_SIZE, mask, V)
 
 
 @triton.jit
@@ -101,31 +88,44 @@ def _dense_scale(exponent_ptr, sequence, head, SIDE: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def _fields(
-    page, field_at, keep, FIELDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr
-):
-    """Scale of every token and what number 0 stands for: float32 [16 NT] each."""
-    BT: tl.constexpr = field_at.shape[0] * field_at.shape[1]
-    scale = tl.reshape(decode_unsigned(load_field((page + FIELDS)[:, None], field_at, keep)), (BT,))
-    zero = tl.zeros([BT], tl.float32)
-    if KIND == _UNIFORM:
-        zero = tl.reshape(decode_signed(load_field((page + FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, keep)), (BT,))
-        zero += scale * uniform_centre(BITS)
-    return scale, zero
+def _unpack_side(page, inside, tile_valid, present, fresh, fresh_row, row, levels, fresh_ptr, dense_ptr, up,
+                 S: tl.constexpr):  # fmt: skip
+    """Tokens [BT] of K or V, times ``up``, to the rows ``row`` of dense_ptr; those that are not present become zeros.
+
+    Tokens that are ``fresh`` come from the rows ``fresh_row`` of fresh_ptr, unless that is None.
+    """
+    BT: tl.constexpr = present.shape[0]
+    dim = tl.arange(0, 16 * S.SP)
+    cube = tile_numbers(page, inside, tile_valid, levels, S.TRANSPOSED, S)
+    if S.TRANSPOSED:
+        x = values_as_keys(cube)
+    else:
+        x = as_keys(cube)
+        dim = fragment_order(dim)
+    if S.KIND != _RAW:
+        x = x.to(tl.float32)
+        if S.PTX and S.KIND == _LLOYD:
+            x -= _VALUE_OFFSET if S.TRANSPOSED else _KEY_OFFSET
+        keep = tl.reshape(present, (BT // 16, 16))
+        field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]
+        scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, keep, 0, S)), (BT,))
+        x *= scale[:, None]
+        if S.KIND == _UNIFORM:
+            x += load_centre(page[:, None], field_at, keep, scale, S)[:, None]
+        x *= up
+    if fresh_ptr is not None:
+        mask = (fresh & present)[:, None] & (dim < S.D)[None, :]
+        raw = tl.load(fresh_ptr + (fresh_row * S.D)[:, None] + dim[None, :], mask=mask, other=0.0)
+        x = tl.where(fresh[:, None], (raw.to(tl.float32) * up).to(x.dtype), x)
+    x = tl.where(present[:, None], x, 0.0).to(dense_ptr.dtype.element_ty)
+    tl.store(dense_ptr + (row * S.D)[:, None] + dim[None, :], x, mask=(row >= 0)[:, None] & (dim < S.D)[None, :])
 
 
 @triton.jit(do_not_specialize=["most_queries", "window"])
 def unpack_kernel(
     pages_ptr, table_ptr, lens_ptr, starts_ptr, rank_ptr, exponent_ptr, fresh_k_ptr, fresh_v_ptr, dense_k_ptr,
-    dense_v_ptr,
-    key_levels, value_levels, key_table0, key_table1, value_table0, value_table1,
-    most_queries, window, chunk, first_token, block_stride, page_stride, table_stride,
-    HEADS: tl.constexpr, NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
-    KS: tl.constexpr,
-    VS: tl.constexpr,
-    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr, K_FIELDS: tl.constexpr,
-    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr, V_CODES: tl.constexpr, V_FIELDS: tl.constexpr,
-    PTX: tl.constexpr,
+    dense_v_ptr, key_levels, value_levels, most_queries, window, chunk, first_token, block_stride, page_stride,
+    table_stride, HEADS: tl.constexpr, NT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """One program: 16 NT tokens of a head of a sequence -> dense K and V [rank, head, token, dim], in stored space.
 
@@ -133,6 +133,7 @@ def unpack_kernel(
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     BT: tl.constexpr = 16 * NT
+    TILES_PER_BLOCK: tl.constexpr = K.BLOCK_SIZE // 16
     start = tl.load(starts_ptr + sequence)
     queries = tl.load(starts_ptr + sequence + 1) - start
     length = tl.load(lens_ptr + sequence)
@@ -140,74 +141,26 @@ def unpack_kernel(
     token0 = first_token + inside0
     if (queries <= most_queries) | (token0 >= length):
         return
-    rank = tl.load(rank_ptr + sequence).to(tl.int64)
     tile = token0 // 16 + tl.arange(0, NT)
     tile_valid = tile * 16 < length
-    block_id = tl.load(table_ptr + sequence * table_stride + tile // (BLOCK_SIZE // 16), mask=tile_valid, other=0).to(
-        tl.int64
-    )
+    block_ptrs = table_ptr + sequence * table_stride + tile // TILES_PER_BLOCK
+    block_id = tl.load(block_ptrs, mask=tile_valid, other=0).to(tl.int64)
     page = pages_ptr + block_id * block_stride + head * page_stride
-    in_block = (tile % (BLOCK_SIZE // 16)).to(tl.int64)
-    field_at = (in_block * 16)[:, None] + tl.arange(0, 16)[None, :]
-    seen_from = first_seen(length, queries, window)
+    inside = (tile % TILES_PER_BLOCK).to(tl.int64)
     token = token0 + tl.arange(0, BT)
-    tile_tokens = tl.reshape((token < length) & (token >= seen_from), (NT, 16))
-    out_row = (rank * HEADS + head) * chunk + inside0
-
+    present = (token < length) & (token >= first_seen(length, queries, window))
+    fresh = token >= length - queries
+    fresh_row = (start + token - (length - queries)).to(tl.int64) * HEADS + head
+    row = (tl.load(rank_ptr + sequence).to(tl.int64) * HEADS + head) * chunk + inside0 + tl.arange(0, BT)
+    row = tl.where(token < length, row, -1)
     k_up = _dense_scale(exponent_ptr, sequence, head, 0, HEADS, False)
     v_up = _dense_scale(exponent_ptr, sequence, head, 1, HEADS, False)
-
-    # -- keys: [tokens, dimensions in fragment order]
-    dim = fragment_order(tl.arange(0, 16 * KS))
-    if K_KIND == _RAW:
-        k = as_keys(raw_numbers(page + in_block * (2 * KD * K_BITS), tile_valid, K_BITS, K_BF16, KD // 16, KS))
-    else:
-        low, high = load_code_words(page + in_block * (2 * KD * K_BITS), tile_valid, K_BITS, KD // 16, KS, False)
-        k = as_keys(numbers(low, high, key_levels, key_table0, key_table1, K_KIND, K_BITS, False, PTX)).to(tl.float32)
-        scale, zero = _fields(page, field_at, tile_tokens, K_FIELDS, BLOCK_SIZE, K_KIND, K_BITS)
-        if PTX and K_KIND == _LLOYD and K_BITS <= 4:
-            k -= _KEY_OFFSET
-        k = (k * scale[:, None] + zero[:, None]) * k_up
-    if fresh_k_ptr is not None:
-        fresh = token >= length - queries
-        at = ((start + token - (length - queries)).to(tl.int64) * HEADS + head) * KD
-        mask = (fresh & (token < length))[:, None] & (dim < KD)[None, :]
-        raw = tl.load(fresh_k_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
-        k = tl.where(fresh[:, None], (raw.to(tl.float32) * k_up).to(k.dtype), k)
-    k = tl.where((token >= seen_from)[:, None], k, 0.0)
-    to = dense_k_ptr + (out_row + tl.arange(0, BT))[:, None] * KD + dim[None, :]
-    tl.store(to, k.to(dense_k_ptr.dtype.element_ty), mask=(token < length)[:, None] & (dim < KD)[None, :])
-
-    # -- values: [dimensions, tokens in fragment order]
-    place = fragment_order(tl.arange(0, BT))
-    v_token = token0 + place
-    v_dim = tl.arange(0, 16 * VS)
-    if V_KIND == _RAW:
-        v = as_values(
-            raw_numbers(page + V_CODES + in_block * (2 * VD * V_BITS), tile_valid, V_BITS, V_BF16, VD // 16, VS)
-        )
-    else:
-        low, high = load_code_words(
-            page + V_CODES + in_block * (2 * VD * V_BITS), tile_valid, V_BITS, VD // 16, VS, True
-        )
-        v = as_values(numbers(low, high, value_levels, value_table0, value_table1, V_KIND, V_BITS, True, PTX)).to(
-            tl.float32
-        )
-        v_field_at = (in_block * 16)[:, None] + fragment_order(tl.arange(0, 16))[None, :]
-        v_keep = tl.reshape((v_token < length) & (v_token >= seen_from), (NT, 16))
-        scale, zero = _fields(page, v_field_at, v_keep, V_FIELDS, BLOCK_SIZE, V_KIND, V_BITS)
-        if PTX and V_KIND == _LLOYD and V_BITS <= 4:
-            v -= _VALUE_OFFSET
-        v = (v * scale[None, :] + zero[None, :]) * v_up
-    if fresh_v_ptr is not None:
-        fresh = v_token >= length - queries
-        at = ((start + v_token - (length - queries)).to(tl.int64) * HEADS + head) * VD
-        mask = (fresh & (v_token < length))[None, :] & (v_dim < VD)[:, None]
-        raw = tl.load(fresh_v_ptr + at[None, :] + v_dim[:, None], mask=mask, other=0.0)
-        v = tl.where(fresh[None, :], (raw.to(tl.float32) * v_up).to(v.dtype), v)
-    v = tl.where((v_token >= seen_from)[None, :], v, 0.0)
-    to = dense_v_ptr + (out_row + place)[None, :] * VD + v_dim[:, None]
-    tl.store(to, v.to(dense_v_ptr.dtype.element_ty), mask=(v_token < length)[None, :] & (v_dim < VD)[:, None])
+    _unpack_side(
+        page, inside, tile_valid, present, fresh, fresh_row, row, key_levels, fresh_k_ptr, dense_k_ptr, k_up, K
+    )
+    _unpack_side(
+        page, inside, tile_valid, present, fresh, fresh_row, row, value_levels, fresh_v_ptr, dense_v_ptr, v_up, V
+    )
 
 
 @triton.jit
@@ -228,9 +181,8 @@ def _load_query_rows(q_ptrs, row_valid, key_rotation, key_norm, scale_log2, M: t
         q = rotate_rows(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, 64 if KDP >= 64 else KDP)
     else:
         dim = tl.arange(0, KDP)
-        q = tl.load(q_ptrs[:, None] + dim[None, :], mask=row_valid[:, None] & (dim < KD)[None, :], other=0.0).to(
-            tl.float32
-        )
+        mask = row_valid[:, None] & (dim < KD)[None, :]
+        q = tl.load(q_ptrs[:, None] + dim[None, :], mask=mask, other=0.0).to(tl.float32)
     # Rows are scaled by powers of two, which loses nothing; the rest of the scale waits for the float32 scores.
     down, up, _ = power_below(tl.max(tl.abs(q), 1))
     # A negative scale becomes the queries' sign: the factor is taken to be positive.
@@ -346,8 +298,7 @@ def prefill_kernel(
         acc *= _dense_scale(exponent_ptr, sequence, head, 1, HEADS, True)
         lse = finish(
             acc, m, z, sinks_ptr, q_row * SINK_STRIDE + q_head, row_valid, value_rotation, value_norm,
-            out_ptr + q_row * out_stride + q_head * out_head_stride, sinks_ptr is not None, value_rotation is not None,
-            VD, VDP, 64 if VDP >= 64 else VDP,
+            out_ptr + q_row * out_stride + q_head * out_head_stride, VD, VDP, 64 if VDP >= 64 else VDP,
         )  # fmt: skip
         if lse_ptr is not None:
             tl.store(lse_ptr + row_at, lse, mask=row_valid)

@@ -186,73 +186,44 @@ static void prepare_queries(const Attention& a, const RowTile& tile, TileMemory&
     load_row(a.call.query, at, head, side.dim, m.row);
     if (side.rotated) rotate_normalised(m.row, side);
     float* query = m.query + r * stride;
-    float sum = 0, largest = 0;
+    float sum = 0;
     for (int d = 0; d < side.dim; d++) {
       query[d] = m.row[a.key.order[d]];
       sum += query[d];
-      const float size = fabsf(query[d]);
-      largest = size > largest ? size : largest;
     }
     for (i64 d = side.dim; d < stride; d++) query[d] = 0;
     m.row_scale[r] = a.call.softmax_scale;
     m.row_sum[r] = a.call.softmax_scale * sum;
     m.row_shift[r] = a.call.score_shift == nullptr ? 0.0f : a.call.score_shift[at * a.call.heads + head];
 #if defined(SLIMKV_DOT)
-    if (a.key.bytes) {
-      largest = largest > 1e-30f ? largest : 1e-30f;
-      const bool finite = largest < INFINITY && sum == sum;  // else every score becomes NaN
-      const float up = finite ? DIGITS_LARGEST / largest : 0.0f;
-      m.row_scale[r] *= finite ? largest / DIGITS_LARGEST : NAN;
-      i8* digits = m.digits + r * 3 * stride;
-      i32 offset[3] = {};
-      for (i64 d = 0; d < stride; d += 16)
-        digits_of(query + d, up, digits + d, digits + stride + d, digits + 2 * stride + d);
-#if defined(SLIMKV_DOT_UNSIGNED)
-      for (int j = 0; j < 3; j++)
-        for (i64 d = 0; d < stride; d++) offset[j] += 128 * digits[j * stride + d];
-#endif
-      for (int j = 0; j < 3; j++) m.offset[3 * r + j] = offset[j];
-    }
+    if (a.key.bytes) m.row_scale[r] *= as_digits(query, stride, stride, m.digits + r * 3 * stride, m.offset + 3 * r);
 #endif
   }
 }
 
-// Scales (and zeros) of `count` tokens that lie side by side in a page.
-static void decode_fields(const SideUse& use, const u8* page, int position, int count, float* scale, float* zero) {
-  const Side& side = *use.side;
-  if (side.kind == RAW) {
-    for (int t = 0; t < count; t++) scale[t] = 1;
-    return;
-  }
-  const float unit = use.bytes ? use.unit : 1.0f;
-  const u8* fields = page + side.field_offset[0] + 2 * position;
-  for (int t = 0; t < count; t++) {
-    const u32 code = load_u16(fields + 2 * t);
-    const float x = bits_as<float>(code << 13) * 0x1p87f;
-    scale[t] = code == INVALID ? NAN : x;
-  }
-  if (side.field_count > 1) {
-    const float centre = (float)uniform_centre(side);
-    const u8* zeros = page + side.field_offset[1] + 2 * position;
-    for (int t = 0; t < count; t++) zero[t] = decode_signed(load_u16(zeros + 2 * t)) + scale[t] * centre;
-  }
-  if (unit != 1.0f)
-    for (int t = 0; t < count; t++) scale[t] *= unit;
-}
-
-// Fields of tokens [first + skip, first + count) of a chunk that begins at `first`; zeros before and up to CHUNK.
+// Scales and zeros of tokens [first + skip, first + count) of a chunk that begins at `first`; zeros before and up to
+// CHUNK.
 static void load_fields(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int skip, int count,
     float* scale, float* zero) {
-  const int block_size = use.side->block_size;
-  if (use.side->field_count < 2) memset(zero, 0, sizeof(float) * CHUNK);
-  for (int t = 0; t < skip; t++) scale[t] = zero[t] = 0;
-  for (int t = skip; t < count;) {
+  const Side& side = *use.side;
+  const int block_size = side.block_size;
+  const float unit = use.bytes ? use.unit : 1.0f, centre = (float)uniform_centre(side);
+  memset(scale, 0, sizeof(float) * CHUNK);
+  memset(zero, 0, sizeof(float) * CHUNK);
+  for (int t = skip, run; t < count; t += run) {  // tokens that lie side by side in a page
     const int position = (int)((first + t) % block_size);
-    const int run = block_size - position < count - t ? block_size - position : count - t;
-    decode_fields(use, a.page(tile.sequence, tile.head, first + t), position, run, scale + t, zero + t);
-    t += run;
+    run = std::min(block_size - position, count - t);
+    const u8* page = a.page(tile.sequence, tile.head, first + t) + 2 * position;
+    if (side.kind == RAW)
+      for (int i = t; i < t + run; i++) scale[i] = 1;
+    else
+      for (int i = 0; i < run; i++) scale[t + i] = decode_unsigned(load_u16(page + side.field_offset[0] + 2 * i));
+    if (side.field_count > 1)
+      for (int i = 0; i < run; i++)
+        zero[t + i] = decode_signed(load_u16(page + side.field_offset[1] + 2 * i)) + scale[t + i] * centre;
   }
-  for (int t = count; t < CHUNK; t++) scale[t] = zero[t] = 0;
+  if (unit != 1.0f)
+    for (int t = skip; t < count; t++) scale[t] *= unit;
 }
 
 // Loads a chunk of K or V as floats [token][stride], in the order of the side's values. No row sees the first `skip`
@@ -353,35 +324,16 @@ typedef u8 Tile16 __attribute__((vector_size(16)));
 
 // A row's weights as digits in the order of V's bytes.
 static WeightDigits weight_digits(TileMemory& m, i64 r, int tokens) {
-  const float* weights = m.scores + r * CHUNK;
-  VF most = {}, sum = {};
-  for (int t = 0; t < tokens; t += W) {
-    const VF x = load_f(weights + t);
-    most = greater(x, most);
-    sum += x;
-  }
-  float largest = greatest_f(most);
-  const float whole = sum_f(sum);
-  largest = largest > 1e-30f ? largest : 1e-30f;
-  const bool finite = largest < INFINITY && whole == whole;  // else the row becomes NaN
-  const float up = finite ? DIGITS_LARGEST / largest : 0.0f;
   i8* digits = m.weight_digits + r * 3 * CHUNK;
-  for (int t = 0; t < tokens; t += 16)
-    digits_of(weights + t, up, digits + t, digits + CHUNK + t, digits + 2 * CHUNK + t);
   i32* offset = m.weight_offset + 3 * r;
-  for (int j = 0; j < 3; j++) {
-    offset[j] = 0;
+  const float unit = as_digits(m.scores + r * CHUNK, tokens, CHUNK, digits, offset);
+  for (int j = 0; j < 3; j++)
     for (int t = 0; t < tokens; t += TILE) {  // tokens 0 1 8 9, 2 3 10 11, ...
-      Tile16 x;
-      memcpy(&x, digits + j * CHUNK + t, sizeof x);
+      Tile16 x = read<Tile16>(digits + j * CHUNK + t);
       x = SHUFFLE_TOKENS(x);
       memcpy(digits + j * CHUNK + t, &x, sizeof x);
     }
-#if defined(SLIMKV_DOT_UNSIGNED)
-    for (int t = 0; t < tokens; t++) offset[j] += 128 * digits[j * CHUNK + t];
-#endif
-  }
-  return {digits, offset, finite ? largest / DIGITS_LARGEST : NAN, m.rescale[r], nullptr};
+  return {digits, offset, unit, m.rescale[r], nullptr};
 }
 #endif
 

@@ -1,6 +1,8 @@
 // The rotation: signs, then a Hadamard matrix per block, as butterflies over a small core matrix (codec.rotation).
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 template <typename T>
@@ -11,25 +13,12 @@ struct Four {
 #if defined(__clang__) || __GNUC__ >= 12
 #define SWAP_ONE(v) __builtin_shufflevector(v, v, 1, 0, 3, 2)
 #define SWAP_TWO(v) __builtin_shufflevector(v, v, 2, 3, 0, 1)
-#else
-#define SWAP_ONE(v) __builtin_shuffle(v, (typename Four<typename Same<T>::integer>::type){1, 0, 3, 2})
-#define SWAP_TWO(v) __builtin_shuffle(v, (typename Four<typename Same<T>::integer>::type){2, 3, 0, 1})
-#endif
-
+#else  // older compilers want integers of the same size
+#define SWAP_ONE(v) __builtin_shuffle(v, (typename Four<Integer<T>>::type){1, 0, 3, 2})
+#define SWAP_TWO(v) __builtin_shuffle(v, (typename Four<Integer<T>>::type){2, 3, 0, 1})
 template <typename T>
-struct Same;  // the integer of the same size, which older compilers want in a shuffle
-template <>
-struct Same<float> {
-  typedef i32 integer;
-};
-template <>
-struct Same<i32> {
-  typedef i32 integer;
-};
-template <>
-struct Same<i64> {
-  typedef i64 integer;
-};
+using Integer = typename std::conditional<sizeof(T) == 8, i64, i32>::type;
+#endif
 
 // Butterflies between x[i] and x[i + half], both `half` long.
 template <typename T>
@@ -47,8 +36,7 @@ static void hadamard_block(T* x, int block, int core, const i8* matrix, bool tra
   if (core == 1 && block >= 4) {  // strides 1 and 2 inside vectors of four
     typedef typename Four<T>::type V;
     for (int i = 0; i < block; i += 4) {
-      V v;
-      memcpy(&v, x + i, sizeof v);
+      V v = read<V>(x + i);
       v = (V)SWAP_ONE(v) + v * (V){1, -1, 1, -1};
       v = (V)SWAP_TWO(v) + v * (V){1, 1, -1, -1};
       memcpy(x + i, &v, sizeof v);

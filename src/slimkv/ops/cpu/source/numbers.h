@@ -6,12 +6,18 @@
 
 #include "types.h"
 
+// A T from an address of any alignment.
+template <typename T>
+static inline T read(const void* p) {
+  T out;
+  memcpy(&out, p, sizeof out);
+  return out;
+}
+
 template <typename To, typename From>
 static inline To bits_as(From x) {
   static_assert(sizeof(To) == sizeof(From), "sizes differ");
-  To out;
-  memcpy(&out, &x, sizeof out);
-  return out;
+  return read<To>(&x);
 }
 
 static inline float half_to_float(u16 h) {
@@ -84,17 +90,8 @@ static inline float decode_signed(u32 code) {
   return code >= 0x8000 ? -magnitude : magnitude;
 }
 
-static inline u32 load_u16(const u8* p) {
-  u16 x;
-  memcpy(&x, p, sizeof x);
-  return x;
-}
-
-static inline u32 load_u32(const u8* p) {
-  u32 x;
-  memcpy(&x, p, sizeof x);
-  return x;
-}
+static inline u32 load_u16(const u8* p) { return read<u16>(p); }
+static inline u32 load_u32(const u8* p) { return read<u32>(p); }
 
 // Row `token`, `head` of vectors as float32 [dim].
 static inline void load_row(const Vectors& v, i64 token, i64 head, int dim, float* out) {

@@ -4,6 +4,7 @@
 // bytes, so that their products with byte codes are exact; elsewhere bytes become floats in registers.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "unpack.h"
@@ -22,6 +23,30 @@ static inline void digits_of(const float* x, float up, i8* low, i8* middle, i8* 
   store_low_bytes(middle, digits[1]);
   store_low_bytes(high, digits[2]);
 }
+
+#if defined(SLIMKV_DOT)
+// x [count] (a multiple of 16) as digits [3][stride], in units of the returned number, which is NaN for a row that is
+// not finite. offset[j]: what 128 in every code adds to a product with digit j.
+static float as_digits(const float* x, i64 count, i64 stride, i8* digits, i32* offset) {
+  VF most = {}, sum = {};
+  for (i64 i = 0; i < count; i += W) {
+    const VF v = load_f(x + i);
+    most = greater(v < 0.0f ? -v : v, most);
+    sum += v;
+  }
+  const float largest = std::max(greatest_f(most), 1e-30f), whole = sum_f(sum);
+  const bool finite = largest < INFINITY && whole == whole;
+  const float up = finite ? DIGITS_LARGEST / largest : 0.0f;
+  for (i64 i = 0; i < count; i += 16) digits_of(x + i, up, digits + i, digits + stride + i, digits + 2 * stride + i);
+  for (int j = 0; j < 3; j++) {
+    offset[j] = 0;
+#if defined(SLIMKV_DOT_UNSIGNED)
+    for (i64 i = 0; i < count; i++) offset[j] += 128 * digits[j * stride + i];
+#endif
+  }
+  return finite ? largest / DIGITS_LARGEST : NAN;
+}
+#endif
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
@@ -65,39 +90,33 @@ static void scores_float(const float* q, int rows, i64 q_stride, const T* k, i64
 
 // ---- weighted sums of values ----------------------------------------------------------------------------------------
 
-// R rows of weights [CHUNK] by V [token][dim] -> out [R][dim].
-template <int R>
-static void weighted_block(const float* weights, const float* v, i64 stride, int tokens, int dim, const float* rescale,
+// R rows of weights [CHUNK] by N vectors of V [token] -> out [R].
+template <int R, int N>
+static inline void weighted_vectors(const float* weights, const float* v, i64 stride, int tokens, const float* rescale,
     float* out, i64 out_stride) {
-  for (int d = 0; d < dim; d += 2 * W) {
-    const int vectors = d + W < dim ? 2 : 1;
-    VF sums[R][2];
+  VF sums[R][N];
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < N; i++) sums[r][i] = load_f(out + r * out_stride + i * W) * rescale[r];
+  for (int t = 0; t < tokens; t++) {
+    VF values[N];
+    for (int i = 0; i < N; i++) values[i] = load_f(v + t * stride + i * W);
     for (int r = 0; r < R; r++)
-      for (int i = 0; i < vectors; i++) sums[r][i] = load_f(out + r * out_stride + d + i * W) * rescale[r];
-    if (vectors == 2) {
-      for (int t = 0; t < tokens; t++) {
-        const VF a = load_f(v + t * stride + d), b = load_f(v + t * stride + d + W);
-        for (int r = 0; r < R; r++) {
-          const VF weight = splat(weights[r * CHUNK + t]);
-          sums[r][0] = fma_f(weight, a, sums[r][0]);
-          sums[r][1] = fma_f(weight, b, sums[r][1]);
-        }
-      }
-    } else {
-      for (int t = 0; t < tokens; t++) {
-        const VF a = load_f(v + t * stride + d);
-        for (int r = 0; r < R; r++) sums[r][0] = fma_f(splat(weights[r * CHUNK + t]), a, sums[r][0]);
-      }
-    }
-    for (int r = 0; r < R; r++)
-      for (int i = 0; i < vectors; i++) store_f(out + r * out_stride + d + i * W, sums[r][i]);
+      for (int i = 0; i < N; i++) sums[r][i] = fma_f(splat(weights[r * CHUNK + t]), values[i], sums[r][i]);
   }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < N; i++) store_f(out + r * out_stride + i * W, sums[r][i]);
 }
 
 static void weighted_float(const float* weights, int rows, const float* v, i64 stride, int tokens, int dim,
     const float* rescale, float* out, i64 out_stride) {
   by_rows(rows, [&](auto count, int r) {
-    weighted_block<count>(weights + r * CHUNK, v, stride, tokens, dim, rescale + r, out + r * out_stride, out_stride);
+    const auto block = [&](auto vectors, int d) {
+      weighted_vectors<decltype(count)::value, decltype(vectors)::value>(weights + r * CHUNK, v + d, stride, tokens,
+          rescale + r, out + r * out_stride + d, out_stride);
+    };
+    int d = 0;
+    for (; d + 2 * W <= dim; d += 2 * W) block(std::integral_constant<int, 2>(), d);
+    if (d < dim) block(std::integral_constant<int, 1>(), d);
   });
 }
 
@@ -190,12 +209,6 @@ static void scores_dot(const i8* q, const i32* offset, const u8* k, i64 stride, 
   for (; t < tokens; t += 4) scores_dot_block<4>(q, offset, k + t * stride, stride, scores + t);
 }
 
-static inline VI splat_digits(const i8* p) {
-  i32 four;
-  memcpy(&four, p, sizeof four);
-  return splat_i(four);
-}
-
 // What a row's weights are multiplied with V's bytes as.
 struct WeightDigits {
   const i8* digits;   // [3][CHUNK], in the order of V's bytes
@@ -212,7 +225,7 @@ static inline void add_four_tokens(VI (&acc)[3][N], const VI (&values)[N], const
     const int8x16_t all = vld1q_s8(digits + j * CHUNK);
     for (int i = 0; i < N; i++) acc[j][i] = (VI)vdotq_laneq_s32((int32x4_t)acc[j][i], (int8x16_t)values[i], all, K);
 #else
-    const VI four = splat_digits(digits + j * CHUNK + 4 * K);
+    const VI four = splat_i(read<i32>(digits + j * CHUNK + 4 * K));
     for (int i = 0; i < N; i++) acc[j][i] = dot4(acc[j][i], values[i], four);
 #endif
   }

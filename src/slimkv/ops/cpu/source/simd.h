@@ -37,18 +37,8 @@ constexpr int W = SLIMKV_WIDTH;
 typedef float VF __attribute__((vector_size(4 * W)));
 typedef i32 VI __attribute__((vector_size(4 * W)));
 
-static inline VF load_f(const float* p) {
-  VF v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-
-static inline VI load_i(const void* p) {
-  VI v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-
+static inline VF load_f(const float* p) { return read<VF>(p); }
+static inline VI load_i(const void* p) { return read<VI>(p); }
 static inline void store_f(float* p, VF v) { memcpy(p, &v, sizeof v); }
 static inline void store_i(void* p, VI v) { memcpy(p, &v, sizeof v); }
 static inline VF splat(float x) { return x - (VF){}; }
@@ -84,9 +74,7 @@ static inline VF bytes_to_float(const i8* p) {
 #elif defined(SLIMKV_X86) && !defined(SLIMKV_AVX512)
   return to_float((VI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 #elif defined(SLIMKV_NEON)
-  i32 four;
-  memcpy(&four, p, sizeof four);
-  return to_float((VI)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
+  return to_float((VI)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(read<i32>(p)))))));
 #else
   VF out;
   for (int i = 0; i < W; i++) out[i] = p[i];

@@ -11,41 +11,38 @@ import triton
 import triton.language as tl
 
 from slimkv.ops.attention.triton.decode import load_queries, power_below, softmax_columns
-from slimkv.ops.triton import unpack
+from slimkv.ops.triton import side, unpack
 from slimkv.ops.triton.rotate import dot
 from slimkv.ops.triton.unpack import (
     as_keys,
-    decode_signed,
     decode_unsigned,
     field_exponent,
     fragment_order,
-    load_code_words,
+    load_centre,
     load_field,
-    numbers,
-    raw_numbers,
-    uniform_centre,
+    tile_numbers,
     values_as_keys,
 )
 
-_LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
-_UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
-_RAW: tl.constexpr = tl.constexpr(unpack.RAW)
+_LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
+_UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
+_RAW: tl.constexpr = tl.constexpr(side.RAW)
 _OFFSET: tl.constexpr = tl.constexpr(unpack.VALUE_OFFSET)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _load_rope_queries(q_ptrs, row_valid, RD: tl.constexpr, RDP: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
-                       BF16: tl.constexpr):  # fmt: skip
+def _load_rope_queries(q_ptrs, row_valid, R: tl.constexpr):
     """The queries' rope parts [RDP, M] in the dtype of the stored ones, what that rounds off, their sums [M], and the
     factors that undo the scaling [M]."""
-    dim = tl.arange(0, RDP)
-    q = tl.load(q_ptrs[None, :] + dim[:, None], mask=row_valid[None, :] & (dim < RD)[:, None], other=0.0).to(tl.float32)
+    dim = tl.arange(0, 16 * R.SP)
+    mask = row_valid[None, :] & (dim < R.D)[:, None]
+    q = tl.load(q_ptrs[None, :] + dim[:, None], mask=mask, other=0.0).to(tl.float32)
     down, up, _ = power_below(tl.max(tl.abs(q), 0))
     q *= down[None, :]
-    if KIND == _RAW and BITS == 32:
+    if R.KIND == _RAW and R.BITS == 32:
         qh = q
-    elif KIND == _RAW and BF16:
+    elif R.KIND == _RAW and R.BF16:
         qh = q.to(tl.bfloat16)
     else:
         qh = q.to(tl.float16)
@@ -54,62 +51,50 @@ def _load_rope_queries(q_ptrs, row_valid, RD: tl.constexpr, RDP: tl.constexpr, K
 
 
 @triton.jit
-def _rope_scores(page, inside, field_at, tile_valid, valid_tiles, qh, rest, q_sum, levels, table0, table1,
-                 BLOCK_SIZE: tl.constexpr, RD: tl.constexpr, RS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
-                 BF16: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr, BT: tl.constexpr, M: tl.constexpr,
-                 EXACT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def _rope_scores(page, inside, field_at, tile_valid, valid_tiles, qh, rest, q_sum, levels, EXACT: tl.constexpr,
+                 R: tl.constexpr):  # fmt: skip
     """What the rope parts of a step's tokens add to the scores: float32 [BT, M], before the queries' factors."""
-    base = page + CODES + inside * (2 * RD * BITS)
-    zero = tl.zeros([BT, M], tl.float32)
-    if KIND == _RAW:
-        k = values_as_keys(raw_numbers(base, tile_valid, BITS, BF16, RD // 16, RS))
+    BT: tl.constexpr = 16 * page.shape[0]
+    k = values_as_keys(tile_numbers(page, inside, tile_valid, levels, True, R))
+    if R.KIND == _RAW:
         k = tl.where(tl.reshape(valid_tiles, (BT,))[:, None], k, 0.0).to(k.dtype)
-        s = dot(k, qh, zero)
-        if BF16 and BITS == 16 and not EXACT:  # the queries have more digits than bf16
+        s = dot(k, qh, tl.zeros([BT, qh.shape[1]], tl.float32))
+        if R.BF16 and R.BITS == 16 and not EXACT:  # the queries have more digits than bf16
             s = dot(k, rest, s)
     else:
-        low, high = load_code_words(base, tile_valid, BITS, RD // 16, RS, True)
-        s = tl.dot(values_as_keys(numbers(low, high, levels, table0, table1, KIND, BITS, True, PTX)), qh)
-        if PTX and KIND == _LLOYD and BITS <= 4:
+        s = tl.dot(k, qh)
+        if R.PTX and R.KIND == _LLOYD:
             s -= _OFFSET * q_sum[None, :]
-        scale = tl.reshape(decode_unsigned(load_field((page + FIELDS)[:, None], field_at, valid_tiles)), (BT,))
+        scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, valid_tiles, 0, R)), (BT,))
         s *= scale[:, None]
-        if KIND == _UNIFORM:
-            zeros = load_field((page + FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
-            centre = tl.reshape(decode_signed(zeros), (BT,)) + scale * uniform_centre(BITS)
-            s += centre[:, None] * q_sum[None, :]
+        if R.KIND == _UNIFORM:
+            s += load_centre(page[:, None], field_at, valid_tiles, scale, R)[:, None] * q_sum[None, :]
     return s
 
 
 @triton.jit
-def _latent_scores(page, inside, field_at, valid, tile_valid, valid_tiles, qh, q_sum, levels, table0, table1,
-                   BLOCK_SIZE: tl.constexpr, KD: tl.constexpr, KS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
-                   BF16: tl.constexpr, FIELDS: tl.constexpr, BT: tl.constexpr, M: tl.constexpr,
-                   PTX: tl.constexpr):  # fmt: skip
+def _latent_scores(page, inside, field_at, valid, tile_valid, valid_tiles, qh, q_sum, levels, K: tl.constexpr):
     """A step's latents [BT, KDP] as keys and their scores float32 [BT, M], before the queries' factors; the latents'
     scales, the exponents of these, and what is added to all numbers of a latent: float32 [BT] each."""
-    base = page + inside * (2 * KD * BITS)
+    BT: tl.constexpr = 16 * page.shape[0]
     scale = tl.full([BT], 1.0, tl.float32)
     exponent = tl.zeros([BT], tl.float32)
     centre = tl.zeros([BT], tl.float32)
-    if KIND == _RAW:
-        k = as_keys(raw_numbers(base, tile_valid, BITS, BF16, KD // 16, KS))
+    # Made as values are: their offset is small enough to be summed over many tokens.
+    k = as_keys(tile_numbers(page, inside, tile_valid, levels, True, K))
+    if K.KIND == _RAW:
         k = tl.where(valid[:, None], k, 0.0).to(k.dtype)
-        s = dot(k, qh, tl.zeros([BT, M], tl.float32))
+        s = dot(k, qh, tl.zeros([BT, qh.shape[1]], tl.float32))
     else:
-        low, high = load_code_words(base, tile_valid, BITS, KD // 16, KS, False)
-        # made as values are: their offset is small enough to be summed over many tokens
-        k = as_keys(numbers(low, high, levels, table0, table1, KIND, BITS, True, PTX))
-        field = load_field((page + FIELDS)[:, None], field_at, valid_tiles)
+        field = load_field(page[:, None], field_at, valid_tiles, 0, K)
         scale = tl.reshape(decode_unsigned(field), (BT,))
         exponent = tl.reshape(field_exponent(field), (BT,))
         s = tl.dot(k, qh)
-        if PTX and KIND == _LLOYD and BITS <= 4:
+        if K.PTX and K.KIND == _LLOYD:
             s -= _OFFSET * q_sum[None, :]
         s *= scale[:, None]
-        if KIND == _UNIFORM:
-            zeros = load_field((page + FIELDS + 2 * BLOCK_SIZE)[:, None], field_at, valid_tiles)
-            centre = tl.reshape(decode_signed(zeros), (BT,)) + scale * uniform_centre(BITS)
+        if K.KIND == _UNIFORM:
+            centre = load_centre(page[:, None], field_at, valid_tiles, scale, K)
             s += centre[:, None] * q_sum[None, :]
     return k, s, scale, exponent, centre
 
@@ -139,14 +124,9 @@ def _store_rows(out_ptr, lse_ptr, acc, m, z, q_row, head, row_valid, heads, out_
 @triton.jit(do_not_specialize=["row_tiles", "heads"])
 def attend_latent_kernel(
     q_ptr, rope_ptr, pages_ptr, table_ptr, lens_ptr, starts_ptr, out_ptr, lse_ptr,
-    latent_levels, rope_levels, latent_table0, latent_table1, rope_table0, rope_table1,
-    row_tiles, heads, blocks, q_stride, q_head_stride, rope_stride, rope_head_stride, block_stride, table_stride,
-    out_stride, out_head_stride, scale_log2,
-    M: tl.constexpr, NT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KD: tl.constexpr, KS: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_BF16: tl.constexpr,
-    K_FIELDS: tl.constexpr,
-    VD: tl.constexpr, VS: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_BF16: tl.constexpr,
-    V_CODES: tl.constexpr, V_FIELDS: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
+    latent_levels, rope_levels, row_tiles, heads, blocks, q_stride, q_head_stride, rope_stride, rope_head_stride,
+    block_stride, table_stride, out_stride, out_head_stride, scale_log2,
+    M: tl.constexpr, NT: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """One program: M rows (query, head) of one sequence, one of SPLITS parts of its tokens. K is the latent, V the
     rope part. Of several parts, out_ptr and lse_ptr are of the parts: [rows, SPLITS, KD] and [rows, SPLITS]."""
@@ -154,8 +134,8 @@ def attend_latent_kernel(
     first = tl.program_id(0) % row_tiles * M
     part = tl.program_id(1)
     BT: tl.constexpr = 16 * NT
-    KDP: tl.constexpr = 16 * KS
-    TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // 16
+    KDP: tl.constexpr = 16 * K.SP
+    TILES_PER_BLOCK: tl.constexpr = K.BLOCK_SIZE // 16
     start = tl.load(starts_ptr + sequence)
     queries = tl.load(starts_ptr + sequence + 1) - start
     if first >= queries * heads:
@@ -173,13 +153,8 @@ def attend_latent_kernel(
     per_part = tl.cdiv(steps, SPLITS)
     step_end = tl.minimum((part + 1) * per_part, steps)
 
-    qh, q_sum, up = load_queries(
-        q_ptr + q_row * q_stride + head * q_head_stride, row_valid, latent_levels, 1.0, M, KD, KDP, K_KIND, K_BITS,
-        K_BF16, False, 16,
-    )  # fmt: skip
-    rh, r_rest, r_sum, r_up = _load_rope_queries(
-        rope_ptr + q_row * rope_stride + head * rope_head_stride, row_valid, VD, 16 * VS, V_KIND, V_BITS, V_BF16
-    )
+    qh, q_sum, up = load_queries(q_ptr + q_row * q_stride + head * q_head_stride, row_valid, None, 1.0, M, K)
+    rh, r_rest, r_sum, r_up = _load_rope_queries(rope_ptr + q_row * rope_stride + head * rope_head_stride, row_valid, V)
     latent_factor = up * scale_log2
     rope_factor = r_up * scale_log2
     m = tl.full([M], float("-inf"), tl.float32)
@@ -200,16 +175,14 @@ def attend_latent_kernel(
         valid = token < length
         valid_tiles = tl.reshape(valid, (NT, 16)) & tile_valid[:, None]
         k, s, scale, exponent, centre = _latent_scores(
-            page, inside, field_at, valid, tile_valid, valid_tiles, qh, q_sum, latent_levels, latent_table0,
-            latent_table1, BLOCK_SIZE, KD, KS, K_KIND, K_BITS, K_BF16, K_FIELDS, BT, M, PTX,
-        )  # fmt: skip
+            page, inside, field_at, valid, tile_valid, valid_tiles, qh, q_sum, latent_levels, K
+        )
         s = s * latent_factor[None, :] + rope_factor[None, :] * _rope_scores(
-            page, inside, field_at, tile_valid, valid_tiles, rh, r_rest, r_sum, rope_levels, rope_table0, rope_table1,
-            BLOCK_SIZE, VD, VS, V_KIND, V_BITS, V_BF16, V_CODES, V_FIELDS, BT, M, EXACT, PTX,
-        )  # fmt: skip
+            page, inside, field_at, tile_valid, valid_tiles, rh, r_rest, r_sum, rope_levels, EXACT, V
+        )
         if token0 + BT > clear_end:
             s = tl.where(valid[:, None] & (token[:, None] <= position[None, :]), s, float("-inf"))
-        if K_KIND == _RAW:
+        if K.KIND == _RAW:
             p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
             acc = dot(tl.trans(k), p.to(k.dtype), acc)
         else:
@@ -217,12 +190,12 @@ def attend_latent_kernel(
             seen = p != 0.0  # a scale may not be a number
             ph = tl.where(seen, p * scale[:, None], 0.0).to(tl.float16)
             acc = tl.dot(tl.trans(k), ph, acc)
-            if K_KIND == _UNIFORM:
+            if K.KIND == _UNIFORM:
                 w = w * alpha + tl.sum(tl.where(seen, p * centre[:, None], 0.0), 0)
-            elif PTX and K_KIND == _LLOYD and K_BITS <= 4:
+            elif K.PTX and K.KIND == _LLOYD:
                 w = w * alpha - _OFFSET * tl.sum(ph.to(tl.float32), 0)
 
     _store_rows(
-        out_ptr, lse_ptr, acc + w[None, :], m, z, q_row, head, row_valid, heads, out_stride, out_head_stride, part, KD,
-        KDP, SPLITS,
+        out_ptr, lse_ptr, acc + w[None, :], m, z, q_row, head, row_valid, heads, out_stride, out_head_stride, part,
+        K.D, KDP, SPLITS,
     )  # fmt: skip

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
-from slimkv.errors import InputError
-from slimkv.ops.attention.api import MIN_TRITON_HEAD_DIM, split_workspace_bytes
-from slimkv.ops.attention.triton.decode import merge_kernel
-from slimkv.ops.attention.triton.launch import format_constants, level_bytes, multiprocessors, padded_slices
+from slimkv.ops.attention.api import MIN_TRITON_HEAD_DIM
+from slimkv.ops.attention.triton.launch import merge_parts, part_views
+from slimkv.ops.cuda.constants import LOG2E
+from slimkv.ops.cuda.device import multiprocessors
 from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.triton.decode import attend_latent_kernel
-from slimkv.ops.triton.unpack import PLAIN_ROWS
+from slimkv.ops.triton.side import PLAIN_ROWS, side_of
 from slimkv.spec import PageLayout
 
-_LOG2E = math.log2(math.e)
 _MAX_SPLITS = 128
 _LARGEST_DIM = 512
 
@@ -72,40 +70,15 @@ def run(request: LatentRequest) -> None:
     num_splits = request.num_splits or choose_splits(sequences * row_tiles, request.max_seq_len, shape, query.device)
     into: tuple[Tensor, Tensor | None] = out, request.lse
     if num_splits > 1:
-        into = part, part_lse = _part_views(request, num_splits)
+        into = part, part_lse = part_views(request.workspace, total * heads, spec.key_dim, num_splits, query.device)
     rope = request.stored_query_rope
     k, v = request.codec.key_tables, request.codec.value_tables
     attend_latent_kernel[(sequences * row_tiles, num_splits)](
         query, rope, request.pages, request.block_table, request.seq_lens, request.cu_seqlens_q, *into, k.levels,
-        v.levels, *level_bytes(spec.key, spec.key_dim), *level_bytes(spec.value, spec.value_dim), row_tiles, heads,
-        request.pages.shape[0], query.stride(0), query.stride(1), rope.stride(0), rope.stride(1),
-        request.pages.stride(0), request.block_table.stride(0), out.stride(0), out.stride(1),
-        request.softmax_scale * _LOG2E,
-        M=shape.rows, NT=shape.tiles, SPLITS=num_splits, EXACT=rope.dtype == torch.bfloat16,
-        **format_constants(layout), num_warps=shape.warps,
+        v.levels, row_tiles, heads, request.pages.shape[0], query.stride(0), query.stride(1), rope.stride(0),
+        rope.stride(1), request.pages.stride(0), request.block_table.stride(0), out.stride(0), out.stride(1),
+        request.softmax_scale * LOG2E, M=shape.rows, NT=shape.tiles, SPLITS=num_splits,
+        EXACT=rope.dtype == torch.bfloat16, K=side_of(layout.key), V=side_of(layout.value), num_warps=shape.warps,
     )  # fmt: skip
     if num_splits > 1:
-        rows, lse = 4 if total * heads >= 1024 else 1, part_lse if request.lse is None else request.lse
-        dim = 16 * padded_slices(spec.key_dim)
-        merge_kernel[(triton.cdiv(total * heads, rows),)](
-            part, part_lse, request.cu_seqlens_q, query, out, lse, k.signs, 1.0, sequences, out.stride(0),
-            out.stride(1), Q_HEADS=heads, ROWS=rows, PARTS=min(16 // rows, triton.next_power_of_2(num_splits)),
-            SPLITS=num_splits, VD=spec.key_dim, VDP=dim, NB=32, V_ROTATED=False, SINKS=False,
-            LSE=request.lse is not None, num_warps=4,
-        )  # fmt: skip
-
-
-def _part_views(request: LatentRequest, num_splits: int) -> tuple[Tensor, Tensor]:
-    """float32 views: partial outputs and their log-sum-exps."""
-    total, heads = request.query_latent.shape[:2]
-    need = split_workspace_bytes(total, heads, request.layout.spec.key_dim, num_splits)
-    space = request.workspace
-    if space is None:
-        space = torch.empty(need, dtype=torch.uint8, device=request.pages.device)
-    elif space.dtype != torch.uint8 or space.numel() < need or not space.is_contiguous() or space.data_ptr() % 16:
-        raise InputError(
-            f"the workspace must be contiguous uint8 of at least {need} bytes, 16-byte aligned; it has {space.numel()}"
-        )
-    numbers = space[:need].view(torch.float32)
-    count = total * heads * num_splits * request.layout.spec.key_dim
-    return numbers[:count], numbers[count:]
+        merge_parts(part, part_lse, request.cu_seqlens_q, out, request.lse, num_splits)

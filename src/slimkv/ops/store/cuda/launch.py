@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimkv.codec import Codec
 from slimkv.codec.quantize import becomes_short
 from slimkv.codec.rotation import signed_hadamard
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS
 from slimkv.ops.cuda.device import device_of
 from slimkv.ops.cuda.module import Defines, load
-from slimkv.ops.cuda.places import in_vectors, place, point_to_tokens
+from slimkv.ops.cuda.places import Vectors, point_to_tokens, vectors_of
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda import vectors
 from slimkv.ops.store.cuda.args import RECORD_BITS, Plan, StoreArgs, code_tables, point_side
@@ -26,7 +27,7 @@ SOURCE, KERNEL = "store/store.cu", "store"
 LARGEST_DIM = 256
 FEW_VECTORS = 8192  # tokens times heads: below this a tile is shared by several warps
 _WARPS, _QUERY_AWARE_WARPS = 4, 2  # query-aware rounding needs much shared memory; small GPUs have 99 KiB
-_MATRIX_WARPS, _MATRIX_ROOM = 4, 228 << 10  # with more, this many warps share a head's matrix
+_MATRIX_WARPS, _MATRIX_ROOM = 4, 228 << 10  # warps that share a head's matrix, where two such blocks fit
 # A product with the matrix takes few dimensions; the rest of the rotation is additions.
 _GROUP_DIMS, _MOST_GROUPS = 32, 4
 _SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what stands for 1 (store/integers.cuh)
@@ -95,32 +96,22 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Struct
     if not in_tiles(request.layout):
         return vectors.prepare(request)
     key, value, pages, slots = request.key, request.value, request.pages, request.slot_mapping
-    tokens, heads = slots.shape[0], pages.shape[1]
-    key_place, value_place = place(key), place(value)
+    tokens, heads, matrices = slots.shape[0], pages.shape[1], request.query_aware
+    few, indexed = tokens * heads < FEW_VECTORS, request.query_aware_index is not None and request.matrices > 1
+    query_aware = 0 if matrices is None else 2 if indexed else 1
     plan = _plan(
-        request.layout,
-        pages.device,
-        (key.dtype, in_vectors(key_place)),
-        (value.dtype, in_vectors(value_place)),
-        slots.dtype == torch.int64,
-        tokens * heads < FEW_VECTORS,
-        0
-        if request.query_aware is None
-        else 2
-        if request.query_aware_index is not None and request.matrices > 1
-        else 1,
+        request.layout, pages.device, vectors_of(key), vectors_of(value), slots.dtype == torch.int64, few, query_aware
     )
     args = StoreArgs.from_buffer_copy(plan.args)
-    point_to_tokens(args, key_place, value_place, pages, slots)
+    point_to_tokens(args, key, value, pages, slots)
     args.key.offset = None if request.key_offset is None else request.key_offset.data_ptr()
-    if request.query_aware is not None:
-        args.query_aware, args.matrices = request.query_aware.data_ptr(), 1
-        if request.query_aware_index is not None and request.matrices > 1:
+    if matrices is not None:
+        args.query_aware, args.matrices = matrices.data_ptr(), 1
+        if request.query_aware_index is not None and indexed:
             args.query_aware_index, args.matrices = request.query_aware_index.data_ptr(), request.matrices
-            args.matrix_stride = request.query_aware[0].numel()
-            args.heads, args.spread = heads, int(tokens * heads < FEW_VECTORS)
+            args.matrix_stride, args.heads, args.spread = matrices[0].numel(), heads, int(few)
     blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
-    if request.query_aware is not None:
+    if matrices is not None:
         # Neighbours in a chunk share a matrix; those of a decode step do not, and have blocks enough to take one each.
         return plan, (blocks, heads * (args.matrices if args.spread else 1)), args
     if plan.resident:  # all run at the same time, and every warp has as many tiles as the others, or one fewer
@@ -130,29 +121,19 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Struct
 
 @cache  # captured graphs point to the tables: they stay
 def _plan(
-    layout: PageLayout,
-    device: torch.device,
-    key: tuple[torch.dtype, bool],
-    value: tuple[torch.dtype, bool],
-    long_slots: bool,
-    few: bool,
-    query_aware: int,  # 0: no, 1: with one matrix a head, 2: with several
-) -> Plan:
-    from slimkv.codec import Codec
-
+    layout: PageLayout, device: torch.device, key: Vectors, value: Vectors, long_slots: bool, few: bool,
+    query_aware: int,
+) -> Plan:  # fmt: skip
+    """``query_aware``: 0 no, 1 with one matrix a head, 2 with several."""
     codec = Codec(layout.spec)
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
     defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots)})
-    warps, shared = (
-        1 if few or (query_aware and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if query_aware else _WARPS,
-        0,
-    )
-    shared_matrix = query_aware == 1 and not few and layout.spec.key_dim <= 128 and _has_room(device)
-    if shared_matrix:
-        warps = _MATRIX_WARPS
-    rounding_warps = warps  # as many again store values
+    room = device_of(device).shared_of_multiprocessor >= _MATRIX_ROOM
+    shared_matrix = query_aware == 1 and not few and layout.spec.key_dim <= 128 and room
+    warps = 1 if few or (query_aware and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if query_aware else _WARPS
+    rounding_warps = warps = _MATRIX_WARPS if shared_matrix else warps  # as many again store values
     tables: list[Tensor] = []
-    together = few and not query_aware
+    shared, together = 0, few and not query_aware
     # A matrix in shared memory: beyond a head size of 192 small GPUs have no room for it.
     shared_weights = shared_matrix or (bool(query_aware) and few and layout.spec.key_dim <= 192)
     cell_records = shared_weights and few and 4 < layout.spec.key.bits <= RECORD_BITS
@@ -164,22 +145,15 @@ def _plan(
         groups = 1 if together else _groups(side.dim, layout.spec.seed)
         per = _slices_per_warp(side) if together else side.dim // SLICE_DIMS // groups
         split = side.dim // SLICE_DIMS // groups // per
-        own = {
-            "D": side.dim,
-            "GROUPS": groups,
-            "PER": per,
-            "KIND": KIND_NUMBERS[side.format.kind],
-            "BITS": side.format.bits,
-            "CODES": side.codes_offset,
-            "FIELDS": side.fields_offset,
-            "DTYPE": DTYPE_NUMBERS[dtype],
-            "VECTORS": int(aligned),
-        }
         cell_shift, cell_zero, tensors = _tables(
             side.format, side.dim, side.transposed, layout.spec.seed, groups,
             (constants.unit, constants.error_steps), device, dtype,
         )  # fmt: skip
-        own |= {"CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero}
+        own = {
+            "D": side.dim, "GROUPS": groups, "PER": per, "KIND": KIND_NUMBERS[side.format.kind],
+            "BITS": side.format.bits, "CODES": side.codes_offset, "FIELDS": side.fields_offset,
+            "DTYPE": DTYPE_NUMBERS[dtype], "VECTORS": int(aligned), "CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero,
+        }  # fmt: skip
         defines |= {f"{prefix}_{name}": number for name, number in own.items()}
         point_side(side_args, side, constants, tensors)
         used = 2 * cell_zero + 8 * len(tensors[2])
@@ -201,22 +175,11 @@ def _plan(
     if together and lean and warps > 4 and not all(_by_slices(side) for _, side, *_ in sides):
         blocks = 2  # the other side needs more registers
     defines |= {
-        "WARPS": warps,
-        "TILES_PER_BLOCK": tiles_per_block,
-        "MIN_BLOCKS": blocks,
-        "QUERY_AWARE": int(query_aware),
-        "SHARED_WEIGHTS": int(shared_weights),
-        "CELL_RECORDS": int(cell_records),
-    }
-    resident = 0
-    if lean and tiles_per_block > 1:
-        resident = device_of(device).multiprocessors
-    return Plan(SOURCE, KERNEL, defines, 32 * warps, shared, tiles_per_block, blocks * resident, args, tuple(tables))
-
-
-def _has_room(device: torch.device) -> bool:
-    """Whether two blocks of ``_MATRIX_WARPS`` pairs, and the matrix of each, fit a multiprocessor."""
-    return device_of(device).shared_of_multiprocessor >= _MATRIX_ROOM
+        "WARPS": warps, "TILES_PER_BLOCK": tiles_per_block, "MIN_BLOCKS": blocks, "QUERY_AWARE": int(query_aware),
+        "SHARED_WEIGHTS": int(shared_weights), "CELL_RECORDS": int(cell_records),
+    }  # fmt: skip
+    resident = blocks * device_of(device).multiprocessors if lean and tiles_per_block > 1 else 0
+    return Plan(SOURCE, KERNEL, defines, 32 * warps, shared, tiles_per_block, resident, args, tuple(tables))
 
 
 def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
@@ -272,16 +235,13 @@ def _slices_per_warp(side: SideLayout) -> int:
 
 @cache  # captured graphs point to the tables: they stay
 def _tables(
-    fmt: TensorFormat,
-    dim: int,
-    transposed: bool,
-    seed: int,
-    groups: int,
-    units: tuple[float, float],  # SideTables' unit and error_steps
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The cells' width as a power of two and their zero; fragments, cells, bounds and levels."""
+    fmt: TensorFormat, dim: int, transposed: bool, seed: int, groups: int, units: tuple[float, float],
+    device: torch.device, dtype: torch.dtype,
+) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """The cells' width as a power of two and their zero; fragments, cells, bounds and levels.
+
+    ``units``: ``unit`` and ``error_steps`` of ``SideTables``.
+    """
     short = dtype if becomes_short(fmt, dtype, dim) else None
     fragments = torch.from_numpy(_fragments(signed_hadamard(dim, seed), groups, transposed, short)).to(device)
     shift, zero, tensors = code_tables(fmt, dim, units[0], device, units[1])

@@ -161,13 +161,11 @@ def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP
 
 @triton.jit
 def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, weights, which, matrix_stride, levels, error_steps,
-                 D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, QUERY_AWARE: tl.constexpr,
-                 INDEXED: tl.constexpr):  # fmt: skip
-    """Rows -> codes int32 [M, DP] and the scale's field int32 [M]; QUERY_AWARE: with the head's matrix, weights.
+                 D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, INDEXED: tl.constexpr):  # fmt: skip
+    """Rows -> codes int32 [M, DP] and the scale's field int32 [M].
 
-    INDEXED: with matrix which [M] of several, matrix_stride apart.
-
-    x: as it was given; 16-bit floats become short integers.
+    x: as it was given; 16-bit floats become short integers. weights: the head's matrix of query-aware rounding, or
+    None; INDEXED: matrix which [M] of several, matrix_stride apart.
     """
     col = tl.arange(0, DP)
     SHORT: tl.constexpr = BITS <= 4 and x.dtype.primitive_bitwidth == 16 and D <= _SHORT_DIM
@@ -182,14 +180,14 @@ def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, weights, whic
     norm = tl.sqrt_rn(squared)
     factor = tl.div_rn(tl.zeros_like(norm) + unit, tl.where(zero | bad, 1.0, norm))
     standard = rotated * factor[:, None]
-    if QUERY_AWARE:  # a level rounds to itself: from here on the chosen levels stand for the coordinates
+    if weights is not None:  # a level rounds to itself: from here on the chosen levels stand for the coordinates
         if INDEXED:
             standard = indexed_levels(
                 standard, weights, which, matrix_stride, row_mask, bounds, levels, error_steps, D, DP, BITS
             )
         else:
             standard = shaped_levels(standard, weights, bounds, levels, error_steps, D, DP, BITS)
-    if SHORT and not QUERY_AWARE:
+    if SHORT and weights is None:
         across = crossing_of_product(rotated, tl.broadcast_to(factor[:, None], rotated.shape), standard)
     else:
         across = crossing(standard)

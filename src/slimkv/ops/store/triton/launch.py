@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import triton
 import triton.language as tl
 
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.refusals import refuses_policy, refuses_raw_dtype
 from slimkv.ops.store.triton.encode import encode_fp8, encode_lloyd, encode_uniform
-from slimkv.ops.triton import unpack
-from slimkv.ops.triton.unpack import PLAIN_ROWS, lane_and_number, side_constants, word_index
-from slimkv.spec import PageLayout, SideLayout
+from slimkv.ops.triton import side
+from slimkv.ops.triton.side import PLAIN_ROWS, side_of
+from slimkv.ops.triton.unpack import lane_and_number, word_index
+from slimkv.spec import PageLayout
 
-_LLOYD: tl.constexpr = tl.constexpr(unpack.LLOYD)
-_UNIFORM: tl.constexpr = tl.constexpr(unpack.UNIFORM)
-_RAW: tl.constexpr = tl.constexpr(unpack.RAW)
+_LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
+_UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
+_RAW: tl.constexpr = tl.constexpr(side.RAW)
 FEW_VECTORS = 8192  # tokens times heads: of fewer, each matrix has programs of its own
 
 
@@ -66,12 +65,10 @@ def _store_words(x, base, WORDS: tl.constexpr, WP: tl.constexpr, TRANSPOSED: tl.
 
 
 @triton.jit
-def _store_bytes(
-    x, base, position, keep, WORDS: tl.constexpr, WP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr
-):
+def _store_bytes(x, base, place, keep, WORDS: tl.constexpr, WP: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Writes single tokens from `_token_bytes`; base: pointers [16 NT] to the plane in each token's tile."""
-    y = tl.reshape(x, (16 * NT, WP, 8))
-    place = (position % 16).to(tl.int32)[:, None, None]
+    y = tl.reshape(x, (base.shape[0], WP, 8))
+    place = place[:, None, None]
     j = tl.arange(0, 8)[None, None, :]
     if TRANSPOSED:  # j is g
         lane = 4 * j + place % 8 // 2
@@ -85,178 +82,160 @@ def _store_bytes(
 
 
 @triton.jit
-def _store_plane(bits, page, tile_page, position, tile_position, keep, aligned, OFFSET: tl.constexpr,
-                 TILE_BYTES: tl.constexpr,
-                 W: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, NT: tl.constexpr,
-                 TRANSPOSED: tl.constexpr):  # fmt: skip
-    """Writes one plane of W <= 4 bits: bits int32 [16 NT, 16 SP].
-
-    page, position, keep [16 NT]: every token's page, place in its block, and whether it is stored; tile_page,
-    tile_position [NT]: the same of each tile's first token, used when every tile is whole and in order (``aligned``).
-    """
-    S: tl.constexpr = D // 16
-    WORDS: tl.constexpr = S // (4 // W)
-    TAIL: tl.constexpr = S % (4 // W)
+def _store_plane(bits, base, tile_base, place, keep, aligned, W: tl.constexpr, S: tl.constexpr):
+    """Writes one plane of W <= 4 bits: bits int32 [16 NT, 16 SP]; see `_store_codes`."""
+    NT: tl.constexpr = tile_base.shape[0]
+    SLICES: tl.constexpr = S.D // 16
+    WORDS: tl.constexpr = SLICES // (4 // W)
+    TAIL: tl.constexpr = SLICES % (4 // W)
     if WORDS > 0:
-        WP: tl.constexpr = SP // (4 // W)
-        x = _token_bytes(bits, W, SP, NT, TRANSPOSED)
+        WP: tl.constexpr = S.SP // (4 // W)
+        x = _token_bytes(bits, W, S.SP, NT, S.TRANSPOSED)
         if aligned:
-            _store_words(x, tile_page + OFFSET + tile_position // 16 * TILE_BYTES, WORDS, WP, TRANSPOSED)
+            _store_words(x, tile_base, WORDS, WP, S.TRANSPOSED)
         else:
-            _store_bytes(x, page + OFFSET + position // 16 * TILE_BYTES, position, keep, WORDS, WP, NT, TRANSPOSED)
+            _store_bytes(x, base, place, keep, WORDS, WP, S.TRANSPOSED)
     if TAIL > 0:
-        FIRST: tl.constexpr = (S - TAIL) * 2 * W  # bytes of a plain row before the tail
+        FIRST: tl.constexpr = (SLICES - TAIL) * 2 * W  # bytes of a plain row before the tail
         PER: tl.constexpr = 8 // W
-        rows = tl.reshape(bits, (16 * NT, 2 * SP * W, PER))
+        rows = tl.reshape(bits, (16 * NT, 2 * S.SP * W, PER))
         packed = tl.sum(rows << (tl.arange(0, PER) * W)[None, None, :], 2)
-        col = tl.arange(0, 2 * SP * W)[None, :]
-        start = page + OFFSET + position // 16 * TILE_BYTES + WORDS * 128 + position % 16 * (TAIL * 2 * W)
-        mask = keep[:, None] & (col >= FIRST) & (col < S * 2 * W)
+        col = tl.arange(0, 2 * S.SP * W)[None, :]
+        start = base + WORDS * 128 + place * (TAIL * 2 * W)
+        mask = keep[:, None] & (col >= FIRST) & (col < SLICES * 2 * W)
         tl.store(start[:, None] + (col - FIRST), packed.to(tl.uint8), mask=mask)
 
 
 @triton.jit
-def _store_wide(bits, page, position, keep, OFFSET: tl.constexpr, TILE_BYTES: tl.constexpr, W: tl.constexpr,
-                D: tl.constexpr, SP: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+def _store_wide(bits, base, place, keep, S: tl.constexpr):
     """Writes one plane of 8, 16 or 32 bits, value by value."""
-    col = tl.arange(0, 16 * SP)[None, :]
-    place = (position % 16).to(tl.int32)[:, None]
-    lane, number = lane_and_number(place, col, TRANSPOSED)
-    word = col // 16 * (W // 4) + number * W // 32
-    byte = word_index(word, lane, D // 16 * (W // 4)) * 4 + number * W % 32 // 8
-    base = page + OFFSET + position // 16 * TILE_BYTES
-    mask = keep[:, None] & (col < D)
-    if W == 8:
-        tl.store(base[:, None] + byte, bits.to(tl.uint8), mask=mask)
-    elif W == 16:
-        tl.store((base[:, None] + byte).to(tl.pointer_type(tl.int16)), bits.to(tl.int16), mask=mask)
+    WPS: tl.constexpr = S.BITS // 4
+    col = tl.arange(0, 16 * S.SP)[None, :]
+    lane, number = lane_and_number(place[:, None], col, S.TRANSPOSED)
+    word = col // 16 * WPS + number * S.BITS // 32
+    at = base[:, None] + (word_index(word, lane, S.D // 16 * WPS) * 4 + number * S.BITS % 32 // 8)
+    mask = keep[:, None] & (col < S.D)
+    if S.BITS == 8:
+        tl.store(at, bits.to(tl.uint8), mask=mask)
+    elif S.BITS == 16:
+        tl.store(at.to(tl.pointer_type(tl.int16)), bits.to(tl.int16), mask=mask)
     else:
-        tl.store((base[:, None] + byte).to(tl.pointer_type(tl.int32)), bits, mask=mask)
+        tl.store(at.to(tl.pointer_type(tl.int32)), bits, mask=mask)
 
 
 @triton.jit
-def _store_codes(codes, page, tile_page, position, tile_position, keep, aligned, CODES: tl.constexpr,
-                 BITS: tl.constexpr,
-                 D: tl.constexpr, SP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
-    """Writes codes int32 [16 NT, 16 SP], plane by plane."""
-    TILE: tl.constexpr = 2 * D * BITS
-    if BITS >= 8:
-        _store_wide(codes, page, position, keep, CODES, TILE, BITS, D, SP, TRANSPOSED)
+def _store_codes(codes, base, tile_base, place, keep, aligned, S: tl.constexpr):
+    """Writes codes int32 [16 NT, 16 SP], plane by plane.
+
+    base, place, keep [16 NT]: every token's tile of codes, its place in the tile, and whether it is stored; tile_base
+    [NT]: the tile of each 16 tokens, used when every tile is whole and in order (``aligned``).
+    """
+    if S.BITS >= 8:
+        _store_wide(codes, base, place, keep, S)
     else:
-        FOUR: tl.constexpr = BITS // 4
-        TWO: tl.constexpr = BITS % 4 // 2
+        FOUR: tl.constexpr = S.BITS // 4
+        TWO: tl.constexpr = S.BITS % 4 // 2
         if FOUR:
-            _store_plane(codes & 15, page, tile_page, position, tile_position, keep, aligned, CODES, TILE, 4, D, SP, NT,
-                         TRANSPOSED)  # fmt: skip
+            _store_plane(codes & 15, base, tile_base, place, keep, aligned, 4, S)
         if TWO:
-            _store_plane((codes >> (4 * FOUR)) & 3, page, tile_page, position, tile_position, keep, aligned,
-                         CODES + 8 * D * FOUR, TILE, 2, D, SP, NT, TRANSPOSED)  # fmt: skip
-        if BITS % 2:
-            _store_plane((codes >> (4 * FOUR + 2 * TWO)) & 1, page, tile_page, position, tile_position, keep,
-                aligned,
-                         CODES + 8 * D * FOUR + 4 * D * TWO, TILE, 1, D, SP, NT, TRANSPOSED)  # fmt: skip
+            at = 8 * S.D * FOUR
+            _store_plane((codes >> (4 * FOUR)) & 3, base + at, tile_base + at, place, keep, aligned, 2, S)
+        if S.BITS % 2:
+            SHIFT: tl.constexpr = 4 * FOUR + 2 * TWO
+            at = 2 * S.D * SHIFT
+            _store_plane((codes >> SHIFT) & 1, base + at, tile_base + at, place, keep, aligned, 1, S)
 
 
 @triton.jit
-def _store_field(field, page, position, keep, OFFSET: tl.constexpr):
-    at = (page + OFFSET).to(tl.pointer_type(tl.uint16)) + position
-    tl.store(at, field.to(tl.uint16), mask=keep)
+def _store_field(field, page, position, keep, INDEX: tl.constexpr, S: tl.constexpr):
+    fields = (page + (S.FIELDS + INDEX * 2 * S.BLOCK_SIZE)).to(tl.pointer_type(tl.uint16))
+    tl.store(fields + position, field.to(tl.uint16), mask=keep)
 
 
 @triton.jit
 def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bounds, entries, unit, orthonormal,
-                weights, index_ptr, matrix_stride, only, levels, error_steps,
-                tokens, block_stride, page_stride, group, head,
-                NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, KIND: tl.constexpr,
-                BITS: tl.constexpr, ROTATED: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr,
-                TRANSPOSED: tl.constexpr, QUERY_AWARE: tl.constexpr, MATRICES: tl.constexpr,
-                SPREAD: tl.constexpr):  # fmt: skip
+                weights, index_ptr, matrix_stride, levels, error_steps, tokens, block_stride, page_stride,
+                NT: tl.constexpr, MATRICES: tl.constexpr, SPREAD: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """Encodes and writes 16 NT tokens of one head of K or V.
 
-    weights: pointer to the head's first matrix, the next one matrix_stride behind it; index_ptr: which of several
-    MATRICES each token takes. SPREAD: only tokens of matrix ``only`` are written.
+    weights: pointer to the head's first matrix, the next one matrix_stride behind it, or None; index_ptr: which of
+    several MATRICES each token takes. SPREAD: only the tokens of the program's matrix (axis 2) are written.
     """
     M: tl.constexpr = 16 * NT
-    DP: tl.constexpr = 16 * SP
-    first = group * M
+    DP: tl.constexpr = 16 * S.SP
+    TILE: tl.constexpr = 2 * S.D * S.BITS
+    head = tl.program_id(1)
+    first = tl.program_id(0) * M
     token = first + tl.arange(0, M)
     slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
     which = tl.zeros((M,), tl.int32)
     if MATRICES > 1:
         which = tl.minimum(tl.maximum(tl.load(index_ptr + token, mask=token < tokens, other=0), 0), MATRICES - 1)
         if SPREAD:
-            slot = tl.where(which == only, slot, -1)
+            slot = tl.where(which == tl.program_id(2), slot, -1)
     keep = slot >= 0
     safe = tl.maximum(slot, 0)
-    page = pages_ptr + safe // BLOCK_SIZE * block_stride + head * page_stride
-    position = safe % BLOCK_SIZE
+    page = pages_ptr + safe // S.BLOCK_SIZE * block_stride + head * page_stride
+    position = safe % S.BLOCK_SIZE
     # Whole tiles in order (a prefill chunk that starts at a tile) are written as words, anything else as single bytes.
     tile_token = first + tl.arange(0, NT) * 16
     tile_slot = tl.maximum(tl.load(slots_ptr + tile_token, mask=tile_token < tokens, other=-1).to(tl.int64), 0)
-    tile_page = pages_ptr + tile_slot // BLOCK_SIZE * block_stride + head * page_stride
+    tile_page = pages_ptr + tile_slot // S.BLOCK_SIZE * block_stride + head * page_stride
     expected = tl.reshape(tl.broadcast_to(tile_slot[:, None], (NT, 16)) + tl.arange(0, 16)[None, :], (M,))
     aligned = tl.min(((slot == expected) & ((expected - tl.arange(0, M) % 16) % 16 == 0)).to(tl.int32), 0) == 1
 
     col = tl.arange(0, DP)
     x_rows = x_ptr + token.to(tl.int64) * x_stride + head * x_head_stride
-    x = tl.load(x_rows[:, None] + col[None, :], mask=keep[:, None] & (col < D)[None, :], other=0.0)
-    if KIND == _RAW:
-        if BITS == 32:
+    x = tl.load(x_rows[:, None] + col[None, :], mask=keep[:, None] & (col < S.D)[None, :], other=0.0)
+    if S.KIND == _RAW:
+        if S.BITS == 32:
             codes = x.to(tl.int32, bitcast=True)
         else:
             codes = x.to(tl.int16, bitcast=True).to(tl.int32)
-    elif KIND == _LLOYD:
-        codes, field = encode_lloyd(
-            x, x_rows, keep, signs, bounds, entries, unit, weights, which, matrix_stride, levels, error_steps,
-            D, DP, BITS, QUERY_AWARE, MATRICES > 1,
-        )  # fmt: skip
-        _store_field(field, page, position, keep, FIELDS)
-    elif KIND == _UNIFORM:
-        codes, field, zero = encode_uniform(x.to(tl.float32), x_rows, keep, signs, orthonormal, D, DP, BITS, ROTATED)
-        _store_field(field, page, position, keep, FIELDS)
-        _store_field(zero, page, position, keep, FIELDS + 2 * BLOCK_SIZE)
     else:
-        codes, field = encode_fp8(x.to(tl.float32))
-        _store_field(field, page, position, keep, FIELDS)
+        if S.KIND == _LLOYD:
+            codes, field = encode_lloyd(
+                x, x_rows, keep, signs, bounds, entries, unit, weights, which, matrix_stride, levels, error_steps,
+                S.D, DP, S.BITS, MATRICES > 1,
+            )  # fmt: skip
+        elif S.KIND == _UNIFORM:
+            codes, field, zero = encode_uniform(
+                x.to(tl.float32), x_rows, keep, signs, orthonormal, S.D, DP, S.BITS, S.ROTATED
+            )
+            _store_field(zero, page, position, keep, 1, S)
+        else:
+            codes, field = encode_fp8(x.to(tl.float32))
+        _store_field(field, page, position, keep, 0, S)
     _store_codes(
-        codes, page, tile_page, position, tile_slot % BLOCK_SIZE, keep, aligned, CODES, BITS, D, SP, NT, TRANSPOSED
-    )
+        codes, page + S.CODES + position // 16 * TILE,
+        tile_page + S.CODES + tile_slot % S.BLOCK_SIZE // 16 * TILE, (position % 16).to(tl.int32), keep, aligned, S,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def store_kernel(
-    key_ptr, value_ptr, pages_ptr, slots_ptr,
-    key_signs, key_bounds, key_entries, key_unit, key_orthonormal,
+    key_ptr, value_ptr, pages_ptr, slots_ptr, query_aware_ptr, index_ptr,
+    key_signs, key_bounds, key_entries, key_unit, key_orthonormal, key_levels, key_error_steps,
     value_signs, value_bounds, value_entries, value_unit, value_orthonormal,
-    query_aware_ptr, index_ptr, key_levels, key_error_steps,
     tokens, key_stride, key_head_stride, value_stride, value_head_stride, block_stride, page_stride,
-    NT: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERY_AWARE: tl.constexpr, MATRICES: tl.constexpr, SPREAD: tl.constexpr,
-    K_D: tl.constexpr, K_SP: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr,
-    K_ROTATED: tl.constexpr, K_CODES: tl.constexpr, K_FIELDS: tl.constexpr,
-    V_D: tl.constexpr, V_SP: tl.constexpr, V_KIND: tl.constexpr, V_BITS: tl.constexpr,
-    V_ROTATED: tl.constexpr, V_CODES: tl.constexpr, V_FIELDS: tl.constexpr,
+    NT: tl.constexpr, MATRICES: tl.constexpr, SPREAD: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """One program: 16 NT tokens of one head, K (axis 2, one for each matrix where they are SPREAD) or V (its last).
 
-    QUERY_AWARE: keys are rounded with query_aware_ptr, int8 [MATRICES, num_kv_heads, K_D, K_D]; where there are
-    several, index_ptr int32 [tokens] chooses.
+    query_aware_ptr: int8 [MATRICES, num_kv_heads, D, D] with which keys are rounded, or None; index_ptr int32
+    [tokens]: which of several.
     """
-    group = tl.program_id(0)
-    head = tl.program_id(1)
     if tl.program_id(2) < tl.num_programs(2) - 1:
+        weights = query_aware_ptr
+        if query_aware_ptr is not None:
+            weights += tl.program_id(1) * (K.D * K.D)
         _store_side(key_ptr, key_stride, key_head_stride, pages_ptr, slots_ptr, key_signs, key_bounds, key_entries,
-                    key_unit, key_orthonormal, query_aware_ptr + head * (K_D * K_D), index_ptr,
-                    tl.num_programs(1) * (K_D * K_D), tl.program_id(2), key_levels, key_error_steps,
-                    tokens, block_stride, page_stride, group, head,
-                    NT, BLOCK_SIZE, K_D, K_SP, K_KIND, K_BITS, K_ROTATED, K_CODES, K_FIELDS, False,
-                    QUERY_AWARE, MATRICES, SPREAD)  # fmt: skip
+                    key_unit, key_orthonormal, weights, index_ptr, tl.num_programs(1) * (K.D * K.D), key_levels,
+                    key_error_steps, tokens, block_stride, page_stride, NT, MATRICES, SPREAD, K)  # fmt: skip
     else:
         _store_side(value_ptr, value_stride, value_head_stride, pages_ptr, slots_ptr, value_signs, value_bounds,
-                    value_entries, value_unit, value_orthonormal, query_aware_ptr, index_ptr, 0, 0, key_levels,
-                    key_error_steps,
-                    tokens, block_stride, page_stride, group, head,
-                    NT, BLOCK_SIZE, V_D, V_SP, V_KIND, V_BITS, V_ROTATED, V_CODES, V_FIELDS, True,
-                    False, 1, False)  # fmt: skip
+                    value_entries, value_unit, value_orthonormal, None, None, 0, None, 1.0, tokens, block_stride,
+                    page_stride, NT, 1, False, V)  # fmt: skip
 
 
 def supports(request: StoreRequest) -> str | None:
@@ -266,46 +245,36 @@ def supports(request: StoreRequest) -> str | None:
     return refuses_policy(request.layout) or refuses_raw_dtype(request)
 
 
-@lru_cache(maxsize=256)
-def _side_constants(side: SideLayout, prefix: str) -> dict[str, int | bool]:
-    return {**side_constants(side, prefix), f"{prefix}_ROTATED": side.format.rotated}
+def _program(tokens: int, layout: PageLayout, query_aware: bool) -> tuple[int, int]:
+    """Tiles and warps of a program.
 
-
-def _plain_program(tokens: int, layout: PageLayout) -> tuple[int, int]:
-    """Tiles and warps: small programs fill the device; few tokens want low latency, long vectors registers."""
-    dim = max(layout.spec.key_dim, layout.spec.value_dim)
-    return 1, 8 if dim > 256 else 4 if dim > 128 or tokens <= 256 else 2
-
-
-def _query_aware_program(tokens: int, layout: PageLayout) -> tuple[int, int]:
-    """Tiles and warps: the sequential part has one thread per token, so tokens are many, as far as registers go."""
+    Small programs fill the device; few tokens want low latency, long vectors registers. The sequential part of
+    query-aware rounding has one thread per token, so tokens are many, as far as registers go.
+    """
     dim = triton.next_power_of_2(max(layout.spec.key_dim, layout.spec.value_dim))
+    if not query_aware:
+        return 1, 8 if dim > 256 else 4 if dim > 128 or tokens <= 256 else 2
     tiles = 1 if tokens <= 512 or dim > 512 else 2 if dim > 256 else 4
     return tiles, min(max(tiles * dim // (64 if tiles == 1 else 128), 1), 8)
 
 
 def run(request: StoreRequest) -> None:
-    """See ``slimkv.ops.store.store``: one launch."""
+    """See ``slimkv.ops.store_kv``: one launch."""
     tokens = request.slot_mapping.shape[0]
     if tokens == 0:
         return
     layout, key, value, pages = request.layout, request.key, request.value, request.pages
     k, v = request.codec.key_tables, request.codec.value_tables
-    query_aware = request.query_aware is not None
     index = request.query_aware_index if request.matrices > 1 else None
-    tiles, warps = _query_aware_program(tokens, layout) if query_aware else _plain_program(tokens, layout)
+    tiles, warps = _program(tokens, layout, request.query_aware is not None)
     # Neighbours in a chunk share a matrix; those of a decode step do not, and have programs enough to take one each.
     spread = index is not None and tokens * pages.shape[1] < FEW_VECTORS
     grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 1 + (request.matrices if spread else 1))
     store_kernel[grid](
-        key, value, pages, request.slot_mapping,
-        k.signs, k.bounds, k.entries, k.unit, k.orthonormal,
+        key, value, pages, request.slot_mapping, request.query_aware, index,
+        k.signs, k.bounds, k.entries, k.unit, k.orthonormal, k.levels, k.error_steps,
         v.signs, v.bounds, v.entries, v.unit, v.orthonormal,
-        request.query_aware if query_aware else k.bounds, index if index is not None else k.bounds,
-        k.levels, k.error_steps,
         tokens, key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
-        NT=tiles, BLOCK_SIZE=layout.block_size, QUERY_AWARE=query_aware,
-        MATRICES=request.matrices if index is not None else 1, SPREAD=spread,
-        **_side_constants(layout.key, "K"), **_side_constants(layout.value, "V"),
-        num_warps=warps, enable_fp_fusion=False,
+        NT=tiles, MATRICES=request.matrices if index is not None else 1, SPREAD=spread, K=side_of(layout.key),
+        V=side_of(layout.value), num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

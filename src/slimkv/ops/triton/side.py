@@ -1,0 +1,62 @@
+"""K or V of pages, as Triton kernels are compiled for it."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+from slimkv.codec.codebook import codebook
+from slimkv.spec import Kind, SideLayout
+
+LLOYD, UNIFORM, FP8, RAW = 0, 1, 2, 3
+KIND_NUMBER = {Kind.LLOYD: LLOYD, Kind.UNIFORM: UNIFORM, Kind.FP8: FP8, Kind.RAW: RAW}
+PLAIN_ROWS = (
+    "the kernels read and write tiles of 16 tokens, not blocks of 1 token or token rows; use backend='reference'"
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Side:
+    """The layout of K or V in a page: one compile-time constant."""
+
+    BLOCK_SIZE: int
+    D: int
+    SP: int  # slices of 16 dimensions, padded to a power of two
+    KIND: int
+    BITS: int
+    BF16: bool  # raw: bfloat16, not float16
+    ROTATED: bool
+    CODES: int
+    FIELDS: int
+    TRANSPOSED: bool  # values
+    TABLE0: int  # the centroid table of inline PTX (``byte_table``)
+    TABLE1: int
+    PTX: bool  # inline PTX decodes codes of up to 4 bits
+
+    def __repr__(self) -> str:
+        """Part of the names of compiled functions, and of the keys they are cached by."""
+        return "Side_" + "_".join(str(int(x) & 0xFFFFFFFF) for x in astuple(self))
+
+
+@lru_cache(maxsize=256)
+def side_of(side: SideLayout) -> Side:
+    """The constant of ``side``."""
+    fmt, dim, tables = side.format, side.dim, (0, 0)
+    if fmt.kind == Kind.LLOYD and fmt.bits <= 4:
+        tables = byte_table(codebook(fmt.bits, dim).levels_by_code.tolist(), fmt.bits)
+    ptx = fmt.bits <= 4 and not triton.knobs.runtime.interpret and torch.version.cuda is not None
+    return Side(
+        side.block_size, dim, triton.next_power_of_2(dim // 16), KIND_NUMBER[fmt.kind], fmt.bits,
+        fmt.raw_dtype == "bfloat16", fmt.rotated, side.codes_offset, side.fields_offset, side.transposed, *tables, ptx,
+    )  # fmt: skip
+
+
+def byte_table(levels_by_code: list[float], bits: int) -> tuple[int, int]:
+    """The 8 entries of the centroid table as two int32: entry i is 0xFF ^ (64 + magnitude_i - 0.5)."""
+    half = 1 << (bits - 1)
+    entries = [0xFF ^ (64 + int(levels_by_code[half + min(i, half - 1)] - 0.5)) for i in range(8)]
+    first, second = (int.from_bytes(bytes(entries[at : at + 4]), "little", signed=True) for at in (0, 4))
+    return first, second
