@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -16,9 +16,26 @@ from slimkv.calibration.learned_offset import LayerOffset, kept_path
 from slimkv.codec import Codec
 from slimkv.codec.key_offset import wants_offset
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError
+from slimkv.errors import InputError, SlimKVError
 from slimkv.formats import AUTO, CALIBRATED
 from slimkv.spec import CodecSpec, parse_spec
+
+KEY = "slimkv"  # of an engine's own option, under which the fields of ``KVCacheConfig`` are
+
+
+def parse_settings(given: object, engine: str, deterministic: str | None = None) -> KVCacheConfig:
+    """The configuration of an engine's cache from a format's name or a mapping of fields.
+
+    ``deterministic``: the engine's own switch, where it is on: it sets the field of this name.
+    """
+    config = KVCacheConfig.parse(given)
+    config.refuse(engine, "sink_tokens", "recent_tokens", "age", "memory")
+    if deterministic is None:
+        return config
+    try:
+        return replace(config, deterministic=True)
+    except SlimKVError as error:
+        raise type(error)(f"{deterministic} sets deterministic; {error}") from error
 
 
 @lru_cache(maxsize=8)
@@ -80,7 +97,7 @@ class ServedModel:
         format = settings.format_of(layer, num_layers, latent=latent)
         if format == CALIBRATED:
             if layer is None or layer >= num_layers or self.calibration is None:
-                raise InputError(f"slimkv: the calibration knows no layer {name or layer}; give its format by name")
+                raise InputError(f"slimkv: layer {name or layer} is not in the calibration; give its format in layers")
             format = chosen_format(self.calibration, layer)
         spec = parse_spec(
             format, key_dim, value_dim, key_policy=settings.key_policy, value_policy=settings.value_policy,

@@ -1,6 +1,6 @@
-"""What differs between the supported SGLang versions (0.5.22 and later); nothing else looks at versions.
+"""The parts of SGLang (0.5.22 and later) that slimkv uses; no other module checks versions.
 
-Importing this module is the check: an installation that slimkv cannot work in is refused here, with its version.
+Importing this module checks the installation: an unsupported one raises an error with its version.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def is_switched_on(server_args: Any) -> bool:
 
 
 def check_hooks(targets: tuple[str, ...]) -> None:
-    """Raises unless SGLang patched all of ``targets``; it logs a hook that fails and goes on."""
+    """Raises unless SGLang patched all of ``targets``; SGLang itself only logs a hook that fails."""
     missing = [target for target in targets if target not in HookRegistry._patched]
     if missing:
         raise UnsupportedError(
-            f"SGLang did not take slimkv's hooks on {', '.join(missing)}; its log says why. Without them the cache "
-            "would have the wrong size"
+            f"SGLang did not install slimkv's hooks on {', '.join(missing)}; its log says why. Without them the "
+            "cache would have the wrong size"
         )
 
 
@@ -95,7 +95,7 @@ def context_parallel_sizes() -> dict[str, int]:
 
 
 def host_pool_parts() -> Any:
-    """What SGLang's host memory for rows of pages is made of; raises where this SGLang has none."""
+    """The classes of SGLang's host pool for rows of pages; raises if this SGLang has none."""
     try:
         from sglang.srt.mem_cache.device_pool_info import DevicePoolInfo, PageRowBufferInfo
         from sglang.srt.mem_cache.hicache_storage import PoolName

@@ -1,4 +1,4 @@
-"""Which versions of SGLang slimkv works in. Light, since every process of SGLang imports it; see ``compat``."""
+"""The supported versions of SGLang. Every process of SGLang imports this module, so it is light; see ``compat``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NEWEST_TESTED = (0, 5, 23)
 
 
 def installed_version() -> str:
-    """The version of SGLang; raises where it is absent or too old."""
+    """The version of SGLang; raises if it is missing or too old."""
     try:
         from sglang.version import __version__
     except ImportError as error:

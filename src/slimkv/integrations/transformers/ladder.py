@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.compat import DynamicLayer, stock_layer
 from slimkv.integrations.transformers.tables import SequenceTables, Step
 from slimkv.spec import BF16_BYTES, PageLayout, parse_spec
+
+if TYPE_CHECKING:
+    from slimkv.integrations.transformers.tiers import TieredLayer
 
 # What a memory budget chooses from, finest first. Errors of keys cost more than those of values: on SmolLM2 k8v6 has
 # 0.55 of the KL divergence of k7v7, k5v3 0.73 of that of k4v4. Wider steps would cost more than they save.
@@ -38,16 +41,6 @@ def tier_formats(config: KVCacheConfig, finest: str, dtype_bytes: int = BF16_BYT
         if width < min(kept.values()):
             kept[name] = width
     return tuple(reversed(kept))
-
-
-class Member(Protocol):
-    """A layer in tiers."""
-
-    def demote(self, source: int, target: int, slots: Tensor, step: Step, first: int, drop: Drop) -> None:
-        """Re-encodes the first tokens of one tier, in ``slots`` [batch, count], at the end of another.
-
-        ``first``: the position of the first of them in all tiers together.
-        """
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ class Ladder:
     def clear(self) -> None:
         """Forgets all tokens."""
         self.tables: list[SequenceTables] = []  # of each tier
-        self.members: list[Member] = []
+        self.members: list[TieredLayer] = []
         self.costs: Costs | None = None  # where memory decides
         self._steps: tuple[int, list[tuple[int, Step]]] | None = None  # of the pass of so many tokens
 

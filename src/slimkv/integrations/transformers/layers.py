@@ -98,7 +98,11 @@ class PackedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, self.num_kv_heads = key_states.shape[:2]
         config = self.settings.config
-        self._check_kind(key_states)
+        if is_latent_format(self.format) and self.num_kv_heads != 1:
+            raise UnsupportedError(
+                f"format {self.format!r} is for latents, and layer {self.number} of this model caches K and V of "
+                f"{self.num_kv_heads} heads: use a format for K and V, such as 'k4v4'"
+            )
         spec = self._spec(key_states, value_states)
         with lasting():
             self.tables = self.settings.tables.get(batch, self.device, self.window, self.tier)
@@ -145,14 +149,6 @@ class PackedLayer(CacheLayerMixin):
             )
         with lasting():
             return None if known is None else known.to(self.device, OFFSET_DTYPE).contiguous()
-
-    def _check_kind(self, key_states: Tensor) -> None:
-        """Raises if a latent format is used for K and V of several heads."""
-        if is_latent_format(self.format) and key_states.shape[1] != 1:
-            raise UnsupportedError(
-                f"format {self.format!r} is one of latents, and layer {self.number} of this model caches K and V of "
-                f"{key_states.shape[1]} heads: use a format of K and V, such as 'k4v4'"
-            )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores K and V [batch, num_kv_heads, new, dim]; returns the tensors for attention. These are the new tensors
@@ -213,11 +209,6 @@ class PackedLayer(CacheLayerMixin):
         slots = step.batch.slot_mapping
         assert slots is not None
         self.pool.store(token_rows(key), token_rows(value), slots, chosen)
-
-    @property
-    def packed_tokens(self) -> int:
-        """The number of tokens in pages."""
-        return self.tokens
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, heads, new, _ = key_states.shape
@@ -330,23 +321,23 @@ class PackedLayer(CacheLayerMixin):
     # -- what the tables ask -------------------------------------------------------------------------------------------
 
     def grow(self, blocks: int) -> None:
-        """See ``tables.Member``."""
+        """Appends blocks until there are ``blocks``."""
         self._plan = None
         with lasting():
             self.pool.grow(blocks)
 
     def relocate(self, source: Tensor, target: Tensor, blocks: int) -> None:
-        """See ``tables.Member``."""
+        """Allocates new pages of ``blocks`` blocks and copies block ``source[i]`` to ``target[i]``."""
         self._plan = None
         with lasting():
             self.pool.rearrange(source, target, blocks)
 
     def move_tokens(self, source: Tensor, target: Tensor) -> None:
-        """See ``tables.Member``."""
+        """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
         self.pool.move_tokens(source, target)
 
     def select_sequences(self, rows: int, batch: int, index: Tensor) -> None:
-        """See ``tables.Member``."""
+        """Makes sequence ``index[i]`` of ``batch`` sequence i."""
         self._plan = None
         chosen = torch.arange(rows, device=index.device)[:, None] * batch + index
         with lasting():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -12,33 +12,22 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.transformers.compat import (
-    ALL_ATTENTION_FUNCTIONS,
-    FORWARD_ARGUMENTS,
-    AttentionInterface,
-    AttentionMaskInterface,
-)
+from slimkv.integrations.transformers import compat, stock_attention
 from slimkv.integrations.transformers.decoded_attention import masked_attention
 from slimkv.integrations.transformers.layers import unchecked_layer
 from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates
 from slimkv.integrations.transformers.mask import Pattern, pattern_of, slimkv_mask
-from slimkv.integrations.transformers.stock_attention import (
-    EAGER,
-    SDPA,
-    registered_by_user,
-    stock_function,
-    switchable_configs,
-)
 from slimkv.integrations.transformers.switching import NAME, count, stock_of
 from slimkv.ops import AttendOptions
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES
 
+OBSERVED = "slimkv_observed"  # the name of attention inside ``observed_attention``
 # The arguments of an attention function. Any other argument that is set raises an error: it may change the result.
 _HANDLED = {"position_bias", "output_attentions", "softcap", "s_aux", "sliding_window"}
 _NO_INFLUENCE = {"cache_position", "deterministic", "use_cache", "return_dict", "labels", "logits_to_keep"}
 # transformers' function for torch's attention has neither soft cap nor sinks: a model that uses it gets none anywhere.
-TORCH_ATTENTION = ALL_ATTENTION_FUNCTIONS[SDPA]
-KNOWN_ARGUMENTS = frozenset(_HANDLED | _NO_INFLUENCE | FORWARD_ARGUMENTS)
+TORCH_ATTENTION = compat.ALL_ATTENTION_FUNCTIONS[stock_attention.SDPA]
+KNOWN_ARGUMENTS = frozenset(_HANDLED | _NO_INFLUENCE | compat.FORWARD_ARGUMENTS)
 
 
 def slimkv_attention(
@@ -66,7 +55,7 @@ def slimkv_attention(
     _check_arguments(module, kwargs)
     config = getattr(module, "config", None)
     stock = stock_of(config)
-    function = stock_function(type(module), stock) if stock is not None else None  # type: ignore[arg-type]
+    function = stock_attention.stock_function(type(module), stock) if stock is not None else None  # type: ignore[arg-type]
     kv = _packed(key, value)
     if (layer := unchecked_layer(key)) is not None:
         layer.check_scores(query, scaling if scaling is not None else query.shape[-1] ** -0.5)
@@ -74,7 +63,7 @@ def slimkv_attention(
         pattern = _pattern(module, query, kv, attention_mask, is_causal, stock)
         asked = kwargs if function is not TORCH_ATTENTION else {**kwargs, "softcap": None, "s_aux": None}
         options = _options(query, scaling, pattern, dropout, asked, kv) if pattern is not None else None
-        if pattern is not None and options is not None and kv.refusal(pattern.pads) is None:
+        if pattern is not None and options is not None and kv.attends(pattern.pads):
             count("fused", config)
             return kv.attend(query, options, pattern.pads), None
         _check_decoding(kv)
@@ -83,7 +72,7 @@ def slimkv_attention(
     key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in (key, value))
     arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
     if function is None:
-        return _masked(module, query, key, value, attention_mask, **arguments), None
+        return _masked(module, query, key, value, attention_mask, arguments), None
     if is_causal is None:
         del arguments["is_causal"]
     return function(module, query, key, value, attention_mask, **arguments)
@@ -126,7 +115,7 @@ def _pattern(
         return pattern_of(mask, kv) if isinstance(mask, Tensor) else None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     # Without a mask a single query sees all; for several, torch's attention has causal order and eager has none.
-    if kv.new == 1 or (causal and stock != EAGER and (kv.window is None or kv.positions <= kv.window)):
+    if kv.new == 1 or (causal and stock != stock_attention.EAGER and (kv.window is None or kv.positions <= kv.window)):
         return Pattern(None, kv.window)
     return None
 
@@ -169,53 +158,52 @@ def _plain_options(
 
 
 def _masked(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    output_attentions: bool | None = None,
-    **kwargs: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor:
     """For modules whose own attention is not known: [batch, new, heads, value_dim]."""
-    for name, asked in (("dropout in attention", dropout), ("output_attentions", output_attentions)):
-        if asked:
+    for name, argument in (("dropout in attention", "dropout"), ("output_attentions", "output_attentions")):
+        if kwargs.get(argument):
             raise UnsupportedError(f'{NAME} attention has no {name}; use attn_implementation="eager" for it')
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = kwargs["is_causal"] if kwargs["is_causal"] is not None else getattr(module, "is_causal", True)
     return masked_attention(
-        query, key, value, mask, causal=causal, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, bias=position_bias
-    )
+        query, key, value, mask, causal=causal, scale=kwargs["scaling"], softcap=kwargs.get("softcap") or 0.0,
+        sinks=kwargs.get("s_aux"), bias=kwargs.get("position_bias"),
+    )  # fmt: skip
 
 
 def register() -> None:
     """Makes ``attn_implementation="slimkv"`` known; may be called any number of times."""
-    AttentionInterface.register(NAME, slimkv_attention)
-    AttentionMaskInterface.register(NAME, slimkv_mask)
+    compat.AttentionInterface.register(NAME, slimkv_attention)
+    compat.AttentionMaskInterface.register(NAME, slimkv_mask)
 
 
 @contextmanager
-def use_attn_implementation(model: Any, name: str) -> Iterator[None]:
-    """Inside it the text decoder of ``model`` attends with the registered function ``name``; afterwards as before."""
-    before = [(config, config._attn_implementation) for config in switchable_configs(model)]
+def observed_attention(model: Any, observe: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside it, ``observe`` sees every call of the attention of ``model``'s text decoder.
+
+    It is called with the arguments of ``slimkv_attention`` after the output [batch, new, heads, value_dim], and returns
+    the output that the model gets.
+    """
+    before = [(config, config._attn_implementation) for config in stock_attention.switchable_configs(model)]
     if not before:
         raise UnsupportedError(
             f"the attention of {type(model).__name__} does not go through transformers' attention interface"
         )
-    own = next((x for _, x in before if registered_by_user(x)), None)
+    own = next((x for _, x in before if stock_attention.registered_by_user(x)), None)
     if own is not None:
         raise UnsupportedError(
             f"{type(model).__name__} attends with {own!r}, a function registered outside transformers, and a "
             "calibration observes queries through a function of its own: calibrate with "
             'attn_implementation="sdpa" or "eager", and pass the file as calibration'
         )
+
+    def attention(*call: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return observe(slimkv_attention(*call, **kwargs)[0], *call, **kwargs), None
+
+    compat.AttentionInterface.register(OBSERVED, attention)
+    compat.AttentionMaskInterface.register(OBSERVED, slimkv_mask)
     for config, _ in before:
-        config._attn_implementation_internal = name
+        config._attn_implementation_internal = OBSERVED
     try:
         yield
     finally:

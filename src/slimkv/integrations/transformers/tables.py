@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,23 +22,10 @@ from torch import Tensor
 from slimkv.errors import InputError
 from slimkv.ops import AttentionBatch
 
+if TYPE_CHECKING:
+    from slimkv.integrations.transformers.layers import PackedLayer
+
 AHEAD = 64  # steps of one token whose tables are built together
-
-
-class Member(Protocol):
-    """A layer whose pages follow the tables."""
-
-    def grow(self, blocks: int) -> None:
-        """Appends blocks until there are ``blocks``."""
-
-    def relocate(self, source: Tensor, target: Tensor, blocks: int) -> None:
-        """Allocates new pages of ``blocks`` blocks and copies block ``source[i]`` to ``target[i]``."""
-
-    def move_tokens(self, source: Tensor, target: Tensor) -> None:
-        """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
-
-    def select_sequences(self, rows: int, batch: int, index: Tensor) -> None:
-        """Makes sequence ``index[i]`` of ``batch`` sequence i."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +104,7 @@ class SequenceTables:
         self.kept_from = 0  # earlier positions may be overwritten
         self.pads = [0] * batch
         self._pad = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._members: list[Member] = []
+        self._members: list[PackedLayer] = []
         self._step: Step | None = None
         self._ahead: StepsAhead | None = None
         self._starts: tuple[int, Tensor] | None = None  # ``cu_seqlens_q`` of the last number of queries
@@ -128,7 +115,7 @@ class SequenceTables:
         """The number of blocks in each member's pool."""
         return self.rows * self.batch
 
-    def join(self, member: Member) -> None:
+    def join(self, member: PackedLayer) -> None:
         """Registers a layer whose pool has ``blocks`` blocks."""
         self._members.append(member)
 

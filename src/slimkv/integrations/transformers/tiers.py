@@ -40,12 +40,12 @@ class TieredKV:
 
     @property
     def positions(self) -> int:
-        """See ``LazyKV``."""
+        """See ``PagedKV``."""
         return self.shape[2]
 
     @property
     def pads(self) -> list[int]:
-        """See ``LazyKV``."""
+        """See ``PagedKV``."""
         return [0] * self.head[0].shape[0]
 
     @property
@@ -56,14 +56,14 @@ class TieredKV:
         return batch, heads, raw + sum(tier.positions for tier in self.tiers)
 
     def dense(self) -> Pair:
-        """See ``LazyKV``."""
+        """See ``PagedKV``."""
         parts = self.head, *(tier.dense() for tier in self.tiers), self.tail, *([self.fresh] if self.fresh else [])
         key, value = (torch.cat(side, 2) for side in zip(*parts, strict=True))
         return key, value
 
-    def refusal(self, pads: list[int] | None) -> str | None:
-        """See ``LazyKV``."""
-        return "padding beside tiers is masked on decoded keys and values" if pads and any(pads) else None
+    def attends(self, pads: list[int] | None) -> bool:
+        """See ``PagedKV``."""
+        return not (pads and any(pads))
 
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
         """Each tier fused, raw tokens dense, joined by their log-sum-exps."""
@@ -252,7 +252,10 @@ class TieredLayer(PackedLayer):
         return packed_pair(kv, self.pool.layout, self.dtype, self.device)
 
     def demote(self, source: int, target: int, slots: Tensor, step: Step, first: int, drop: Drop) -> None:
-        """See ``ladder.Member``."""
+        """Re-encodes the first tokens of tier ``source``, in ``slots`` [batch, count], at the end of tier ``target``.
+
+        ``first``: the position of the first of them in all tiers together.
+        """
         old, batch = self._tier(source), slots.shape[0]
         pair = old.pool.gather(slots.reshape(-1))
         if drop.moved is not None:

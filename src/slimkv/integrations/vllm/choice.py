@@ -1,4 +1,4 @@
-"""Which backend class a name stands for: ``CUSTOM``, or on a CPU one of vLLM's own names.
+"""The backend classes behind ``CUSTOM`` and, on a CPU, behind vLLM's own names.
 
 vLLM looks these names up when it creates a layer, inside the engine's config context. ``CUSTOM`` is slimkv's backend
 for K and V, or for latents in MLA models. On a CPU, the names are slimkv's backends if the user chose CUSTOM, and

@@ -14,8 +14,8 @@ from slimkv.integrations.vllm.compat import logger
 from slimkv.integrations.vllm.connectors import pages_leave_the_engine
 from slimkv.spec import CodecSpec
 
-_guards: list[tuple[Any, Guard]] = []  # by engine; configurations of vLLM cannot be hashed
-_told: list[Any] = []  # engines that already logged that their keys are not centred
+_guards: dict[int, tuple[Any, Guard]] = {}  # by the id of an engine's config, which is kept alive
+_told: dict[int, Any] = {}  # engines that have logged that their keys are not centred
 
 
 def layer_offset(
@@ -45,8 +45,8 @@ def whole_offset(model: ServedModel, layer: int, spec: CodecSpec) -> Tensor | No
 
 
 def _tell(vllm_config: Any) -> None:
-    if not any(known is vllm_config for known in _told):
-        _told.append(vllm_config)
+    if id(vllm_config) not in _told:
+        _told[id(vllm_config)] = vllm_config
         logger.warning(
             "slimkv: keys are not centred, which costs accuracy: this engine exchanges pages with others, and all of "
             "them must subtract the same vectors. Run slimkv calibrate MODEL once and give every engine the file "
@@ -56,9 +56,4 @@ def _tell(vllm_config: Any) -> None:
 
 def guard_of(max_score_error: float, vllm_config: Any) -> Guard:
     """The guard of an engine's packed layers; one for all of them."""
-    for known, guard in _guards:
-        if known is vllm_config:
-            return guard
-    guard = Guard(max_score_error, say=logger.info)
-    _guards.append((vllm_config, guard))
-    return guard
+    return _guards.setdefault(id(vllm_config), (vllm_config, Guard(max_score_error, say=logger.info)))[1]

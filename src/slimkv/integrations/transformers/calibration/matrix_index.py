@@ -46,7 +46,11 @@ class MatrixIndex:
         same = len(ends) == 1
         key = (min(ends), len(pads), new, device) if same else (first, tuple(pads), new, device)
         if self._last is None or self._last[0] != key:
-            self._last = key, self._same(key) if same else self._made(first, new, pads, device)
+            if same:
+                made = torch.full((len(pads) * new,), min(ends), dtype=torch.int32, device=device)
+            else:
+                made = self._made(first, new, pads, device)
+            self._last = key, made
         return self._last[1]
 
     def _noted_positions(self, first: int, new: int, batch: int) -> Tensor | None:
@@ -60,10 +64,6 @@ class MatrixIndex:
 
     def _number(self, position: int) -> int:
         return min(bisect_right(self._edges, max(position, 0)), len(self._edges) - 1)
-
-    def _same(self, key: tuple[Any, ...]) -> Tensor:
-        number, batch, new, device = key
-        return torch.full((batch * new,), number, dtype=torch.int32, device=device)
 
     def _made(self, first: int, new: int, pads: list[int], device: torch.device) -> Tensor:
         positions = torch.arange(first, first + new, device=device)
