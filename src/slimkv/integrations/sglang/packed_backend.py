@@ -68,22 +68,16 @@ class PackedBackend(AttentionBackend):
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        """One query of every request."""
+        """Decode, prefill with or without a prefix in the cache, mixed batches, and verification."""
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **more)
 
-    def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
-    ) -> Tensor:
-        """Prefill, with or without a prefix in the cache, mixed batches, and verification."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **more)
+    forward_extend = forward_decode
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of padding requests."""
         return 1
 
-    def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """The same for CPUs, where ranks pad their batches to a common size."""
-        return 1
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
         """Chains are causal: nothing depends on the drafted tokens."""

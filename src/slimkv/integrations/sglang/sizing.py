@@ -68,11 +68,7 @@ class CachePlan:
         return {pages.layer: pages for group in self.groups.values() for pages in group}
 
 
-@dataclass(frozen=True)
-class _Shape:
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
+_Shape = tuple[int, int, int]  # KV heads, and the sizes of keys and values, or of latents and rope parts
 
 
 def make_plan(kvc: Any) -> CachePlan:
@@ -92,9 +88,9 @@ def make_plan(kvc: Any) -> CachePlan:
     )  # fmt: skip
 
     def pages(layer: int, shape: _Shape) -> LayerPages:
-        dims = shape.key_dim, shape.value_dim
-        spec = model.layer_spec(layer, *dims, str(kvc.kv_cache_dtype), latent=kvc.use_mla_backend)
-        return LayerPages(layer, page_layout(spec, kvc.page_size), shape.num_kv_heads)
+        heads, key_dim, value_dim = shape
+        spec = model.layer_spec(layer, key_dim, value_dim, str(kvc.kv_cache_dtype), latent=kvc.use_mla_backend)
+        return LayerPages(layer, page_layout(spec, kvc.page_size), heads)
 
     groups = {
         label: tuple(pages(layer, shape) for layer in layers) for label, (layers, shape) in _geometry(kvc).items()
@@ -103,26 +99,26 @@ def make_plan(kvc: Any) -> CachePlan:
 
 
 def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:
-    """The layers and shapes of each pool that SGLang is going to build, as it will ask for them."""
+    """The layers and shapes of each pool that SGLang is going to build."""
     model, (_, ranks), info = kvc.model_config, attention_tp(), kvc.layer_info
     layers = list(range(info.start_layer, info.start_layer + info.num_effective_layers))
     if kvc.use_mla_backend:  # all heads share them, so every rank holds them
-        return {None: (layers, _Shape(1, model.kv_lora_rank, model.qk_rope_head_dim))}
+        return {None: (layers, (1, model.kv_lora_rank, model.qk_rope_head_dim))}
     heads = model.get_num_kv_heads(ranks)
     if kvc.is_hybrid_swa:
         if not kvc.is_hybrid_swa_compress:  # both pools then have the shape of the full layers
-            full = window = _Shape(heads, model.head_dim, model.head_dim)
+            full = window = (heads, model.head_dim, model.head_dim)
         else:
-            full = _Shape(heads, model.head_dim, model.v_head_dim)
-            window = _Shape(model.get_swa_num_kv_heads(ranks), model.swa_head_dim, model.swa_v_head_dim)
+            full = (heads, model.head_dim, model.v_head_dim)
+            window = (model.get_swa_num_kv_heads(ranks), model.swa_head_dim, model.swa_v_head_dim)
         return {
             FULL: (list(info.full_attention_layer_ids), full),
             WINDOW: (list(info.swa_attention_layer_ids), window),
         }
     hybrid = full_attention_layers(kvc)
     if hybrid is not None:
-        return {None: (hybrid, _Shape(heads, model.head_dim, model.head_dim))}
-    return {None: (layers, _Shape(heads, model.head_dim, model.v_head_dim))}
+        return {None: (hybrid, (heads, model.head_dim, model.head_dim))}
+    return {None: (layers, (heads, model.head_dim, model.v_head_dim))}
 
 
 # -- hooks around SGLang's configurators ------------------------------------------------------------------------------

@@ -100,7 +100,6 @@ class SlimKVCache(compat.Cache):
         kinds = compat.layer_kinds(config)
         formats = formats_of(self.settings, known, len(kinds), compat.caches_latents(config))
         check_formats(config, formats, block_size)
-        fresh_raw = self.settings.reads_fresh_raw(shared_pages=False)
         index = MatrixIndex(known) if known is not None else None
         if self.settings.tiered:
             self._tables.ladder = make_ladder(self.settings, kinds, formats, block_size, offloading)
@@ -109,7 +108,7 @@ class SlimKVCache(compat.Cache):
             narrowest = [tier_formats(self.settings, name)[0] for name in formats]
             offsets, seen = {}, seen_keys_of(model, self.settings, known, narrowest)
         guard = guard_of(config, self.settings, known, formats)
-        settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index, offsets, seen, guard)
+        settings = LayerSettings(self.settings, block_size, self._tables, known, index, offsets, seen, guard)
         layers = [
             _layer(kind, arguments, name, settings, number)
             for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))
@@ -122,7 +121,7 @@ class SlimKVCache(compat.Cache):
         if not self.packed_layers and any(name not in STOCK_FORMATS for name in formats):
             warnings.warn(
                 f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, "
-                "which slimkv leaves as they are; the cache takes as much memory as the stock one",
+                "which slimkv does not pack; the cache takes as much memory as the stock one",
                 stacklevel=2,
             )
 
@@ -157,7 +156,7 @@ class SlimKVCache(compat.Cache):
             raise InputError(f"layer_idx must be a layer's number, not {describe(layer_idx)}")
         if not 0 <= layer_idx < len(self.layers):
             raise InputError(
-                f"layer {layer_idx} was given keys and values, but the config says that layers 0 to "
+                f"layer {layer_idx} was given keys and values, but by the config layers 0 to "
                 f"{len(self.layers) - 1} have a cache"
             )
         try:
@@ -170,7 +169,7 @@ class SlimKVCache(compat.Cache):
         return key, value
 
     def _take_back(self, failed: Any) -> None:
-        """Undoes the forward pass in which ``failed`` has not stored anything yet."""
+        """Undoes the forward pass in which the layer ``failed`` has not stored anything yet."""
         if not isinstance(failed, PackedLayer) or not failed.is_initialized:
             return
         ahead = [x for x in self.layers if isinstance(x, compat.CacheLayerMixin) and x.get_seq_length() > failed.tokens]
@@ -265,7 +264,7 @@ class SlimKVCache(compat.Cache):
         """
         return load_prompt(cls, path, model, input_ids, fields)
 
-    # -- what changes the batch or the past: the shared tables first, then what layers hold themselves -----------------
+    # -- changes of the batch or the past: the shared tables first, then the layers' own state -------------------------
 
     def reset(self) -> None:
         """Empties the cache and frees its memory."""
@@ -302,7 +301,7 @@ class SlimKVCache(compat.Cache):
 
     @property
     def _tiered(self) -> TieredLayer | None:
-        """A layer in tiers that holds tokens; all of them hold the same."""
+        """A layer in tiers that holds tokens; all such layers hold the same tokens."""
         return next((x for x in self.layers if isinstance(x, TieredLayer) and x.is_initialized), None)
 
     def _indices(self, given: Any) -> Tensor:
@@ -384,8 +383,8 @@ def _check_deterministic(layers: list[Any]) -> None:
     for number, layer in enumerate(layers):
         if isinstance(layer, compat.CacheLayerMixin) and type(layer) not in (PackedLayer, PackedHybridLayer):
             raise UnsupportedError(
-                f"deterministic is for packed layers of full attention in transformers, and layer {number} is a "
-                f"{type(layer).__name__}; vLLM and SGLang also have it for sliding windows"
+                f"in transformers, deterministic supports packed layers with full attention, and layer {number} is a "
+                f"{type(layer).__name__}; vLLM and SGLang also support sliding windows"
             )
 
 

@@ -97,9 +97,9 @@ def refuse_without_cache(config: Any, model: Any) -> None:
     # Composite models may pass a cache on to their text model; a causal LM has no such part.
     alone = kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and "use_cache" not in takes
     if "past_key_values" not in takes and (other or alone):
-        instead = f"; what it keeps between steps is called {other}" if other else ""
+        instead = f"; its state between steps is called {other}" if other else ""
         raise UnsupportedError(
-            f"{kind.__name__} takes no cache of keys and values, so there is nothing to pack{instead}"
+            f"{kind.__name__} does not take a cache of keys and values, so there is nothing to pack{instead}"
         )
     if not supports():
         raise UnsupportedError(

@@ -44,7 +44,7 @@ class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
         getattr(self.cross_attention_cache, method)(given)
 
 
-# The stock class delegates to its self-attention cache, which is this object: it must behave as a plain cache then.
+# The stock class delegates to its self-attention cache, which is this object, so these methods are the plain cache's.
 for _name in vars(EncoderDecoderCache).keys() & vars(Cache).keys():
     if _name not in vars(EncoderDecoderSlimKVCache) and _name not in vars(SlimKVCache):
         setattr(EncoderDecoderSlimKVCache, _name, vars(Cache)[_name])

@@ -31,11 +31,10 @@ RAW_FRESH_ABOVE = 8  # up to this many new tokens (decoding, verifying a draft) 
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """State that the layers of a cache share."""
+    """State shared by the layers of a cache."""
 
     config: KVCacheConfig
     block_size: int
-    fresh_raw: bool  # passes of more than RAW_FRESH_ABOVE new tokens attend those unquantised
     tables: TableSet
     calibration: Calibration | None = None
     matrix_index: MatrixIndex | None = None  # of its matrices
@@ -43,6 +42,10 @@ class LayerSettings:
     # mean key and first key of a short pass [2, num_kv_heads, key_dim], by layer; other layers learn from their tokens
     seen_keys: Mapping[int, Tensor] = field(default_factory=dict)
     guard: Guard | None = None  # shared by the caches of a model
+
+    def attends_raw(self, new: int) -> bool:
+        """Whether a pass of ``new`` tokens attends those unquantised."""
+        return new > RAW_FRESH_ABOVE and self.config.reads_fresh_raw(shared_pages=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
         """A copied cache has its own tables; immutable state is shared."""
@@ -65,7 +68,7 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False
     window: int | None = None
     chunked = False
-    tier: int | None = None  # which one of several in a layer
+    tier: int | None = None  # the number of this tier in its layer
 
     def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
         # The base class would assign keys and values, which are views here.
@@ -116,7 +119,7 @@ class PackedLayer(CacheLayerMixin):
             self._learns_offset = self.pool.key_offset is None
             if self._learns_offset and config.deterministic:
                 raise InputError(
-                    "deterministic centres keys by vectors that are known beforehand, not by the first tokens: give "
+                    "deterministic needs key offsets that are known beforehand, not learnt from the first tokens: give "
                     "the model instead of its config, a calibration, or center_keys=False"
                 )
         self._plan: AttendPlan | None = None
@@ -125,7 +128,7 @@ class PackedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _spec(self, key_states: Tensor, value_states: Tensor) -> CodecSpec:
-        """How it stores keys and values like these."""
+        """The spec for keys and values of these sizes and this dtype."""
         config = self.settings.config
         spec = parse_spec(
             self.format, key_states.shape[-1], value_states.shape[-1], key_policy=config.key_policy,
@@ -144,8 +147,8 @@ class PackedLayer(CacheLayerMixin):
             known = offset_of_keys(mean, first, self.pool.codec)
         if known is not None and known.shape != (self.num_kv_heads, self.pool.codec.spec.key_dim):
             raise InputError(
-                f"layer {self.number} has a key offset {list(known.shape)}, and keys of {self.num_kv_heads} heads of "
-                f"{self.pool.codec.spec.key_dim} dimensions"
+                f"the key offset of layer {self.number} is {list(known.shape)}, but its keys have {self.num_kv_heads} "
+                f"heads of {self.pool.codec.spec.key_dim} dimensions"
             )
         with lasting():
             return None if known is None else known.to(self.device, OFFSET_DTYPE).contiguous()
@@ -159,7 +162,7 @@ class PackedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         new, past = key_states.shape[2], self.tokens
-        raw = self.settings.fresh_raw and new > RAW_FRESH_ABOVE
+        raw = self.settings.attends_raw(new)
         step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
         self._store(key_states, value_states, step, past)
         self.tokens += new
@@ -191,7 +194,7 @@ class PackedLayer(CacheLayerMixin):
     def _store(self, key_states: Tensor, value_states: Tensor, step: Step, first: int) -> None:
         """Stores K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on in the slots of ``step``.
 
-        A raw format is a dtype of its own; a calibration has a matrix for each range of positions.
+        A raw format converts to its own dtype; a calibration has one matrix per range of positions.
         """
         spec = self.pool.layout.spec
         key, value = (
@@ -223,7 +226,7 @@ class PackedLayer(CacheLayerMixin):
                 f"{self.num_kv_heads} KV heads"
             )
         if key_states.dtype != self.dtype:
-            raise InputError(f"the cache was started with {self.dtype} and was given {key_states.dtype}")
+            raise InputError(f"the cache holds {self.dtype} and was given {key_states.dtype}")
 
     def _kv(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
         visible = self._visible(new)
@@ -267,7 +270,7 @@ class PackedLayer(CacheLayerMixin):
         """The cached values, decoded on use."""
         return self._view(1)
 
-    # -- what transformers asks ----------------------------------------------------------------------------------------
+    # -- the interface of transformers ---------------------------------------------------------------------------------
 
     def get_seq_length(self) -> int:
         """Positions seen so far, padding included."""
@@ -309,16 +312,12 @@ class PackedLayer(CacheLayerMixin):
     def check_crop(self, tokens: int) -> None:
         """Raises if ``tokens`` tokens cannot be removed."""
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Nothing beside the pages, which the tables move."""
+    def _no_change(self, sequences: Any) -> None:
+        """The tables move the pages; there is nothing else."""
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Nothing beside the pages, which the tables move."""
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _no_change
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Nothing beside the pages, which the tables move."""
-
-    # -- what the tables ask -------------------------------------------------------------------------------------------
+    # -- called by the tables ------------------------------------------------------------------------------------------
 
     def grow(self, blocks: int) -> None:
         """Appends blocks until there are ``blocks``."""
@@ -348,7 +347,7 @@ def check_no_grad(key_states: Tensor, value_states: Tensor) -> None:
     """Raises if a gradient would have to pass through the codes."""
     if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
         raise UnsupportedError(
-            "a packed cache passes no gradient on to its keys and values; run the model under torch.no_grad() or "
+            "a packed cache does not pass gradients to its keys and values; run the model under torch.no_grad() or "
             "torch.inference_mode(), or train with use_cache=False"
         )
 
@@ -372,7 +371,7 @@ class PackedSlidingLayer(PackedLayer):
         return self.tokens
 
     def activate_past_recording(self) -> None:
-        """From now on old tokens are kept until ``crop``, so that tokens can be removed."""
+        """Keeps old tokens until ``crop`` from now on, so that tokens can be removed."""
         self.record_past = True
         if self.is_initialized:
             self.tables.record_past = True
@@ -402,6 +401,6 @@ class PackedSlidingLayer(PackedLayer):
         needed = max(self.tokens - tokens - self.sliding_window + 1, 0)
         if not self.record_past or needed < self.tables.kept_from:
             raise RuntimeError(
-                f"a sliding layer of {self.sliding_window} tokens that has seen {self.tokens} cannot go back {tokens}: "
+                f"a sliding layer of {self.sliding_window} tokens that has seen {self.tokens} cannot remove {tokens}: "
                 "the tokens before its window are gone; call cache.activate_past_recording() before the forward passes"
             )

@@ -1,5 +1,5 @@
-"""The result of a packed layer's ``update``: tensors of the right shape that are decoded on first use. The registered
-attention reads the pages behind them; any other code that uses them gets decoded values.
+"""The result of a packed layer's ``update``: tensors that are decoded on first use. The registered attention reads the
+pages behind them; any other code gets decoded values.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class PackedStates(Tensor):
             warn_if_off()
             if self.kv.deterministic:
                 raise UnsupportedError(
-                    "deterministic is for attention on pages, and this model's own attention reads decoded keys and "
+                    "deterministic needs attention on pages, and this model's own attention reads decoded keys and "
                     "values: use slimkv.enable or slimkv.attention, or leave deterministic out"
                 )
         return self.decoded()

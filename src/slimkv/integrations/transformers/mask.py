@@ -44,7 +44,7 @@ class _Note:
 
 
 def slimkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask that the model's own attention gets (boolean, additive or None), with a note of what it means."""
+    """The mask that the model's own attention gets (boolean, additive or None), with a note of its pattern."""
     config = kwargs.get("config")
     stock = stock_of(config)
     make = sdpa_mask if stock in (None, SDPA) else AttentionMaskInterface()[stock]

@@ -1,4 +1,4 @@
-"""The attention function ``slimkv``: on packed pages where it can, otherwise what the model's own attention does."""
+"""The attention function ``slimkv``: attends packed pages if it can, and otherwise calls the model's own attention."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def slimkv_attention(
 
     Args:
         query: [batch, heads, new, key_dim].
-        key, value: what a cache's ``update`` returned, [batch, num_kv_heads, positions, dim].
-        attention_mask: [batch, 1, new, positions], boolean or additive; None: the whole of ``is_causal``.
+        key, value: the result of a cache's ``update``, [batch, num_kv_heads, positions, dim].
+        attention_mask: [batch, 1, new, positions], boolean or additive; None: ``is_causal`` alone.
 
-    Returns the output [batch, new, heads, value_dim], and the weights where the model's own attention gives them.
+    Returns the output [batch, new, heads, value_dim], and the probabilities if the model's own attention returns them.
     """
     if torch.compiler.is_compiling():
         return _outside_the_graph(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
@@ -89,11 +89,11 @@ def _check_arguments(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         if name not in KNOWN_ARGUMENTS and value is not None and value is not False:
             if name == "cache":
                 raise UnsupportedError(
-                    "continuous batching (generate_batch) keeps keys and values in a paged cache of its own, "
+                    "continuous batching (generate_batch) has its own paged cache, "
                     "which slimkv does not pack; use generate with a SlimKVCache, or leave slimkv off"
                 )
             raise UnsupportedError(
-                f"{type(module).__name__} passes {name!r} to its attention, which {NAME} attention does not know; "
+                f"{type(module).__name__} passes {name!r} to its attention, which {NAME} attention does not support; "
                 "leave slimkv.attention off for this model: a SlimKVCache also works with its own attention"
             )
 
@@ -114,14 +114,14 @@ def _pattern(
     if mask is not None:
         return pattern_of(mask, kv) if isinstance(mask, Tensor) else None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    # Without a mask a single query sees all; for several, torch's attention has causal order and eager has none.
+    # Without a mask a single query sees all. For several, torch's attention is causal and eager attention is not.
     if kv.new == 1 or (causal and stock != stock_attention.EAGER and (kv.window is None or kv.positions <= kv.window)):
         return Pattern(None, kv.window)
     return None
 
 
 def _check_decoding(kv: LazyKV) -> None:
-    """Raises where attention would run on decoded keys and values, and what was asked for is attention on pages."""
+    """Raises if the settings require attention on pages, which this call does not allow."""
     if kv.prefill == EIGHT_BIT and kv.new > MAX_DECODE_QUERIES:
         raise UnsupportedError(
             "prefill='8bit' is for attention on pages, and this call's mask or arguments need decoded keys and values; "
@@ -136,7 +136,7 @@ def _check_decoding(kv: LazyKV) -> None:
 def _options(
     query: Tensor, scaling: object, pattern: Pattern, dropout: float, kwargs: dict[str, Any], kv: LazyKV
 ) -> AttendOptions | None:
-    """The options of ``attend``; None where it does not have what is asked for."""
+    """The options of ``attend``; None if it does not support the call."""
     if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
         return None
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
@@ -192,8 +192,8 @@ def observed_attention(model: Any, observe: Callable[..., Tensor]) -> Iterator[N
     own = next((x for _, x in before if stock_attention.registered_by_user(x)), None)
     if own is not None:
         raise UnsupportedError(
-            f"{type(model).__name__} attends with {own!r}, a function registered outside transformers, and a "
-            "calibration observes queries through a function of its own: calibrate with "
+            f"{type(model).__name__} attends with {own!r}, a function registered outside transformers, and "
+            "calibration observes queries through its own function: calibrate with "
             'attn_implementation="sdpa" or "eager", and pass the file as calibration'
         )
 

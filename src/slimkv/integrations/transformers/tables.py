@@ -52,7 +52,7 @@ class StepsAhead:
 
 
 def lasting() -> Any:
-    """For tensors that outlive a call: they are written later, so they must not be inference tensors."""
+    """For tensors that outlive a call and are written later, so they must not be inference tensors."""
     return torch.inference_mode(False)
 
 
@@ -87,7 +87,7 @@ class TableSet:
 class SequenceTables:
     """Slots, block table and lengths of ``batch`` sequences; a window keeps only the last tokens.
 
-    ``exact``: no block more than needed, and members see to their pages themselves.
+    ``exact``: allocates no spare blocks, and members resize their pages themselves.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SequenceTables:
         self._step: Step | None = None
         self._ahead: StepsAhead | None = None
         self._starts: tuple[int, Tensor] | None = None  # ``cu_seqlens_q`` of the last number of queries
-        self._prefix: tuple[tuple[int, int, int], Step] | None = None  # (positions, of them held, rows), and its step
+        self._prefix: tuple[tuple[int, int, int], Step] | None = None  # (tokens, of the prefix, rows), its step
 
     @property
     def blocks(self) -> int:
@@ -129,8 +129,8 @@ class SequenceTables:
             return self._step
         if seen != self.tokens:
             raise InputError(
-                f"a layer with {seen} tokens received {new} more while its siblings hold {self.tokens}; "
-                "every layer of a cache must see every forward pass"
+                f"a layer with {seen} tokens received {new} more while other layers hold {self.tokens}; "
+                "every layer of a cache must take part in every forward pass"
             )
         if self.window is not None and not self.record_past:
             upto = self.tokens if needs_past else self.tokens + new
@@ -275,7 +275,7 @@ class SequenceTables:
             if new < old:
                 raise InputError(
                     f"sequence {b} had {old} tokens of left padding, which were dropped, and now has {new}: "
-                    "the attention mask must keep hiding what it hid before"
+                    "the attention mask must keep hiding the same positions"
                 )
         pad = torch.tensor(pads, dtype=torch.int64, device=self.device)
         held = torch.arange(self.kept_from, self.tokens, device=self.device)

@@ -1,4 +1,4 @@
-"""A full-attention layer in tiers: first tokens as they are, then packed ones by age, then last tokens as they are."""
+"""A full-attention layer in tiers: raw first tokens, then packed ones by age, then raw last tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.integrations.transformers.decoded_attention import dense_attention
 from slimkv.integrations.transformers.ladder import Drop, Ladder, costs_of, tier_formats
-from slimkv.integrations.transformers.layers import RAW_FRESH_ABOVE, LayerSettings, PackedLayer, check_no_grad
+from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, check_no_grad
 from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
 from slimkv.integrations.transformers.tables import Step
 from slimkv.ops.attention.api import SIXTEEN_BIT
@@ -28,10 +28,10 @@ class TieredKV:
     """First tokens raw, then packed ones of several formats, then last tokens raw."""
 
     head: Pair  # K, V [batch, num_kv_heads, tokens, dim]
-    tiers: list[PagedKV]  # oldest first; a pass that brings ``fresh`` reads what was there before it
+    tiers: list[PagedKV]  # oldest first; with ``fresh``, without the new tokens
     tail: Pair
-    new: int = 0  # of these tokens, the last ones
-    fresh: Pair | None = None  # the new tokens, where they are read raw and stand behind the others
+    new: int = 0  # the number of last tokens that belong to queries
+    fresh: Pair | None = None  # the new tokens, if they are read raw; they follow the others
 
     first = 0
     window = None
@@ -66,7 +66,7 @@ class TieredKV:
         return not (pads and any(pads))
 
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
-        """Each tier fused, raw tokens dense, joined by their log-sum-exps."""
+        """Each tier fused and raw tokens dense, merged by their log-sum-exps."""
         batch, heads, new, _ = query.shape
         plain = replace(options, causal=False, sinks=None, prefill=SIXTEEN_BIT)
         lse = query.new_full((batch, new, heads), NOTHING, dtype=torch.float32)
@@ -90,7 +90,10 @@ class TieredKV:
         begin = self.head[0].shape[2]
         for tier in self.tiers:
             end = begin + tier.positions
-            inside, after = max(begin - past, 0), max(end - past, 0)  # queries that are, and come after, its tokens
+            inside, after = (
+                max(begin - past, 0),
+                max(end - past, 0),
+            )  # the queries in it, and those after it
             if after > inside:
                 yield inside, after, _attend(tier, query[:, :, inside:after], causal, tier.step.batch)
             if new > after and tier.positions:
@@ -100,7 +103,7 @@ class TieredKV:
     def _raw(self, query: Tensor, raw: int, past: int, options: ops.AttendOptions) -> Pair:
         key, value = (torch.cat(part, 2) for part in zip(self.head, self.tail, strict=True))
         new, head, mask = query.shape[2], self.head[0].shape[2], None
-        if new > 1:  # a single query stands at the end and sees everything
+        if new > 1:  # a single query is last and sees everything
             position = torch.arange(raw, device=query.device)
             packed = sum(tier.positions for tier in self.tiers)
             position = torch.where(position < head, position, position + packed)
@@ -110,7 +113,7 @@ class TieredKV:
     def _fresh(self, query: Tensor, options: ops.AttendOptions) -> Pair:
         assert self.fresh is not None
         batch, new = query.shape[0], query.shape[2]
-        tier = max(self.tiers, key=lambda x: x.kv.pages.shape[0])  # any will do: nobody reads its pages
+        tier = max(self.tiers, key=lambda x: x.kv.pages.shape[0])  # any tier will do: its pages are not read
         table = torch.zeros(batch, tier.kv.layout.blocks_for(new), dtype=torch.int32, device=query.device)
         lengths = torch.full((batch,), new, dtype=torch.int32, device=query.device)
         step = replace(tier.step.batch, block_table=table, seq_lens=lengths, max_seq_len=new)
@@ -184,21 +187,21 @@ class TieredLayer(PackedLayer):
 
     @property
     def tail_tokens(self) -> int:
-        """How many last tokens are outside of pages."""
+        """The number of raw last tokens."""
         return self._tail[0].shape[2]
 
     @property
     def raw_tokens(self) -> int:
-        """How many tokens are outside of pages."""
+        """The number of raw tokens."""
         return self._head[0].shape[2] + self.tail_tokens if self.is_initialized else 0
 
     @property
     def packed_tokens(self) -> int:
-        """How many tokens are in pages."""
+        """The number of tokens in pages."""
         return self.tokens - self.raw_tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """See ``PackedLayer``. Tiers get their pages when the first token comes to them, the newest one at once."""
+        """See ``PackedLayer``. A tier gets its pages with its first token, the newest one at once."""
         settings, ladder = self.settings, self.ladder
         formats = tier_formats(settings.config, self.finest, key_states.element_size())
         tiers = [Tier(name, settings, self.number, i) for i, name in enumerate(formats)]
@@ -223,13 +226,13 @@ class TieredLayer(PackedLayer):
         return tier
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """See ``PackedLayer``; what leaves the last tokens is packed at once."""
+        """See ``PackedLayer``; tokens that leave the raw last ones are packed at once."""
         check_no_grad(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         new, past, packed = key_states.shape[2], self.tokens, self.packed_tokens
-        raw = self.settings.fresh_raw and new > RAW_FRESH_ABOVE
+        raw = self.settings.attends_raw(new)
         before = self._head, self._tail
         head, pending = self._head, _join(self._tail, (key_states, value_states))
         if (room := self.ladder.sink_tokens - head[0].shape[2]) > 0 and packed == 0:

@@ -30,10 +30,15 @@ def layer_offset(
         return model.layer_offset(layer, spec, held, device)
     codec = shared_codec(spec, device)
     known = model.calibrated_offset(layer, codec, held)
-    if known is None:
-        _tell(vllm_config)
-        return None
-    return LayerOffset(held, codec, known)
+    if known is not None:
+        return LayerOffset(held, codec, known)
+    if id(vllm_config) not in _told:
+        _told[id(vllm_config)] = vllm_config
+        logger.warning(
+            "slimkv: keys are not centred, which costs accuracy. Engines that exchange pages must subtract the same "
+            "vectors: run slimkv calibrate MODEL once and give every engine the file (calibration)."
+        )
+    return None
 
 
 def whole_offset(model: ServedModel, layer: int, spec: CodecSpec) -> Tensor | None:
@@ -42,16 +47,6 @@ def whole_offset(model: ServedModel, layer: int, spec: CodecSpec) -> Tensor | No
     if known is None or layer not in known.layers or not model.centres(spec):
         return None
     return known.key_offset(layer, shared_codec(spec, torch.device("cpu")))
-
-
-def _tell(vllm_config: Any) -> None:
-    if id(vllm_config) not in _told:
-        _told[id(vllm_config)] = vllm_config
-        logger.warning(
-            "slimkv: keys are not centred, which costs accuracy: this engine exchanges pages with others, and all of "
-            "them must subtract the same vectors. Run slimkv calibrate MODEL once and give every engine the file "
-            "(calibration)."
-        )
 
 
 def guard_of(max_score_error: float, vllm_config: Any) -> Guard:

@@ -26,7 +26,7 @@ def check_engine(vllm_config: Any) -> None:
     if vllm_config.model_config is not None and vllm_config.model_config.is_mm_prefix_lm:
         raise UnsupportedError(
             "the tokens of an image attend to one another in both directions, and slimkv attends causally: serve text "
-            "only (--language-model-only, or --limit-mm-per-prompt '{\"image\": 0}'), or use vLLM's own attention backend"
+            "only (--language-model-only, or --limit-mm-per-prompt '{\"image\": 0}'), or use vLLM's own backend"
         )
     check_connectors(vllm_config)
 

@@ -1,4 +1,4 @@
-"""Which calibration a cache uses: a given one, a file, or one made on first use and saved."""
+"""The calibration of a cache: a given one, a file, or one made on first use and saved."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def find_calibration(
     if calibration == AUTO:
         if model is None:
             raise InputError(
-                "calibration='auto' has to run the model once: give the model itself in place of its config, or a file "
-                "from slimkv calibrate"
+                "calibration='auto' runs the model once: give the model itself instead of its config, or a file from "
+                "slimkv calibrate"
             )
         return auto_calibration(model)
     found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)

@@ -39,7 +39,7 @@ def gather_calibration(
 
     Args:
         windows: None: ids are sampled from the model, and statistics are collected while it samples.
-        source: what was read, for the file.
+        source: a description of the tokens, for the file.
         costs: also measure the cost of noise in each layer, which takes a short pass per layer and is needed to choose
             widths.
         max_positions: the longest context of the statistics; None: that of the model.
