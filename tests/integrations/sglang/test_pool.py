@@ -143,7 +143,5 @@ def test_post_capture_backing_is_refused():
 
 def test_a_hook_that_sglang_did_not_take_stops_the_pool():
     hooked = bind(make_plan(["k4v4"]), ("sglang.srt.nowhere.Nothing.method",))
-    with pytest.raises(
-        UnsupportedError, match=r"did not install slimkv's hooks on sglang\.srt\.nowhere"
-    ):
+    with pytest.raises(UnsupportedError, match=r"did not install slimkv's hooks on sglang\.srt\.nowhere"):
         hooked(64, page_size=PAGE, dtype=torch.float32)

@@ -18,13 +18,13 @@ from slimkv.spec import PageLayout
 
 @dataclass(frozen=True)
 class ServedLayer:
-    """The codec of a layer, and what a calibration or earlier prompts know of its keys."""
+    """The codec of a layer, with its query-aware matrices and key offset."""
 
     codec: Codec
     matrices: Tensor | None = None  # of query-aware rounding: one per KV head, or several by position
     offset: LayerOffset | None = None  # of keys; it may still be learnt
     backend: str | None = None  # of store and gather, by name
-    padding: int = 0  # slots below this one take what is written for padding
+    padding: int = 0  # slots below this one hold padding
 
     def packed(self, pages: Tensor, layout: PageLayout) -> PackedKV:
         """The layer's pages uint8 [blocks, num_kv_heads, page_bytes]."""
@@ -70,7 +70,7 @@ class ServedLayer:
     def kind(
         self, num_heads: int, num_kv_heads: int, dtype: torch.dtype, layout: PageLayout, options: AttendOptions
     ) -> LayerKind:
-        """What the kernels of this layer are compiled for; ``dtype``: of queries."""
+        """The properties for which the layer's kernels are compiled; ``dtype``: of queries."""
         return LayerKind(
             self.codec, layout, num_heads, num_kv_heads, dtype, options,
             None if self.offset is None else self.offset.tensor, self.matrices, self.backend,

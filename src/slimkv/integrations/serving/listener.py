@@ -25,7 +25,7 @@ from slimkv.integrations.serving.model import rank_heads
 FRAGMENT = 128  # consecutive sampled tokens
 STEPS = 4  # reported as progress
 Progress = Callable[[str, int, int], None]
-_BY_HEAD = ("query_moment", "key_mean", "first_key")  # fields of ``LayerStatistics`` that ranks hold a share of
+_BY_HEAD = ("query_moment", "key_mean", "first_key")  # fields of ``LayerStatistics`` that are divided over ranks
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class ListeningPlan:
             ask: calls a method of every process's listener by name.
             read: makes the engine read the probe.
             say: makes it continue from the first token of every fragment.
-            collect: what ``QueryListener.collect`` returns in every process.
+            collect: returns the results of ``QueryListener.collect`` in all processes.
         """
         progress("measuring positions", 1, STEPS)
         for shift in self.shifts:
@@ -173,7 +173,7 @@ def refuse_fixed(fixed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 def merge_ranks(
     parts: Iterable[bytes], total_heads: int
 ) -> tuple[dict[int, LayerStatistics], dict[int, gather.MeasuredRotary]]:
-    """Statistics of whole layers from what ``QueryListener.collect`` returned in tensor- and pipeline-parallel ranks.
+    """Statistics of whole layers from the results of ``QueryListener.collect`` on tensor- and pipeline-parallel ranks.
 
     With fewer heads than ranks, several ranks hold the same head and have the same sums.
     """

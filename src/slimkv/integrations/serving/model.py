@@ -20,13 +20,13 @@ from slimkv.errors import InputError, SlimKVError
 from slimkv.formats import AUTO, CALIBRATED
 from slimkv.spec import CodecSpec, parse_spec
 
-KEY = "slimkv"  # of an engine's own option, under which the fields of ``KVCacheConfig`` are
+KEY = "slimkv"  # the entry of an engine's option that holds the fields of ``KVCacheConfig``
 
 
 def parse_settings(given: object, engine: str, deterministic: str | None = None) -> KVCacheConfig:
     """The configuration of an engine's cache from a format's name or a mapping of fields.
 
-    ``deterministic``: the engine's own switch, where it is on: it sets the field of this name.
+    ``deterministic``: the name of the engine's own switch if it is on; it sets the field ``deterministic``.
     """
     config = KVCacheConfig.parse(given)
     config.refuse(engine, "sink_tokens", "recent_tokens", "age", "memory")

@@ -32,11 +32,11 @@ class SlimKVAttnBackend(PackedBackend):
         self._window_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         plain = self._plain_pools()
         if isinstance(self.token_to_kv_pool, HybridLinearKVPool):
-            self.token_to_kv_pool.dtype = torch.uint8  # as its pages are: models ask this pool for its dtype
+            self.token_to_kv_pool.dtype = torch.uint8  # models ask this pool for the dtype of its pages
         self._config = plain[0].plan.config
         self._raw = self._config.reads_fresh_raw(shared_pages=True)
         self._prefill = SIXTEEN_BIT
-        for pages in (pages for one in plain for pages in one.layers):  # of the configuration alone, or refused
+        for pages in (pages for one in plain for pages in one.layers):  # the same for all, or an error
             self._prefill = self._config.prefill_of(pages.layout.spec, shared_pages=True)
         self._tables = BlockTables(
             model_runner.req_to_token_pool.req_to_token, model_runner.page_size, self._window_pool,

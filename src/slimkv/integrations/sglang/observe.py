@@ -28,7 +28,7 @@ from slimkv.integrations.serving.listener import (
 )
 from slimkv.integrations.sglang.names import BACKEND, LISTENING
 
-PREFIX = "slimkv_"  # of the methods that schedulers are asked for
+PREFIX = "slimkv_"  # of the methods that the engine calls in its schedulers
 
 
 class Observer(QueryListener):
@@ -102,11 +102,9 @@ def gather_calibration(
     Call it from a module that SGLang's processes can import (``if __name__ == "__main__"``).
 
     Args:
-        model: a folder or a hub name, as SGLang takes it.
-        samples: number of windows and of ids in each; they are generated in fragments.
-        seed: of the sampling.
+        model: a folder or a hub name.
+        samples: number of windows and of ids in each; they are generated in fragments with ``seed``.
         max_positions: the longest context of the statistics; None: that of the model.
-        progress: called with a description of each stage.
         engine_options: of ``sglang.Engine``; give those that the model is served with, ``tp_size`` included.
     """
     fixed = {

@@ -88,7 +88,7 @@ class PackedBackend(AttentionBackend):
 
 
 def refuse_unknown(others: Mapping[str, Any]) -> None:
-    """Raises for arguments of a model that slimkv's attention does not know."""
+    """Raises for arguments of a model's attention that slimkv does not support."""
     asked = [name for name, value in others.items() if value is not None and value is not False]
     if asked:
         raise UnsupportedError(f"slimkv does not support these arguments of the model's attention: {', '.join(asked)}")

@@ -51,7 +51,7 @@ def register() -> None:
 
     add_attention_backend_choices([BACKEND])
     add_deterministic_attention_backend_choices([BACKEND])
-    add_radix_supported_deterministic_attention_backend_choices([BACKEND])  # a hit answers as the miss did
+    add_radix_supported_deterministic_attention_backend_choices([BACKEND])  # a hit gives the same output as a miss
     add_chunked_prefix_cache_attention_backend(BACKEND)
     HYBRID_GDN_SM100_BACKENDS.add(BACKEND)
     register_attention_backend(BACKEND)(_create_backend)

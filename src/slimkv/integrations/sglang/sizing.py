@@ -47,7 +47,7 @@ class CachePlan:
 
     @property
     def config(self) -> KVCacheConfig:
-        """How the cache is set up."""
+        """The configuration of the cache."""
         return self.model.settings
 
     def token_bytes(self, label: str | None) -> int:
@@ -139,7 +139,7 @@ def plan_of(kvc: Any) -> CachePlan:
 
 
 def sized_plan(kvc: Any) -> CachePlan:
-    """The plan with which SGLang divided memory; raises if it did so without asking."""
+    """The plan with which SGLang divided memory; raises if SGLang did not use one."""
     if id(kvc) not in _plans:
         raise UnsupportedError(
             "SGLang sized its KV cache without asking slimkv for the bytes per token; slimkv does not know how this "

@@ -76,7 +76,7 @@ class SlimKVCache(compat.Cache):
             masked on decoded keys and values.
     """
 
-    encoder_decoder_class: ClassVar[type[SlimKVCache]]  # set where it is defined
+    encoder_decoder_class: ClassVar[type[SlimKVCache]]  # set in ``encoder_decoder``
 
     def __init__(
         self,
@@ -389,7 +389,7 @@ def _check_deterministic(layers: list[Any]) -> None:
 
 
 def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:
-    """The cache's configuration from what ``SlimKVCache`` was given."""
+    """The cache's configuration from the arguments of ``SlimKVCache``."""
     if not isinstance(format, KVCacheConfig):
         return KVCacheConfig.parse({"format": format, **fields})
     if fields:

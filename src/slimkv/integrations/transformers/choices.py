@@ -15,7 +15,7 @@ from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.calibration.offsets import seen_keys
 from slimkv.spec import PageLayout, parse_spec
 
-STOCK_FORMATS = (RAW, RAW_LATENT)  # layers that stay as they are
+STOCK_FORMATS = (RAW, RAW_LATENT)  # of stock layers
 
 _guards: dict[tuple[Any, ...], Guard] = {}  # shared by all caches of a model with the same key format
 

@@ -77,7 +77,7 @@ class Status:
 def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True, **options: Any) -> Any:
     """Makes ``model.generate`` (and pipelines, which call it) use a packed cache; returns the model.
 
-    Every call of ``generate`` without a cache of its own gets a fresh ``SlimKVCache(model, format, **options)``.
+    Every call of ``generate`` without ``past_key_values`` gets a fresh ``SlimKVCache(model, format, **options)``.
     Calling ``enable`` again changes the settings; ``disable`` ends it. Plain forward calls do not change; pass them a
     cache.
 

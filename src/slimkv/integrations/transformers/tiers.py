@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -288,17 +289,12 @@ class TieredLayer(PackedLayer):
             del self._head, self._tail, self._like, self.tiers
         super().reset()
 
-    def offload(self) -> None:
-        """See ``PackedLayer``."""
-        self._each("offload")
-
-    def prefetch(self) -> None:
-        """See ``PackedLayer``."""
-        self._each("prefetch")
-
     def _each(self, method: str) -> None:
         for tier in self.tiers if self.is_initialized else ():
             getattr(tier, method)()
+
+    offload = partialmethod(_each, "offload")
+    prefetch = partialmethod(_each, "prefetch")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets tokens: of the tail, then packed ones (which stay packed as the window refills), then the first.
@@ -316,21 +312,18 @@ class TieredLayer(PackedLayer):
             if tier.is_initialized:
                 tier.fit()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """The raw tokens; the tables move the pages."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """See ``reorder_cache``."""
-        if self.is_initialized:
-            batch = self._like[0].shape[0]
-            self.batch_select_indices(torch.arange(batch, device=self.device).repeat_interleave(repeats))
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        """See ``reorder_cache``."""
+        """Selects sequences of the raw tokens; the tables move the pages."""
         if self.is_initialized:
             for name in ("_head", "_tail", "_like"):
                 setattr(self, name, tuple(x[indices.to(x.device)] for x in getattr(self, name)))
+
+    reorder_cache = batch_select_indices
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """See ``batch_select_indices``."""
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(self._like[0].shape[0]).repeat_interleave(repeats))
 
 
 def _join(a: Pair, b: Pair) -> Pair:

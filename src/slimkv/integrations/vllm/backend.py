@@ -19,7 +19,7 @@ class PackedBackend(compat.PageShape):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = page_sizes.CACHE_DTYPES
     codec_spec: ClassVar[CodecSpec | None] = None
-    held: ClassVar[str] = "cache"  # what layers store, for messages
+    held: ClassVar[str] = "cache"  # the contents of the cache, for messages
     preferred_block: ClassVar[int] = page_sizes.PREFERRED_BLOCK
 
     @staticmethod

@@ -85,11 +85,9 @@ def gather_calibration(
     """Starts vLLM with ``model`` and collects statistics while it generates windows x ids tokens (``samples``).
 
     Args:
-        model: a folder or a hub name, as vLLM takes it.
-        samples: number of windows and of ids in each; they are generated in fragments.
-        seed: of the sampling.
+        model: a folder or a hub name.
+        samples: number of windows and of ids in each; they are generated in fragments with ``seed``.
         max_positions: the longest context of the statistics; None: that of the model.
-        progress: called with a description of each stage.
         engine_options: of ``vllm.LLM``; give those that the model is served with.
     """
     from vllm import LLM, SamplingParams

@@ -51,7 +51,7 @@ def gather_calibration(
     """
     declared = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     wanted = _checked_range(model.config, max_positions, declared)
-    recorder = _Recorder(model)
+    recorder = _Recorder()
     with observed_attention(model, recorder.observe), torch.no_grad():
         measured = _measure_positions(model, recorder, declared or wanted, progress)
         recorder.rotary = measured
@@ -145,7 +145,6 @@ class _Layer:
 class _Recorder:
     """Observes every attention call of a model."""
 
-    model: Any
     rotary: Mapping[int, gather.MeasuredRotary] = field(default_factory=dict)
     moments: bool = True  # whether second moments are summed
     costs: bool = False  # whether costs are summed
