@@ -60,8 +60,8 @@ def switched_on(monkeypatch):
     monkeypatch.setattr(sizing, "full_attention_layers", lambda kvc: None)
     monkeypatch.setattr(refusals, "check_options", lambda args: None)
     monkeypatch.setattr(refusals, "check_parallelism", lambda: None)
-    monkeypatch.setattr(refusals, "full_attention_layers", lambda kvc: None)
-    monkeypatch.setattr(refusals, "server_options", lambda args: args)
+    monkeypatch.setattr(refusals.compat, "full_attention_layers", lambda kvc: None)
+    monkeypatch.setattr(refusals.compat, "server_options", lambda args: args)
 
 
 def stock(*args: Any) -> int:

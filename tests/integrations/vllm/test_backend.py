@@ -28,7 +28,7 @@ from slimkv.codec.key_offset import offset_of_keys
 from slimkv.codec.query_aware import query_aware_matrix
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.layer import ServedLayer
-from slimkv.integrations.vllm import compat, metadata
+from slimkv.integrations.vllm import compat
 from slimkv.integrations.vllm.backend import SlimKVBackend
 from slimkv.integrations.vllm.context_parallel import DCPConfig
 from slimkv.integrations.vllm.impl import SlimKVImpl
@@ -219,7 +219,7 @@ def test_graphs_hold_uniform_batches(monkeypatch):
     assert SlimKVMetadataBuilder.get_cudagraph_support(alone, full()) == AttentionCGSupport.UNIFORM_BATCH
     shared.parallel_config.decode_context_parallel_size = 2
     group = type("Group", (), {"world_size": 2, "rank_in_group": 0})()
-    monkeypatch.setattr(metadata, "dcp_group", lambda: group)
+    monkeypatch.setattr(compat, "dcp_group", lambda: group)
     assert SlimKVMetadataBuilder.get_cudagraph_support(shared, full()) == AttentionCGSupport.NEVER
     exact = VllmConfig(additional_config={"slimkv": {"deterministic": True}})
     assert SlimKVMetadataBuilder.get_cudagraph_support(exact, full()) == AttentionCGSupport.NEVER

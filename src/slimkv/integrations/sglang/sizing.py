@@ -111,10 +111,7 @@ def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:
         else:
             full = (heads, model.head_dim, model.v_head_dim)
             window = (model.get_swa_num_kv_heads(ranks), model.swa_head_dim, model.swa_v_head_dim)
-        return {
-            FULL: (list(info.full_attention_layer_ids), full),
-            WINDOW: (list(info.swa_attention_layer_ids), window),
-        }
+        return {FULL: (list(info.full_attention_layer_ids), full), WINDOW: (list(info.swa_attention_layer_ids), window)}
     hybrid = full_attention_layers(kvc)
     if hybrid is not None:
         return {None: (hybrid, (heads, model.head_dim, model.head_dim))}

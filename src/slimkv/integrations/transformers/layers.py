@@ -20,7 +20,7 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.compat import CacheLayerMixin
-from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
+from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates, PagedKV, packed_pair, token_rows
 from slimkv.integrations.transformers.tables import Step, TableSet, lasting
 from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from slimkv.ops.plan import AttendPlan, plan_attend
@@ -228,11 +228,15 @@ class PackedLayer(CacheLayerMixin):
         if key_states.dtype != self.dtype:
             raise InputError(f"the cache holds {self.dtype} and was given {key_states.dtype}")
 
-    def _kv(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
+    def _kv(self, step: Step, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
         visible = self._visible(new)
+        return self._paged(step, self.tokens - visible, visible, fresh)
+
+    def _paged(self, step: Step, first: int, positions: int, fresh: tuple[Tensor, Tensor] | None = None) -> PagedKV:
+        config = self.settings.config
         return PagedKV(
-            self.pool.kv, self.tables, step, self.tokens - visible, visible, self.dtype, self.window, self.chunked,
-            fresh, self.settings.config.backend, self.attend_codes, self._prefill, self.settings.config.deterministic,
+            self.pool.kv, self.tables, step, first, positions, self.dtype, self.window, self.chunked, fresh,
+            config.backend, self.attend_codes, self._prefill, config.deterministic,
         )  # fmt: skip
 
     def attend_codes(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions) -> Tensor:
@@ -253,12 +257,14 @@ class PackedLayer(CacheLayerMixin):
         """The number of last positions that a step of ``new`` tokens may attend to."""
         return self.tokens
 
+    def _whole(self) -> LazyKV:
+        """All cached keys and values."""
+        return self._kv(self.tables.current(), 0, None)
+
     def _view(self, side: int) -> PackedStates | None:
         if not self.is_initialized or self.tokens == 0:
             return None
-        step = self.tables.current()
-        pair = packed_pair(self._kv(step, 0, None), self.pool.layout, self.dtype, self.device)
-        return pair[side]
+        return packed_pair(self._whole(), self.pool.layout, self.dtype, self.device)[side]
 
     @property
     def keys(self) -> PackedStates | None:

@@ -165,7 +165,4 @@ def packed_pair(
 ) -> tuple[PackedStates, PackedStates]:
     """The two tensors that ``update`` returns for ``kv``."""
     spec = layout.spec
-    return (
-        PackedStates(kv, 0, spec.key_dim, dtype, device),
-        PackedStates(kv, 1, spec.value_dim, dtype, device),
-    )
+    return (PackedStates(kv, 0, spec.key_dim, dtype, device), PackedStates(kv, 1, spec.value_dim, dtype, device))

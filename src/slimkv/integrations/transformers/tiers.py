@@ -14,7 +14,7 @@ from slimkv import ops
 from slimkv.integrations.transformers.decoded_attention import dense_attention
 from slimkv.integrations.transformers.ladder import Drop, Ladder, costs_of, tier_formats
 from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, check_no_grad
-from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
+from slimkv.integrations.transformers.lazy_kv import PagedKV, packed_pair, token_rows
 from slimkv.integrations.transformers.tables import Step
 from slimkv.ops.attention.api import SIXTEEN_BIT
 from slimkv.ops.merge import merged
@@ -91,10 +91,7 @@ class TieredKV:
         begin = self.head[0].shape[2]
         for tier in self.tiers:
             end = begin + tier.positions
-            inside, after = (
-                max(begin - past, 0),
-                max(end - past, 0),
-            )  # the queries in it, and those after it
+            inside, after = (max(begin - past, 0), max(end - past, 0))  # the queries in it, and those after it
             if after > inside:
                 yield inside, after, _attend(tier, query[:, :, inside:after], causal, tier.step.batch)
             if new > after and tier.positions:
@@ -159,10 +156,7 @@ class Tier(PackedLayer):
 
     def kv(self, tokens: int) -> PagedKV:
         """Its first ``tokens`` tokens."""
-        return PagedKV(
-            self.pool.kv, self.tables, self.tables.prefix(tokens), 0, tokens, self.dtype, None, False, None,
-            self.settings.config.backend, self.attend_codes, SIXTEEN_BIT,
-        )  # fmt: skip
+        return self._paged(self.tables.prefix(tokens), 0, tokens)
 
 
 class TieredLayer(PackedLayer):
@@ -277,11 +271,8 @@ class TieredLayer(PackedLayer):
         last = len(counts) - 1
         return [self._tier(i).kv(count) for i, count in enumerate(counts) if count or i == last]
 
-    def _view(self, side: int) -> PackedStates | None:
-        if not self.is_initialized or self.tokens == 0:
-            return None
-        kv = TieredKV(self._head, self._tiers(self.packed_tokens), self._tail)
-        return packed_pair(kv, self.pool.layout, self.dtype, self.device)[side]
+    def _whole(self) -> TieredKV:
+        return TieredKV(self._head, self._tiers(self.packed_tokens), self._tail)
 
     def reset(self) -> None:
         """See ``PackedLayer``."""
@@ -318,7 +309,7 @@ class TieredLayer(PackedLayer):
             for name in ("_head", "_tail", "_like"):
                 setattr(self, name, tuple(x[indices.to(x.device)] for x in getattr(self, name)))
 
-    reorder_cache = batch_select_indices
+    reorder_cache = batch_select_indices  # type: ignore[assignment]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See ``batch_select_indices``."""

@@ -53,12 +53,7 @@ class ShardTables:
 
 
 def shard_tables(
-    sharing: DCPConfig,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    queries: int,
-    max_query_len: int,
-    max_seq_len: int,
+    sharing: DCPConfig, seq_lens: Tensor, cu_seqlens_q: Tensor, queries: int, max_query_len: int, max_seq_len: int
 ) -> ShardTables:
     """Builds the tables with device operations only.
 
