@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.versions import unknown_version, warn_if_newer
 from slimkv.integrations.sglang.names import BACKEND
 from slimkv.integrations.sglang.versions import NEWEST_TESTED, OLDEST, installed_version
-from slimkv.versions import require_parts, version_numbers, version_text
+from slimkv.versions import require_parts
 
 VERSION = installed_version()
 
@@ -49,17 +50,9 @@ try:
         if _name not in inspect.signature(MHATokenToKVPool.__init__).parameters:
             raise ImportError(f"MHATokenToKVPool({_name}=...)")
 except ImportError as error:
-    raise UnsupportedError(
-        f"SGLang {VERSION} is not known to slimkv (tested are {version_text(OLDEST)} to "
-        f"{version_text(NEWEST_TESTED)}): it lacks {error}; install a tested version"
-    ) from error
+    raise unknown_version("SGLang", VERSION, OLDEST, NEWEST_TESTED, error) from error
 
-if version_numbers(VERSION, 3) > NEWEST_TESTED:
-    logger.warning(
-        "slimkv was tested in SGLang up to %s; this is %s. Its interfaces are the expected ones.",
-        version_text(NEWEST_TESTED),
-        VERSION,
-    )
+warn_if_newer("SGLang", VERSION, NEWEST_TESTED, logger)
 
 
 def server_options(server_args: Any) -> Any:

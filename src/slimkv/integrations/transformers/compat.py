@@ -5,26 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from slimkv.errors import MissingDependencyError, UnsupportedError
-from slimkv.versions import version_numbers, version_text
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.versions import check_installed
+from slimkv.versions import version_numbers
 
-try:
-    import transformers
-except ImportError as error:
-    raise MissingDependencyError(
-        'SlimKVCache needs transformers, which is not installed: pip install "slimkv[transformers]"'
-    ) from error
-
-OLDEST = (5, 17)
-
-
-VERSION = version_numbers(transformers.__version__, 2)
-
-if VERSION < OLDEST:
-    raise MissingDependencyError(
-        f"SlimKVCache needs transformers {version_text(OLDEST)} or newer, not {transformers.__version__}: "
-        'pip install --upgrade "slimkv[transformers]"'
-    )
+VERSION = version_numbers(check_installed("transformers", "transformers", oldest=(5, 17)), 2)
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 from transformers.cache_utils import (  # noqa: E402

@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -33,9 +33,7 @@ class Enabled:
     configs: list[Any]  # modules whose attention was switched
     switched: Any  # the finalizer that switches it back, also when the model is deleted
     noting: Any  # the handle of ``note_positions``
-    formats: Counter[str]  # layers by format
-    calibration: str | None  # the tokens it was calibrated on
-    last: tuple[Counts, CacheSize] | None = None  # of the last ``generate``
+    status: Status
 
 
 _enabled: WeakKeyDictionary[torch.nn.Module, Enabled] = WeakKeyDictionary()
@@ -95,10 +93,9 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
     disable(model)
     with _lock:
         configs = switch_on(model) if fused else []
-        _enabled[model] = Enabled(
-            format, options, configs, finalize(model, switch_off, configs), note_positions(model), formats,
-            calibration.source if calibration else None,
-        )  # fmt: skip
+        report = Status(True, dict(formats), calibration.source if calibration else None, bool(configs))
+        restore = finalize(model, switch_off, configs)
+        _enabled[model] = Enabled(format, options, configs, restore, note_positions(model), report)
         vars(model).update(generate=partial(_generate, model), generate_batch=partial(_refuse, model, "generate_batch"))
     if fused:
         warn_if_decoded(model, configs, stacklevel=2)
@@ -122,10 +119,7 @@ def status(model: Any) -> Status:
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"slimkv.status takes a model, not {type(model).__name__}")
     record = _enabled.get(model)
-    if record is None:
-        return Status(enabled=False)
-    calls, size = record.last or (None, None)
-    return Status(True, dict(record.formats), record.calibration, bool(record.configs), calls, size)
+    return Status(enabled=False) if record is None else record.status
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +149,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     with counting(record.configs) as counts:
         out = generate(model, *args, **kwargs)
     if isinstance(cache, SlimKVCache):
-        record.last = counts, cache.size()
+        record.status = replace(record.status, calls=counts, size=cache.size())
     return out
 
 

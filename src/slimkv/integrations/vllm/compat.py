@@ -13,28 +13,15 @@ from typing import Any
 
 import torch
 
-from slimkv.errors import MissingDependencyError, UnsupportedError
-from slimkv.versions import require_parts, version_numbers, version_text
+from slimkv.integrations.serving.versions import check_installed, unknown_version, warn_if_newer
+from slimkv.versions import require_parts
 
 OLDEST = (0, 28)
 NEWEST_TESTED = (0, 32)
 
 logger = logging.getLogger("vllm.slimkv")  # vLLM shows the logs of its child loggers
 
-
-try:
-    import vllm
-except ImportError as error:
-    raise MissingDependencyError(
-        'the vLLM integration needs vLLM, which is not installed: pip install "slimkv[vllm]"'
-    ) from error
-
-VERSION: str = vllm.__version__
-
-if version_numbers(VERSION, 2) < OLDEST:
-    raise MissingDependencyError(
-        f'slimkv works in vLLM {version_text(OLDEST)} and later, not in {VERSION}: pip install --upgrade "slimkv[vllm]"'
-    )
+VERSION = check_installed("vLLM", "vllm", OLDEST)
 
 try:
     from vllm.config import get_current_vllm_config
@@ -64,17 +51,9 @@ try:
     if "state_content_bytes" not in {f.name for f in fields(AttentionSpec)}:
         raise ImportError("AttentionSpec.state_content_bytes")
 except ImportError as error:
-    raise UnsupportedError(
-        f"vLLM {VERSION} is not known to slimkv (tested are {version_text(OLDEST)} to {version_text(NEWEST_TESTED)}): "
-        f"it lacks {error}; install a tested version"
-    ) from error
+    raise unknown_version("vLLM", VERSION, OLDEST, NEWEST_TESTED, error) from error
 
-if version_numbers(VERSION, 2) > NEWEST_TESTED:
-    logger.warning(
-        "slimkv was tested in vLLM up to %d.%d; this is %s. Its interfaces are the expected ones.",
-        *NEWEST_TESTED,
-        VERSION,
-    )
+warn_if_newer("vLLM", VERSION, NEWEST_TESTED, logger)
 
 
 class Rule(Enum):
