@@ -98,7 +98,12 @@ class ServedModel:
         if format == CALIBRATED:
             if layer is None or layer >= num_layers or self.calibration is None:
                 raise InputError(f"slimkv: layer {name or layer} is not in the calibration; give its format in layers")
-            format = chosen_format(self.calibration, layer)
+            if (chosen := (self.calibration.formats or {}).get(layer)) is None:
+                raise InputError(
+                    f"slimkv: format 'calibrated' takes the widths from {self.calibration.name}, which chose none for "
+                    f"layer {layer}: run slimkv calibrate with --budget or --profile"
+                )
+            format = chosen
         spec = parse_spec(
             format, key_dim, value_dim, key_policy=settings.key_policy, value_policy=settings.value_policy,
             seed=settings.seed,
@@ -138,14 +143,3 @@ class ServedModel:
             return LayerOffset(held, codec, known)
         path = None if layer is None or self.random_weights else kept_path(self.name, layer, spec, *self.ranks())
         return LayerOffset.kept(path, held, codec)
-
-
-def chosen_format(calibration: Calibration, layer: int) -> str:
-    """The format that the calibration chose for a layer."""
-    formats = calibration.formats
-    if formats is None or layer not in formats:
-        raise InputError(
-            f"slimkv: format 'calibrated' takes the widths from {calibration.name}, which chose none for layer "
-            f"{layer}: run slimkv calibrate with --budget or --profile"
-        )
-    return formats[layer]

@@ -81,12 +81,6 @@ def attention_tp() -> tuple[int, int]:
     return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
 
 
-def context_parallel_sizes() -> dict[str, int]:
-    """Ranks that share the tokens of a sequence, by SGLang's option."""
-    parallel = get_parallel()
-    return {"--dcp-size": int(parallel.attn_dcp_size), "--attn-cp-size": int(parallel.attn_cp_size)}
-
-
 def host_pool_parts() -> Any:
     """The classes of SGLang's host pool for rows of pages; raises if this SGLang has none."""
     try:

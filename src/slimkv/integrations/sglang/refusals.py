@@ -116,7 +116,8 @@ def _check_speculation(options: Any) -> None:
 
 def check_parallelism() -> None:
     """Raises if several ranks share the tokens of a sequence."""
-    for name, size in compat.context_parallel_sizes().items():
+    parallel = compat.get_parallel()
+    for name, size in (("--dcp-size", parallel.attn_dcp_size), ("--attn-cp-size", parallel.attn_cp_size)):
         if size > 1:
             raise UnsupportedError(f"slimkv does not run under context parallelism ({name} {size}); use --tp-size")
 

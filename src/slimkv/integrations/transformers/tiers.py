@@ -18,7 +18,7 @@ from slimkv.integrations.transformers.lazy_kv import PagedKV, packed_pair, token
 from slimkv.integrations.transformers.tables import Step
 from slimkv.ops.attention.api import SIXTEEN_BIT
 from slimkv.ops.merge import merged
-from slimkv.spec import PageLayout, page_layout
+from slimkv.spec import page_layout
 
 Pair = tuple[Tensor, Tensor]
 NOTHING = -1e30  # the log-sum-exp of no keys
@@ -137,10 +137,6 @@ class Tier(PackedLayer):
         super().__init__(format, settings, number)
         self.tier = tier
 
-    def layout_of(self, key_states: Tensor, value_states: Tensor) -> PageLayout:
-        """The layout of its pages, for keys and values like these."""
-        return page_layout(self._spec(key_states, value_states), self.settings.block_size)
-
     def fit(self, dropped: int = 0) -> None:
         """Resizes the pages to the tables, without the first ``dropped`` rows of blocks."""
         have, skip = self.pool.pages.shape[0], dropped * self.tables.batch
@@ -200,7 +196,7 @@ class TieredLayer(PackedLayer):
         settings, ladder = self.settings, self.ladder
         formats = tier_formats(settings.config, self.finest, key_states.element_size())
         tiers = [Tier(name, settings, self.number, i) for i, name in enumerate(formats)]
-        layouts = [tier.layout_of(key_states, value_states) for tier in tiers]
+        layouts = [page_layout(tier._spec(key_states, value_states), settings.block_size) for tier in tiers]
         batch, heads, _, dim = key_states.shape
         raw = heads * (dim + value_states.shape[-1]) * key_states.element_size()
         ladder.start(

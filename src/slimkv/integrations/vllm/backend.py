@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -55,7 +56,7 @@ class PackedBackend(compat.PageShape):
                 "vLLM sizes the cache of a layer before process_weights_after_loading, so slimkv does not know the "
                 "layer's format; use another load format"
             )
-        return compat.with_packed_bytes(spec, page_sizes.slot_bytes(cls.codec_spec))
+        return replace(spec, dtype=torch.uint8, state_content_bytes=page_sizes.slot_bytes(cls.codec_spec))
 
 
 class SlimKVBackend(PackedBackend, compat.AttentionBackend):

@@ -6,7 +6,7 @@ Importing this module checks the installation: an unsupported one raises an erro
 from __future__ import annotations
 
 import logging
-from dataclasses import fields, replace
+from dataclasses import fields
 from enum import Enum
 from importlib import import_module
 from typing import Any
@@ -126,11 +126,6 @@ def is_delegated(spec: object) -> bool:
 def is_supported_spec(spec: object) -> bool:
     """Whether slimkv knows how such layers use their cache; subclasses may use it differently."""
     return type(spec) in _PACKS
-
-
-def with_packed_bytes(spec: AttentionSpec, bytes_per_token: int) -> AttentionSpec:
-    """``spec`` for pages of ``bytes_per_token`` opaque bytes per token and KV head."""
-    return replace(spec, dtype=torch.uint8, state_content_bytes=bytes_per_token)
 
 
 def _head_major_layouts() -> tuple[Any, ...] | None:

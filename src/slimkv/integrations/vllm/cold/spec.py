@@ -59,7 +59,10 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         _refuse(config)
         if self._vllm_config is not None:
             self._model = served_model(self._vllm_config, self._settings)
-            self._groups = self._find_groups(config)
+            self._groups = [
+                bands_of(find_layers(self._vllm_config, group.layer_names, self._model), group.tokens_per_block)
+                for group in config.groups
+            ]
             size = max(block_bytes(bands) for bands in self._groups)
             note: dict[str, Any] = {"block_bytes": size, "fingerprint": self._fingerprint(config)}
             if config.parallel.rank == 0:
@@ -87,12 +90,6 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
             ) from error
         self._note.unlink()
         return note
-
-    def _find_groups(self, config: Any) -> list[tuple[Band, ...]]:
-        return [
-            bands_of(find_layers(self._vllm_config, group.layer_names, self._model), group.tokens_per_block)
-            for group in config.groups
-        ]
 
     def _fingerprint(self, config: Any) -> str | None:
         """The fingerprint of the blocks, if their files outlive the engine."""
