@@ -158,7 +158,7 @@ def test_what_the_tier_cannot_pack_is_refused(folder, tmp_path):
         "packed already": "already has slimkv's packed pages",
         "another tier": "it does not know {'type': 'obj'}",
         "too small": "give the cold tier more",
-        "canonical": "canonical_layout is an order",
+        "canonical": "canonical_layout is a layout",
     }
     missing = {name: said[name] for name, text in wanted.items() if text not in said[name]}
     assert not missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,21 +58,14 @@ def probabilities(
 
 
 def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    bias: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, kwargs: dict[str, Any]
 ) -> Tensor:
     """[batch, queries, heads, value_dim]; torch's own attention unless there is a soft cap or sinks.
 
-    ``causal`` applies without a mask: the last query then sees the last key. ``bias`` is added to the logits.
+    ``causal`` applies without a mask: the last query then sees the last key. ``kwargs``: of an attention function.
     """
+    scale, softcap = kwargs.get("scaling"), kwargs.get("softcap") or 0.0
+    sinks, bias = kwargs.get("s_aux"), kwargs.get("position_bias")
     queries, keys = query.shape[2], key.shape[2]
     causal = causal and mask is None and queries > 1
     if causal and (queries != keys or softcap or sinks is not None or bias is not None):

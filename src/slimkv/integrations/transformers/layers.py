@@ -20,7 +20,7 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.compat import CacheLayerMixin
-from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates, PagedKV, packed_pair, token_rows
+from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates, PagedKV, token_rows
 from slimkv.integrations.transformers.tables import Step, TableSet, lasting
 from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from slimkv.ops.plan import AttendPlan, plan_attend
@@ -169,7 +169,7 @@ class PackedLayer(CacheLayerMixin):
         returned: tuple[Tensor, Tensor] = (key_states, value_states)
         if past or not raw:
             kv = self._kv(step, new, returned if raw else None)
-            returned = packed_pair(kv, self.pool.layout, self.dtype, self.device)
+            returned = self._states(kv)
         guard = self.settings.guard
         if guard is not None and guard.wants(str(self.number), new):
             self._unchecked = key_states
@@ -257,6 +257,11 @@ class PackedLayer(CacheLayerMixin):
         """The number of last positions that a step of ``new`` tokens may attend to."""
         return self.tokens
 
+    def _states(self, kv: LazyKV) -> tuple[PackedStates, PackedStates]:
+        """The tensors that ``update`` returns for ``kv``."""
+        spec, kind = self.pool.layout.spec, (self.dtype, self.device)
+        return PackedStates(kv, 0, spec.key_dim, *kind), PackedStates(kv, 1, spec.value_dim, *kind)
+
     def _whole(self) -> LazyKV:
         """All cached keys and values."""
         return self._kv(self.tables.current(), 0, None)
@@ -264,7 +269,7 @@ class PackedLayer(CacheLayerMixin):
     def _view(self, side: int) -> PackedStates | None:
         if not self.is_initialized or self.tokens == 0:
             return None
-        return packed_pair(self._whole(), self.pool.layout, self.dtype, self.device)[side]
+        return self._states(self._whole())[side]
 
     @property
     def keys(self) -> PackedStates | None:

@@ -18,7 +18,6 @@ from slimkv.integrations.transformers.switching import count as count_call
 from slimkv.integrations.transformers.switching import warn_if_off
 from slimkv.integrations.transformers.tables import SequenceTables, Step
 from slimkv.ops import AttentionBatch, PackedKV
-from slimkv.spec import PageLayout
 
 if TYPE_CHECKING:
     from slimkv.integrations.transformers.tiers import TieredKV
@@ -158,11 +157,3 @@ class PackedStates(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedStates({'keys' if self.side == 0 else 'values'}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def packed_pair(
-    kv: LazyKV, layout: PageLayout, dtype: torch.dtype, device: torch.device
-) -> tuple[PackedStates, PackedStates]:
-    """The two tensors that ``update`` returns for ``kv``."""
-    spec = layout.spec
-    return (PackedStates(kv, 0, spec.key_dim, dtype, device), PackedStates(kv, 1, spec.value_dim, dtype, device))

@@ -71,8 +71,12 @@ def slimkv_attention(
         count("plain", config)
     key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in (key, value))
     arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-    if function is None:
-        return _masked(module, query, key, value, attention_mask, arguments), None
+    if function is None:  # the module's own attention is not known
+        for name in ("dropout", "output_attentions"):
+            if arguments.get(name):
+                raise UnsupportedError(f'{NAME} attention does not support {name}; use attn_implementation="eager"')
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        return masked_attention(query, key, value, attention_mask, causal, arguments), None
     if is_causal is None:
         del arguments["is_causal"]
     return function(module, query, key, value, attention_mask, **arguments)
@@ -155,20 +159,6 @@ def _plain_options(
     scale: float | None, window: int | None, softcap: float, prefill: str, deterministic: bool
 ) -> AttendOptions:
     return AttendOptions(scale, True, window, softcap, prefill=prefill, deterministic=deterministic)
-
-
-def _masked(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-) -> Tensor:
-    """For modules whose own attention is not known: [batch, new, heads, value_dim]."""
-    for name, argument in (("dropout in attention", "dropout"), ("output_attentions", "output_attentions")):
-        if kwargs.get(argument):
-            raise UnsupportedError(f'{NAME} attention has no {name}; use attn_implementation="eager" for it')
-    causal = kwargs["is_causal"] if kwargs["is_causal"] is not None else getattr(module, "is_causal", True)
-    return masked_attention(
-        query, key, value, mask, causal=causal, scale=kwargs["scaling"], softcap=kwargs.get("softcap") or 0.0,
-        sinks=kwargs.get("s_aux"), bias=kwargs.get("position_bias"),
-    )  # fmt: skip
 
 
 def register() -> None:

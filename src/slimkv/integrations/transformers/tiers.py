@@ -14,7 +14,7 @@ from slimkv import ops
 from slimkv.integrations.transformers.decoded_attention import dense_attention
 from slimkv.integrations.transformers.ladder import Drop, Ladder, costs_of, tier_formats
 from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, check_no_grad
-from slimkv.integrations.transformers.lazy_kv import PagedKV, packed_pair, token_rows
+from slimkv.integrations.transformers.lazy_kv import PagedKV, token_rows
 from slimkv.integrations.transformers.tables import Step
 from slimkv.ops.attention.api import SIXTEEN_BIT
 from slimkv.ops.merge import merged
@@ -243,7 +243,7 @@ class TieredLayer(PackedLayer):
             kv = TieredKV(before[0], self._tiers(packed), before[1], new, (key_states, value_states))
         else:
             kv = TieredKV(self._head, self._tiers(self.packed_tokens), self._tail, new)
-        return packed_pair(kv, self.pool.layout, self.dtype, self.device)
+        return self._states(kv)
 
     def demote(self, source: int, target: int, slots: Tensor, step: Step, first: int, drop: Drop) -> None:
         """Re-encodes the first tokens of tier ``source``, in ``slots`` [batch, count], at the end of tier ``target``.
