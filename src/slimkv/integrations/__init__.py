@@ -1,1 +1,1 @@
-"""Engines that slimkv plugs into; siblings that never import one another."""
+"""The engines that slimkv plugs into. They do not import one another."""

@@ -35,25 +35,27 @@ def keys(tokens: int, seed: int) -> torch.Tensor:
     return torch.randn(tokens, HEADS, DIM, generator=torch.Generator().manual_seed(100 + seed)) + torch.arange(DIM)
 
 
-def listen(held: slice, rank: int, ranks: int) -> dict:
+def listen(held: slice, rank: int, ranks: int) -> bytes:
     """One rank that holds some KV heads, through a whole plan."""
     listener = QueryListener()
     own = slice(held.start * GROUP, held.stop * GROUP)
     listener.layers[0] = ObservedLayer(held.stop - held.start, DIM, DIM, None)
-    listener.take(0, queries(5, 9)[:, own], keys(5, 9)[:, held], torch.arange(5))  # before anything was asked
+    listener.shifted(torch.arange(5))
+    listener.take(0, queries(5, 9)[:, own], keys(5, 9)[:, held], 5)  # before anything was asked
     for shift in PLAN.shifts:
         listener.probe(shift)
-        positions = torch.arange(PROBE_TOKENS) + listener.shift
+        positions = listener.shifted(torch.arange(PROBE_TOKENS))
+        assert positions[0] == shift
         given = (
             ROTARY.turned(x, positions) for x in (queries(PROBE_TOKENS, 0)[:, own], keys(PROBE_TOKENS, 0)[:, held])
         )
-        listener.take(0, *given, positions)
+        listener.take(0, *given, PROBE_TOKENS)
     listener.measure()
-    assert listener.shift == 0
     for chunk in range(3):
-        positions = torch.arange(200) + 200 * chunk
+        positions = listener.shifted(torch.arange(200) + 200 * chunk)
+        assert positions[0] == 200 * chunk
         given = (ROTARY.turned(x, positions) for x in (queries(200, 1 + chunk)[:, own], keys(200, 1 + chunk)[:, held]))
-        listener.take(0, *given, positions)
+        listener.take(0, *given, 200)
     return listener.collect(rank, ranks)
 
 
@@ -103,6 +105,13 @@ def test_what_an_engine_is_asked_for():
 
 
 def test_the_calibration_says_where_it_is_from():
-    made = PLAN.calibration(CONFIG, [listen(slice(0, HEADS), 0, 1)], HEADS, None, "an engine")
+    asked, stages = [], []
+    made = PLAN.calibrate(
+        "an engine", HEADS, None, lambda what, done, total: stages.append(done),
+        ask=lambda name, **_: asked.append(name), read=lambda: asked.append("read"), say=lambda: asked.append("say"),
+        collect=lambda: [listen(slice(0, HEADS), 0, 1)],
+    )  # fmt: skip
+    assert asked == [*["probe", "read"] * len(PLAN.shifts), "measure", "say"]
+    assert stages == [1, 2, 3, 4]
     assert made.source == "512 token ids sampled from the model in an engine, seed 0"
     assert made.max_positions == 2048

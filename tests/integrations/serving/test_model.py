@@ -78,7 +78,7 @@ def test_widths_come_from_the_calibration():
     assert chosen.layer_spec(0, 16, 16, "float32") == CodecSpec.parse("k5v4", 16)
     with pytest.raises(InputError, match="chose none for layer 1"):
         chosen.layer_spec(1, 16, 16, "float32")
-    with pytest.raises(InputError, match=r"knows no layer draft\.0"):
+    with pytest.raises(InputError, match=r"layer draft\.0 is not in the calibration"):
         chosen.layer_spec(None, 16, 16, "float32", name="draft.0")
 
 

@@ -274,7 +274,7 @@ def test_another_kind_of_attention_is_refused_by_its_layer(made):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}, "an indexer"),
+        ({"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}, "sparse latent attention"),
         ({"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling"),
         ({"is_hybrid_swa": True}, "sliding windows"),
         ({"enable_lora": True}, "--enable-lora"),
@@ -293,8 +293,8 @@ def test_models_that_are_refused(change, message, monkeypatch):
             qk_rope_head_dim=own["qk_rope_head_dim"], is_encoder_decoder=False,
         ),
     )  # fmt: skip
-    monkeypatch.setattr(refusals, "full_attention_layers", lambda kvc: None)
-    monkeypatch.setattr(refusals, "server_options", lambda args: SimpleNamespace(enable_lora=own["enable_lora"]))
+    monkeypatch.setattr(refusals.compat, "full_attention_layers", lambda kvc: None)
+    monkeypatch.setattr(refusals.compat, "server_options", lambda args: SimpleNamespace(enable_lora=own["enable_lora"]))
     with pytest.raises(UnsupportedError, match=message):
         refusals.check_model(kvc, KVCacheConfig("c4"))
 
@@ -306,7 +306,7 @@ def test_linear_attention_beside_latents_is_refused(monkeypatch):
             hf_config=SimpleNamespace(architectures=["KimiLinearForCausalLM"]), qk_rope_head_dim=64
         ),
     )  # fmt: skip
-    monkeypatch.setattr(refusals, "full_attention_layers", lambda kvc: [0, 3])
+    monkeypatch.setattr(refusals.compat, "full_attention_layers", lambda kvc: [0, 3])
     with pytest.raises(UnsupportedError, match="Kimi-Linear"):
         refusals.check_model(kvc, KVCacheConfig("c4"))
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("sglang")
 
@@ -16,8 +15,7 @@ from observed import check_it_is_what_transformers_finds, write_llama
 
 from slimkv.calibration import Calibration
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.serving.listener import SUMS
-from slimkv.integrations.sglang.observe import gather_calibration, load_part, save_part
+from slimkv.integrations.sglang.observe import gather_calibration
 
 pytestmark = pytest.mark.sglang
 
@@ -76,12 +74,3 @@ def test_its_file_serves(folder, observed):
 def test_what_it_refuses(options, named):
     with pytest.raises((InputError, UnsupportedError), match=named):
         gather_calibration("nowhere", **options)
-
-
-def test_parts_travel_in_files(tmp_path):
-    moment, *means = torch.randn(2, 4, 4, dtype=torch.float64), *torch.randn(2, 2, 4, dtype=torch.float64)
-    sums = {name: x.numpy().tobytes() for name, x in zip(SUMS, (moment, *means), strict=True)}
-    layer = {"heads": 2, "dim": 4, **sums, "planes": [0, 2, 1, 3], "sliding_window": None}
-    part = {"rank": 1, "ranks": 2, "layers": {"3": layer}}
-    save_part(part, tmp_path / "one.safetensors")
-    assert load_part(tmp_path / "one.safetensors") == part

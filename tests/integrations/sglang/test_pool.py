@@ -120,7 +120,7 @@ def test_nobody_gets_tensors_to_write_past_the_codec(name):
     """Models with fused kernels write into these; the pool's dtype keeps them from trying."""
     pool = make_pool(["k4v4"])
     assert pool.dtype == torch.uint8
-    with pytest.raises(UnsupportedError, match="asks for the cached tensors of layer 0"):
+    with pytest.raises(UnsupportedError, match="cached tensors of layer 0"):
         getattr(pool, name)(0)
 
 
@@ -143,5 +143,5 @@ def test_post_capture_backing_is_refused():
 
 def test_a_hook_that_sglang_did_not_take_stops_the_pool():
     hooked = bind(make_plan(["k4v4"]), ("sglang.srt.nowhere.Nothing.method",))
-    with pytest.raises(UnsupportedError, match=r"did not take slimkv's hooks on sglang\.srt\.nowhere\.Nothing\.method"):
+    with pytest.raises(UnsupportedError, match=r"did not install slimkv's hooks on sglang\.srt\.nowhere"):
         hooked(64, page_size=PAGE, dtype=torch.float32)

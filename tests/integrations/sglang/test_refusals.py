@@ -56,7 +56,7 @@ def test_the_page_size_is_64_where_none_is_given():
         ({"page_size": 1}, InputError, "--page-size 1 does not fit"),
         ({"page_size": 48}, InputError, "--page-size 48 does not fit"),
         ({"kv_cache_dtype": "fp8_e4m3"}, InputError, "--kv-cache-dtype must be left at auto"),
-        ({"attention_backend": "torch_native", "decode_attention_backend": "slimkv"}, InputError, "read by slimkv"),
+        ({"attention_backend": "torch_native", "decode_attention_backend": "slimkv"}, InputError, "only slimkv"),
         ({"kv_canary": "log"}, UnsupportedError, "--kv-canary"),
         ({"json_model_override_args": override_args("k9v9")}, SpecError, "unknown format 'k9v9'"),
         ({"json_model_override_args": override_args(recent_tokens=64)}, UnsupportedError, "recent_tokens"),
@@ -75,7 +75,7 @@ def test_every_option_that_would_bypass_the_pages(name, monkeypatch):
         attention_backend="slimkv", prefill_attention_backend=None, decode_attention_backend=None, page_size=64,
         kv_cache_dtype="auto", speculative_algorithm=None, **{name: "something"},
     )  # fmt: skip
-    monkeypatch.setattr(refusals, "server_options", lambda args: options)
+    monkeypatch.setattr(refusals.compat, "server_options", lambda args: options)
     with pytest.raises(UnsupportedError, match=refusals.flag(name)):
         refusals.check_options(None)
     setattr(options, name, refusals._OPTIONS[name][0][0])
@@ -92,7 +92,7 @@ def test_every_option_that_would_bypass_the_pages(name, monkeypatch):
         ({"speculative_algorithm": "DSPARK", "speculative_draft_attention_backend": "fa3"}, None),
         ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "--speculative-eagle-topk must be 1, not 4"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-draft-attention-backend fa3"),
-        ({"speculative_algorithm": "EAGLE3", "speculative_draft_attention_backend": "slimkv"}, "draft keeps a cache"),
+        ({"speculative_algorithm": "EAGLE3", "speculative_draft_attention_backend": "slimkv"}, "its own cache"),
         ({"speculative_algorithm": "NEXTN", "speculative_draft_attention_backend": "fa3"}, None),
     ],
 )
@@ -102,7 +102,7 @@ def test_speculation(speculation, message, monkeypatch):
         kv_cache_dtype="auto",
         **{"speculative_eagle_topk": 1, "speculative_draft_attention_backend": None, **speculation},
     )  # fmt: skip
-    monkeypatch.setattr(refusals, "server_options", lambda args: options)
+    monkeypatch.setattr(refusals.compat, "server_options", lambda args: options)
     if message is None:
         refusals.check_options(None)
         return

@@ -60,8 +60,8 @@ def switched_on(monkeypatch):
     monkeypatch.setattr(sizing, "full_attention_layers", lambda kvc: None)
     monkeypatch.setattr(refusals, "check_options", lambda args: None)
     monkeypatch.setattr(refusals, "check_parallelism", lambda: None)
-    monkeypatch.setattr(refusals, "full_attention_layers", lambda kvc: None)
-    monkeypatch.setattr(refusals, "server_options", lambda args: args)
+    monkeypatch.setattr(refusals.compat, "full_attention_layers", lambda kvc: None)
+    monkeypatch.setattr(refusals.compat, "server_options", lambda args: args)
 
 
 def stock(*args: Any) -> int:
@@ -98,7 +98,7 @@ def test_only_attention_layers_of_hybrid_models_count(monkeypatch):
 
 
 def test_layers_that_sglang_counts_otherwise_are_refused():
-    with pytest.raises(UnsupportedError, match="counts 7 layers with a cache where slimkv sees 6"):
+    with pytest.raises(UnsupportedError, match="counts 7 layers with a cache, slimkv 6"):
         sizing.cell_size(stock, None, make_kvc(), 7)
 
 

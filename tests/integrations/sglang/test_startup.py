@@ -35,7 +35,7 @@ def breaking_plugin(folder, name: str) -> str:
 
 def test_a_broken_hook(tmp_path):
     """SGLang only logs it; slimkv does not go on with a cache of the wrong size."""
-    with pytest.raises(EngineError, match=r"did not take slimkv's hooks on .*PoolConfigurator\._compute_cell_size"):
+    with pytest.raises(EngineError, match=r"did not install slimkv's hooks on .*PoolConfigurator\._compute_cell_size"):
         run_engine(engine(**slimkv()), [], spawned=True, PYTHONPATH=breaking_plugin(tmp_path, "._compute_cell_size"))
 
 

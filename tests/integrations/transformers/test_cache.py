@@ -101,7 +101,7 @@ def test_crop_sliding_needs_recording():
         cache.crop(remove), stock.crop(remove)
         assert cache.get_seq_length() == stock.get_seq_length()
     assert_same(extend(cache, stock, 2, 1))
-    with pytest.raises(RuntimeError, match="cannot go back 9"):
+    with pytest.raises(RuntimeError, match="cannot remove 9"):
         cache.crop(-9)
 
 

@@ -162,7 +162,7 @@ def test_auto_is_made_once_and_found_again(model, tmp_path, monkeypatch):
     auto_calibration(model)
     assert len(calls) == 2
     assert Calibration.load(made).layers.keys() == {0, 1, 2}
-    with pytest.raises(InputError, match="give the model itself in place of its config"):
+    with pytest.raises(InputError, match="give the model itself instead of its config"):
         SlimKVCache(model.config, calibration="auto")
 
 

@@ -15,6 +15,7 @@ from slimkv.calibration.positions import matrix_index, position_edges
 from slimkv.calibration.rotary import Rotary
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.transformers.calibration.collect import _Recorder, gather_calibration
+from slimkv.integrations.transformers.plugin import observed_attention
 
 LONG = {**SHAPE, "max_position_embeddings": 4096}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 1024}
@@ -54,10 +55,10 @@ KINDS = {
 
 def queries_at(model, ids, shift: int) -> dict[int, torch.Tensor]:
     """Queries [tokens * heads, dim] of every layer."""
-    recorder = _Recorder(model)
+    recorder = _Recorder()
     recorder.probe = {}
     positions = torch.arange(ids.shape[1])[None] + shift
-    with recorder.attached(), torch.no_grad():
+    with observed_attention(model, recorder.observe), torch.no_grad():
         model.base_model(ids, position_ids=positions, use_cache=False)
     return recorder.probe
 

@@ -84,7 +84,7 @@ def test_enable_obeys_a_positional_generation_config():
 
 def test_enable_warns_of_a_stock_cache():
     model, ids = slimkv.enable(tiny("llama"), "k4v4"), tokens(1, 20)
-    with pytest.warns(UserWarning, match="brings a DynamicCache, which is not packed"):
+    with pytest.warns(UserWarning, match="passes a DynamicCache, which is not packed"):
         model.generate(ids, max_new_tokens=2, past_key_values=DynamicCache(config=model.config))
 
 

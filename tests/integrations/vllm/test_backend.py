@@ -27,7 +27,8 @@ from slimkv.codec import Codec
 from slimkv.codec.key_offset import offset_of_keys
 from slimkv.codec.query_aware import query_aware_matrix
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm import compat, metadata
+from slimkv.integrations.serving.layer import ServedLayer
+from slimkv.integrations.vllm import compat
 from slimkv.integrations.vllm.backend import SlimKVBackend
 from slimkv.integrations.vllm.context_parallel import DCPConfig
 from slimkv.integrations.vllm.impl import SlimKVImpl
@@ -200,7 +201,7 @@ def test_steps_are_causal_or_wholly_both_ways():
     assert step([4, 4], [9, 9], few=4).causal
     assert not step([4, 4], [9, 9], few=4, causal=False).causal, "a drafter of blocks"
     for refused in ({"causal": torch.tensor([True, False])}, {"causal": False, "sharing": DCPConfig(2, 1, 1)}):
-        with pytest.raises(UnsupportedError, match="asks for both at once"):
+        with pytest.raises(UnsupportedError, match="mixes them"):
             step([4, 4], [9, 9], few=4, **refused)
 
 
@@ -218,7 +219,7 @@ def test_graphs_hold_uniform_batches(monkeypatch):
     assert SlimKVMetadataBuilder.get_cudagraph_support(alone, full()) == AttentionCGSupport.UNIFORM_BATCH
     shared.parallel_config.decode_context_parallel_size = 2
     group = type("Group", (), {"world_size": 2, "rank_in_group": 0})()
-    monkeypatch.setattr(metadata, "dcp_group", lambda: group)
+    monkeypatch.setattr(compat, "dcp_group", lambda: group)
     assert SlimKVMetadataBuilder.get_cudagraph_support(shared, full()) == AttentionCGSupport.NEVER
     exact = VllmConfig(additional_config={"slimkv": {"deterministic": True}})
     assert SlimKVMetadataBuilder.get_cudagraph_support(exact, full()) == AttentionCGSupport.NEVER
@@ -235,12 +236,11 @@ def test_a_layer_stores_with_its_matrices(centred):
     layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
     generator = torch.Generator().manual_seed(0)
     offset = torch.randn(2, 64, generator=generator).bfloat16() if centred else None
-    layer._key_offset = (LayerOffset(2, Codec(layer._spec), offset) if centred else None,)
     key, value = torch.randn(2, 16, 2, 64, generator=generator)
     queries = torch.randn(2, 256, 64, generator=generator) * torch.logspace(0, -2, 64)
     codec, layout, slots = Codec(layer._spec), PageLayout(layer._spec, 16), torch.arange(16)
     for matrices in (query_aware_matrix(queries.mT @ queries, codec.key_rotation), None):
-        layer._matrices = (matrices,)
+        layer._layer = ServedLayer(codec, matrices, LayerOffset(2, codec, offset) if centred else None)
         got, want = torch.zeros(2, 1, 2, layout.page_bytes, dtype=torch.uint8)
         layer.do_kv_cache_update(None, key, value, got.view(1, 2, 16, -1), slots)
         rounding = None if matrices is None else Rounding(matrices)
@@ -254,7 +254,7 @@ def test_a_layer_learns_its_offset_from_the_first_tokens_it_stores():
         layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
     layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
     learnt = LayerOffset(2, Codec(layer._spec))
-    layer._key_offset, layer._matrices = (learnt,), (None,)
+    layer._layer = ServedLayer(Codec(layer._spec), offset=learnt)
     layout = PageLayout(layer._spec, 16)
     pages = torch.zeros(2, 2, layout.page_bytes, dtype=torch.uint8).view(2, 2, 16, -1)
     key, other, value = torch.randn(3, 16, 2, 64) + 3

@@ -155,10 +155,10 @@ def test_what_the_tier_cannot_pack_is_refused(folder, tmp_path):
     wanted = {
         "no format": "put 'slimkv' into kv_connector_extra_config",
         "unknown format": "k9v9",
-        "packed already": "keeps slimkv's packed pages already",
+        "packed already": "already has slimkv's packed pages",
         "another tier": "it does not know {'type': 'obj'}",
         "too small": "give the cold tier more",
-        "canonical": "canonical_layout is an order",
+        "canonical": "canonical_layout is a layout",
     }
     missing = {name: said[name] for name, text in wanted.items() if text not in said[name]}
     assert not missing

@@ -332,7 +332,7 @@ def test_attention_both_ways_among_image_tokens_is_refused():
     assert hasattr(ModelConfig, "is_mm_prefix_lm"), "what vLLM calls it"
     gemma = engine()
     gemma.model_config.is_mm_prefix_lm = True
-    with pytest.raises(UnsupportedError, match=r"(?s)attends both ways among the tokens of an image.*text only"):
+    with pytest.raises(UnsupportedError, match=r"(?s)tokens of an image attend to one another.*text only"):
         startup.check_engine(gemma)
 
 

@@ -1,1 +1,1 @@
-"""Shared by serving engines: the served model, calibration inside an engine, parts of a step."""
+"""Shared by serving engines: the served model, how its layers store and check keys, calibration inside an engine."""

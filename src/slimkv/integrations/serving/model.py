@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -16,9 +16,26 @@ from slimkv.calibration.learned_offset import LayerOffset, kept_path
 from slimkv.codec import Codec
 from slimkv.codec.key_offset import wants_offset
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError
+from slimkv.errors import InputError, SlimKVError
 from slimkv.formats import AUTO, CALIBRATED
 from slimkv.spec import CodecSpec, parse_spec
+
+KEY = "slimkv"  # the entry of an engine's option that holds the fields of ``KVCacheConfig``
+
+
+def parse_settings(given: object, engine: str, deterministic: str | None = None) -> KVCacheConfig:
+    """The configuration of an engine's cache from a format's name or a mapping of fields.
+
+    ``deterministic``: the name of the engine's own switch if it is on; it sets the field ``deterministic``.
+    """
+    config = KVCacheConfig.parse(given)
+    config.refuse(engine, "sink_tokens", "recent_tokens", "age", "memory")
+    if deterministic is None:
+        return config
+    try:
+        return replace(config, deterministic=True)
+    except SlimKVError as error:
+        raise type(error)(f"{deterministic} sets deterministic; {error}") from error
 
 
 @lru_cache(maxsize=8)
@@ -80,8 +97,13 @@ class ServedModel:
         format = settings.format_of(layer, num_layers, latent=latent)
         if format == CALIBRATED:
             if layer is None or layer >= num_layers or self.calibration is None:
-                raise InputError(f"slimkv: the calibration knows no layer {name or layer}; give its format by name")
-            format = chosen_format(self.calibration, layer)
+                raise InputError(f"slimkv: layer {name or layer} is not in the calibration; give its format in layers")
+            if (chosen := (self.calibration.formats or {}).get(layer)) is None:
+                raise InputError(
+                    f"slimkv: format 'calibrated' takes the widths from {self.calibration.name}, which chose none for "
+                    f"layer {layer}: run slimkv calibrate with --budget or --profile"
+                )
+            format = chosen
         spec = parse_spec(
             format, key_dim, value_dim, key_policy=settings.key_policy, value_policy=settings.value_policy,
             seed=settings.seed,
@@ -121,14 +143,3 @@ class ServedModel:
             return LayerOffset(held, codec, known)
         path = None if layer is None or self.random_weights else kept_path(self.name, layer, spec, *self.ranks())
         return LayerOffset.kept(path, held, codec)
-
-
-def chosen_format(calibration: Calibration, layer: int) -> str:
-    """The format that the calibration chose for a layer."""
-    formats = calibration.formats
-    if formats is None or layer not in formats:
-        raise InputError(
-            f"slimkv: format 'calibrated' takes the widths from {calibration.name}, which chose none for layer "
-            f"{layer}: run slimkv calibrate with --budget or --profile"
-        )
-    return formats[layer]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,17 +9,18 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.calibration.guard import Guard
-from slimkv.calibration.learned_offset import is_capturing
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang import refusals
 from slimkv.integrations.sglang.compat import HybridLinearKVPool, SWAKVPool, logger
 from slimkv.integrations.sglang.metadata import BlockTables, Step
 from slimkv.integrations.sglang.packed_backend import PackedBackend, refuse_unknown
 from slimkv.integrations.sglang.pool import SlimKVPool
-from slimkv.integrations.sglang.warmup import compile_kernels
 from slimkv.ops.attention.api import SIXTEEN_BIT
-from slimkv.ops.warmup import LayerKind
+from slimkv.ops.warmup import LayerKind, run_step, serving_steps
+from slimkv.ops.warmup import Step as WarmupStep
 from slimkv.spec import Kind
+
+_PREFILL = 1024  # tokens; longer passes run the same kernels
 
 
 class SlimKVAttnBackend(PackedBackend):
@@ -32,11 +32,11 @@ class SlimKVAttnBackend(PackedBackend):
         self._window_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         plain = self._plain_pools()
         if isinstance(self.token_to_kv_pool, HybridLinearKVPool):
-            self.token_to_kv_pool.dtype = torch.uint8  # as its pages are: models ask this pool for its dtype
+            self.token_to_kv_pool.dtype = torch.uint8  # models ask this pool for the dtype of its pages
         self._config = plain[0].plan.config
         self._raw = self._config.reads_fresh_raw(shared_pages=True)
         self._prefill = SIXTEEN_BIT
-        for pages in (pages for one in plain for pages in one.layers):  # of the configuration alone, or refused
+        for pages in (pages for one in plain for pages in one.layers):  # the same for all, or an error
             self._prefill = self._config.prefill_of(pages.layout.spec, shared_pages=True)
         self._tables = BlockTables(
             model_runner.req_to_token_pool.req_to_token, model_runner.page_size, self._window_pool,
@@ -45,19 +45,24 @@ class SlimKVAttnBackend(PackedBackend):
         lossy = [x for one in plain for x in one.layers if x.layout.spec.key.kind != Kind.RAW]
         self._guard = Guard(self._config.max_score_error, (str(x.layer) for x in lossy), logger.info)
         self._options: dict[tuple[int, bool | None], ops.AttendOptions] = {}
-        kinds = self._layer_kinds(model_runner.model, model_runner.dtype)
         verified = model_runner.server_args.speculative_num_draft_tokens or 1
-        compile_kernels(kinds, self._tables.width * self._tables.page_size, verified)
+        self._compile_kernels(model_runner.model, model_runner.dtype, verified)
 
-    def _layer_kinds(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[LayerKind]:
-        """The attention options that the model's layers need."""
+    def _compile_kernels(self, model: torch.nn.Module, dtype: torch.dtype, verified: int) -> None:
+        """Runs every kind of step on a scratch page, once per kind of layer, so that no request waits for a compiler.
+
+        The steps are prefill, decode, verification of ``verified`` tokens, and the remainders of cached prompts.
+        """
+        kinds: dict[tuple[object, ...], LayerKind] = {}
         for layer in refusals.attention_layers(model):
             pool, index, _ = self._pool_of(layer.layer_id)
-            kv = pool.packed(index)
-            yield LayerKind(
-                kv.codec, kv.layout, layer.tp_q_head_num, kv.pages.shape[1], dtype, self._attend_options(layer, None),
-                kv.key_offset, pool.query_aware(index), self._config.backend,
-            )  # fmt: skip
+            heads, options = pool.layers[index].num_kv_heads, self._attend_options(layer, None)
+            kind = pool.served[index].kind(layer.tp_q_head_num, heads, dtype, pool.layers[index].layout, options)
+            kinds[kind.signature] = kind
+        longest = self._tables.width * self._tables.page_size
+        for kind in kinds.values():
+            for step in (WarmupStep(1, min(_PREFILL, longest), longest), *serving_steps(longest, verified)):
+                run_step(kind, step)
 
     def _plain_pools(self) -> list[SlimKVPool]:
         """The pools behind SGLang's; raises unless they are slimkv's."""
@@ -118,18 +123,13 @@ class SlimKVAttnBackend(PackedBackend):
         pool.store(index, slots, key, value, ranges, starts)
 
     def _check_scores(self, query: Tensor, key: Tensor, layer: Any, step: Step, slots: Tensor) -> None:
-        """Once, on a prompt that is long enough: scores from stored keys against true ones."""
-        name, count = str(layer.layer_id), min(step.num_queries, slots.shape[0])
-        if not self._guard.wants(name, count) or is_capturing(query.device):
-            return
+        """See ``ServedLayer.check_scores``."""
         pool, index, windowed = self._pool_of(layer.layer_id)
         where = step.window_slots if windowed else slots
         assert where is not None
-
-        def stored(rows: Tensor) -> Tensor:
-            return ops.gather_kv(pool.packed(index), where[:count][rows], backend=self._config.backend)[0]
-
-        self._guard.compare(name, query[:count], key[:count], stored, float(layer.scaling))
+        where = where[: min(step.num_queries, slots.shape[0])]
+        scale = float(layer.scaling)
+        pool.served[index].check_scores(self._guard, str(layer.layer_id), query, key, pool.packed(index), where, scale)
 
     def _attend(
         self, query: Tensor, fresh: tuple[Tensor, Tensor] | None, layer: Any, step: Step, sinks: Tensor | None,

@@ -1,6 +1,6 @@
-"""What differs between the supported SGLang versions (0.5.22 and later); nothing else looks at versions.
+"""The parts of SGLang (0.5.22 and later) that slimkv uses; no other module checks versions.
 
-Importing this module is the check: an installation that slimkv cannot work in is refused here, with its version.
+Importing this module checks the installation: an unsupported one raises an error with its version.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.versions import unknown_version, warn_if_newer
 from slimkv.integrations.sglang.names import BACKEND
 from slimkv.integrations.sglang.versions import NEWEST_TESTED, OLDEST, installed_version
-from slimkv.versions import require_parts, version_numbers, version_text
+from slimkv.versions import require_parts
 
 VERSION = installed_version()
 
@@ -49,17 +50,9 @@ try:
         if _name not in inspect.signature(MHATokenToKVPool.__init__).parameters:
             raise ImportError(f"MHATokenToKVPool({_name}=...)")
 except ImportError as error:
-    raise UnsupportedError(
-        f"SGLang {VERSION} is not known to slimkv (tested are {version_text(OLDEST)} to "
-        f"{version_text(NEWEST_TESTED)}): it lacks {error}; install a tested version"
-    ) from error
+    raise unknown_version("SGLang", VERSION, OLDEST, NEWEST_TESTED, error) from error
 
-if version_numbers(VERSION, 3) > NEWEST_TESTED:
-    logger.warning(
-        "slimkv was tested in SGLang up to %s; this is %s. Its interfaces are the expected ones.",
-        version_text(NEWEST_TESTED),
-        VERSION,
-    )
+warn_if_newer("SGLang", VERSION, NEWEST_TESTED, logger)
 
 
 def server_options(server_args: Any) -> Any:
@@ -73,12 +66,12 @@ def is_switched_on(server_args: Any) -> bool:
 
 
 def check_hooks(targets: tuple[str, ...]) -> None:
-    """Raises unless SGLang patched all of ``targets``; it logs a hook that fails and goes on."""
+    """Raises unless SGLang patched all of ``targets``; SGLang itself only logs a hook that fails."""
     missing = [target for target in targets if target not in HookRegistry._patched]
     if missing:
         raise UnsupportedError(
-            f"SGLang did not take slimkv's hooks on {', '.join(missing)}; its log says why. Without them the cache "
-            "would have the wrong size"
+            f"SGLang did not install slimkv's hooks on {', '.join(missing)}; its log says why. Without them the "
+            "cache would have the wrong size"
         )
 
 
@@ -88,14 +81,8 @@ def attention_tp() -> tuple[int, int]:
     return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
 
 
-def context_parallel_sizes() -> dict[str, int]:
-    """Ranks that share the tokens of a sequence, by SGLang's option."""
-    parallel = get_parallel()
-    return {"--dcp-size": int(parallel.attn_dcp_size), "--attn-cp-size": int(parallel.attn_cp_size)}
-
-
 def host_pool_parts() -> Any:
-    """What SGLang's host memory for rows of pages is made of; raises where this SGLang has none."""
+    """The classes of SGLang's host pool for rows of pages; raises if this SGLang has none."""
     try:
         from sglang.srt.mem_cache.device_pool_info import DevicePoolInfo, PageRowBufferInfo
         from sglang.srt.mem_cache.hicache_storage import PoolName

@@ -1,7 +1,7 @@
 """SGLang's hierarchical cache with packed pages: a page of a layer moves to host memory and back as one row of bytes.
 
 SGLang has host pools for K and V as tensors of tokens, and one for rows of whole pages, codes and scales together,
-which it wrote for another packed cache. That one knows nothing of what a row holds.
+which it wrote for another packed cache. The second one treats rows as opaque bytes, so slimkv uses it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def device_pool_infos(pool: Any) -> tuple[Any, ...]:
 
 
 def host_pool(pool: Any, asked: dict[str, Any]) -> Any:
-    """What ``build_kv_host_pool`` makes of a packed pool, given its other arguments."""
+    """The host pool of a packed pool; ``asked``: the arguments of ``build_kv_host_pool``."""
     if asked.get("mtp_draft_device_pools"):
-        raise UnsupportedError("slimkv's host pool holds no drafter's cache: leave out --enable-hierarchical-cache")
+        raise UnsupportedError("slimkv's host pool excludes a drafter's cache: leave out --enable-hierarchical-cache")
     parts = host_pool_parts()
     memory, host_size = parts.memory(), asked.get("host_size")
     return parts.RowHostPool(

@@ -113,7 +113,7 @@ def verified_tokens(batch: Any) -> int:
     """Queries of every request of a batch that verifies drafts."""
     spec = batch.spec_info
     if getattr(spec, "ragged_verify_layout", None) is not None:
-        raise UnsupportedError("slimkv verifies as many tokens of every request: unset SGLANG_RAGGED_VERIFY_MODE")
+        raise UnsupportedError("slimkv verifies equally many tokens of every request: unset SGLANG_RAGGED_VERIFY_MODE")
     tokens = batch.positions.numel() if batch.input_ids is None else batch.input_ids.shape[0]
     return tokens // batch.batch_size
 

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 BACKEND = "slimkv"  # of the attention backend
 LISTENING = "SLIMKV_SGLANG_LISTENS"  # in the environment while ``slimkv calibrate`` runs an engine
-# What makes the host pool of the hierarchical cache
+# The function that builds the host pool of the hierarchical cache
 HOST_POOL = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.build_kv_host_pool"

@@ -1,8 +1,8 @@
 """SGLang's n-gram drafts as chains.
 
-SGLang drafts a tree of what followed the last tokens before: one branch for each length of match, padded with children
-of its root. slimkv verifies in causal order, so of every tree one path is verified, the longest; what it leaves free is
-padding behind it, which is verified like any other token and so can do no harm.
+SGLang drafts a tree of continuations: one branch per length of match, padded with children of the root. slimkv verifies
+in causal order, so it keeps the longest path of every tree. The remaining places are padding after the path, which is
+verified like any other token and is harmless.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ _DRAFTS = "sglang.srt.speculative.ngram_worker.NGRAMWorker._prepare_draft_tokens
 
 def install() -> None:
     """From now on this process's n-gram drafts are chains."""
+
+    def around(original: Callable[..., Any], worker: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+        tokens, mask = original(worker, batch)
+        return chains(tokens, mask, worker.draft_token_num)
+
     if _DRAFTS not in HookRegistry._patched:
-        HookRegistry.register(_DRAFTS, _chains, HookType.AROUND)
+        HookRegistry.register(_DRAFTS, around, HookType.AROUND)
         HookRegistry.apply_hooks()
     check_hooks((_DRAFTS,))
-
-
-def _chains(original: Callable[..., Any], worker: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Around ``NGRAMWorker._prepare_draft_tokens``."""
-    tokens, mask = original(worker, batch)
-    return chains(tokens, mask, worker.draft_token_num)
 
 
 def chains(tokens: np.ndarray, mask: np.ndarray, each: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,31 +7,36 @@ return their results in files, because SGLang only returns whether a call succee
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.serving.listener import STEPS, SUMS, ListeningPlan, ObservedLayer, QueryListener, refuse_fixed
+from slimkv.integrations.serving.listener import (
+    STEPS,
+    ListeningPlan,
+    ObservedLayer,
+    Progress,
+    QueryListener,
+    refuse_fixed,
+)
 from slimkv.integrations.sglang.names import BACKEND, LISTENING
 
-PREFIX = "slimkv_"  # of the methods that schedulers are asked for
+PREFIX = "slimkv_"  # of the methods that the engine calls in its schedulers
 
 
-class Observer:
+class Observer(QueryListener):
     """Collects the inputs of one scheduler's model; its public methods can be called from the engine's process."""
 
     def __init__(self, scheduler: Any) -> None:
+        super().__init__()
         self._model = scheduler.tp_worker.model_runner.model
-        self._listener = QueryListener()
-        self._positions = torch.zeros(0, dtype=torch.int64)
 
     def attach(self) -> None:
         """Observes every decoder layer from now on."""
@@ -43,49 +48,34 @@ class Observer:
             if layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
                 continue
             window = layer.sliding_window_size  # does not count the query's own token
-            self._listener.layers[layer.layer_id] = ObservedLayer(
+            self.layers[layer.layer_id] = ObservedLayer(
                 layer.tp_k_head_num,
                 layer.qk_head_dim,
                 layer.v_head_dim,
                 window + 1 if window is not None and window > -1 else None,
             )
             layer.register_forward_pre_hook(self._before_attention, with_kwargs=True)
-        if not self._listener.layers:
+        if not self.layers:
             raise UnsupportedError("SGLang runs no attention layer in this model that calibration can see")
-        self._model.forward = self._shifted(self._model.forward)  # SGLang calls it past the module's hooks
+        forward = self._model.forward
 
-    def probe(self, shift: int) -> None:
-        """See ``QueryListener.probe``."""
-        self._listener.probe(shift)
+        def shifted(input_ids: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return forward(input_ids, self.shifted(positions), *args, **kwargs)
 
-    def measure(self) -> None:
-        """See ``QueryListener.measure``."""
-        self._listener.measure()
+        self._model.forward = shifted  # SGLang calls it past the module's hooks
 
-    def collect(self, folder: str) -> None:
-        """See ``QueryListener.collect``; the result is a file in ``folder``."""
+    def save(self, folder: str) -> None:
+        """Writes the result of ``collect`` to a file in ``folder``."""
         from slimkv.integrations.sglang.compat import attention_tp
 
-        save_part(self._listener.collect(*attention_tp()), Path(folder, f"{os.getpid()}.safetensors"))
-
-    def _shifted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def shifted(input_ids: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
-            positions = positions + self._listener.shift
-            self._positions = positions if positions.ndim == 1 else positions[0]  # the three axes are equal for text
-            return forward(input_ids, positions, *args, **kwargs)
-
-        return shifted
+        Path(folder, str(os.getpid())).write_bytes(self.collect(*attention_tp()))
 
     def _before_attention(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query: Tensor = kwargs["q"] if "q" in kwargs else args[0]
         key: Tensor | None = kwargs["k"] if "k" in kwargs else args[1]
-        if key is None:  # it shares another layer's cache
-            return
-        count = min(query.shape[0], self._positions.shape[0])
-        if count:
-            query = query.reshape(query.shape[0], layer.tp_q_head_num, layer.qk_head_dim)[:count]
-            key = key.reshape(key.shape[0], layer.tp_k_head_num, layer.qk_head_dim)[:count]
-            self._listener.take(layer.layer_id, query, key, self._positions[:count])
+        count = min(len(query), len(self.positions))
+        if key is not None and count:  # without keys it shares another layer's cache
+            self.take(layer.layer_id, query, key, count)
 
 
 def answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
@@ -98,37 +88,13 @@ def answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     return original(scheduler, request)
 
 
-def save_part(part: dict[str, Any], path: Path) -> None:
-    """What a rank collected as one file: sums as tensors, the rest as JSON."""
-    from safetensors.torch import save_file
-
-    sums, layers = {}, {}
-    for name, given in part["layers"].items():
-        layers[name] = {field: value for field, value in given.items() if field not in SUMS}
-        for field in SUMS:
-            sums[f"{name}.{field}"] = torch.frombuffer(bytearray(given[field]), dtype=torch.float64)
-    save_file(sums, path, metadata={"part": json.dumps({**part, "layers": layers})})
-
-
-def load_part(path: Path) -> dict[str, Any]:
-    """The inverse of ``save_part``."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        part = json.loads(file.metadata()["part"])
-        for name, given in part["layers"].items():
-            for field in SUMS:
-                given[field] = file.get_tensor(f"{name}.{field}").numpy().tobytes()
-    return part
-
-
 def gather_calibration(
     model: str,
     *,
     samples: tuple[int, int] = (3, 1024),
     seed: int = 0,
     max_positions: int | None = None,
-    progress: Any = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
     **engine_options: Any,
 ) -> Calibration:
     """Starts SGLang with ``model`` and collects statistics while it generates windows x ids tokens (``samples``).
@@ -136,11 +102,9 @@ def gather_calibration(
     Call it from a module that SGLang's processes can import (``if __name__ == "__main__"``).
 
     Args:
-        model: a folder or a hub name, as SGLang takes it.
-        samples: number of windows and of ids in each; they are generated in fragments.
-        seed: of the sampling.
+        model: a folder or a hub name.
+        samples: number of windows and of ids in each; they are generated in fragments with ``seed``.
         max_positions: the longest context of the statistics; None: that of the model.
-        progress: called with a description of each stage.
         engine_options: of ``sglang.Engine``; give those that the model is served with, ``tp_size`` included.
     """
     fixed = {
@@ -152,7 +116,7 @@ def gather_calibration(
         if engine_options.get(name, 1) != 1:
             raise UnsupportedError(f"calibration in SGLang takes {name} = 1, not {engine_options[name]}; use tp_size")
     if engine_options.get("attention_backend") == BACKEND:
-        raise UnsupportedError("calibration listens to SGLang's own attention: leave out attention_backend slimkv")
+        raise UnsupportedError("calibration observes SGLang's own attention: leave out attention_backend slimkv")
     from slimkv.integrations.sglang.versions import installed_version
 
     installed_version()
@@ -170,33 +134,35 @@ def gather_calibration(
             engine.shutdown()
 
 
-def _listen(engine: Any, samples: tuple[int, int], seed: int, max_positions: int | None, progress: Any) -> Calibration:
+def _listen(
+    engine: Any, samples: tuple[int, int], seed: int, max_positions: int | None, progress: Progress
+) -> Calibration:
     config = engine.tokenizer_manager.model_config
-    text = config.hf_text_config
-    plan = ListeningPlan.of(text, config.context_len, samples, seed)
+    plan = ListeningPlan.of(config.hf_text_config, config.context_len, samples, seed)
     once = {"max_new_tokens": 1, "temperature": 0}
     asked = {"max_new_tokens": plan.fragment - 1, "temperature": 1.0, "ignore_eos": True}
     _call(engine, "attach")
-    plan.listen(
-        lambda method, **given: _call(engine, method, **given),
-        lambda: engine.generate(input_ids=plan.probe, sampling_params=once),
-        lambda: engine.generate(input_ids=[[token] for token in plan.first], sampling_params=asked),
-        progress,
-    )
+    return plan.calibrate(
+        "SGLang", int(config.num_key_value_heads), max_positions, progress,
+        ask=partial(_call, engine),
+        read=lambda: engine.generate(input_ids=plan.probe, sampling_params=once),
+        say=lambda: engine.generate(input_ids=[[token] for token in plan.first], sampling_params=asked),
+        collect=lambda: _collect(engine),
+    )  # fmt: skip
+
+
+def _collect(engine: Any) -> list[bytes]:
     with tempfile.TemporaryDirectory(prefix="slimkv-listen-") as folder:
-        _call(engine, "collect", folder=folder)
-        parts = [load_part(path) for path in sorted(Path(folder).iterdir())]
-    made = plan.calibration(text, parts, int(config.num_key_value_heads), max_positions, "SGLang")
-    progress("calibrated", STEPS, STEPS)
-    return made
+        _call(engine, "save", folder=folder)
+        return [path.read_bytes() for path in sorted(Path(folder).iterdir())]
 
 
 def _call(engine: Any, method: str, **parameters: Any) -> None:
     """A method of every scheduler's observer."""
     try:
         engine.collective_rpc(PREFIX + method, **parameters)
-    except AssertionError as error:  # what SGLang raises, with the scheduler's words
+    except AssertionError as error:  # raised by SGLang, with the scheduler's message
         raise UnsupportedError(
-            f"SGLang's scheduler did not do what calibration asked of it ({method}): {error}. "
+            f"SGLang's scheduler failed in a step of calibration ({method}): {error}. "
             "`slimkv doctor --require sglang` says whether the plugin loads"
         ) from error

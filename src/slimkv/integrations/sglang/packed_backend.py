@@ -1,4 +1,4 @@
-"""``PackedBackend``: what attention on pages of K and V and on pages of latents share, the preparation of steps."""
+"""``PackedBackend``: the preparation of steps, shared by attention on packed K and V and on packed latents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PackedBackend(AttentionBackend):
         super().__init__()
         if model_runner.is_draft_worker:
             raise InputError(
-                "the draft keeps a cache of its own in the model's dtype: name the backend that reads it, as in "
+                "the draft has its own cache in the model's dtype: name the backend that reads it, as in "
                 "--speculative-draft-attention-backend fa3"
             )
         self.device = torch.device(model_runner.device)
@@ -36,23 +36,23 @@ class PackedBackend(AttentionBackend):
         self.forward_metadata = eager_step(forward_batch, self._tables) if forward_batch.batch_size else None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Before graphs of up to so many requests and tokens are captured."""
+        """Before graphs of up to ``max_bs`` requests and ``max_num_tokens`` tokens are captured."""
         self._graph = GraphTables(max_bs, max_num_tokens, self._tables, self.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a graph is captured or replayed: nothing but which tables it reads."""
+        """Before a graph is captured or replayed: selects the tables that it reads."""
         step, _ = self._graph_step(forward_batch)
         self.forward_metadata = step
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Recorded at the head of the graph: brings its tables up to date."""
+        """Recorded at the start of the graph: updates its tables."""
         step, more = self._graph_step(forward_batch)
         assert self._graph is not None
         self._graph.fill(forward_batch, step, more)
         self.forward_metadata = step
 
     def _graph_step(self, batch: Any) -> tuple[Step, int]:
-        """The tables of a batch's graph, and how many tokens its lengths do not count yet."""
+        """The tables of a batch's graph, and the number of tokens that its lengths do not include yet."""
         if self._graph is None:
             raise UnsupportedError("SGLang captures a graph without init_cuda_graph_state")
         if batch.forward_mode.is_decode_or_idle():
@@ -61,32 +61,26 @@ class PackedBackend(AttentionBackend):
             each = verified_tokens(batch)
             return self._graph.step(batch.batch_size, each), each
         raise UnsupportedError(
-            f"slimkv's graphs are of decode and of verification, not of {batch.forward_mode.name}: "
+            f"slimkv captures graphs for decode and verification, not for {batch.forward_mode.name}: "
             "use --disable-prefill-cuda-graph"
         )
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        """One query of every request."""
+        """Decode, prefill with or without a prefix in the cache, mixed batches, and verification."""
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **more)
 
-    def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
-    ) -> Tensor:
-        """Prefill, with or without a prefix in the cache, mixed batches, and verification."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **more)
+    forward_extend = forward_decode
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of padding requests."""
         return 1
 
-    def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """The same, which SGLang asks on CPUs where ranks pad their batches to one another's."""
-        return 1
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Chains are causal: nothing depends on what was drafted."""
+        """Chains are causal: nothing depends on the drafted tokens."""
 
     def support_triton(self) -> bool:
         """SGLang's Triton helpers may run beside it on a GPU."""
@@ -94,7 +88,7 @@ class PackedBackend(AttentionBackend):
 
 
 def refuse_unknown(others: Mapping[str, Any]) -> None:
-    """Raises for arguments of a model that slimkv's attention does not know."""
+    """Raises for arguments of a model's attention that slimkv does not support."""
     asked = [name for name, value in others.items() if value is not None and value is not False]
     if asked:
-        raise UnsupportedError(f"slimkv does not know what this model asks of its attention: {', '.join(asked)}")
+        raise UnsupportedError(f"slimkv does not support these arguments of the model's attention: {', '.join(asked)}")

@@ -1,12 +1,13 @@
 """How SGLang finds slimkv: the ``sglang.srt.plugins`` entry point, run once in each of its processes.
 
-It names a backend and hooks a few methods, which do what they did while slimkv is not the attention backend.
+It registers a backend and hooks a few methods. The hooks do nothing unless slimkv is the attention backend.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from slimkv.errors import SlimKVError
@@ -18,16 +19,18 @@ _CONFIGURATORS = "sglang.srt.model_executor.pool_configurator"
 _DEFAULT = f"{_CONFIGURATORS}.DefaultPoolConfigurator"
 _WINDOWED = f"{_CONFIGURATORS}.HybridSWAPoolConfigurator"
 _POOL_CLASS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
-# SGLang's methods, and the functions of slimkv's sizing around them.
-HOOKS = {
-    f"{_DEFAULT}.__init__": "default_init",
-    f"{_DEFAULT}._compute_cell_size": "cell_size",
-    f"{_WINDOWED}.__init__": "windowed_init",
-    f"{_WINDOWED}._full_cell_bytes": "full_cell_bytes",
-    f"{_WINDOWED}._swa_cell_bytes": "window_cell_bytes",
-    f"{_WINDOWED}._recompute_cell_size": "recompute_cell_size",
+# SGLang's functions, and slimkv's functions around them, by module and name.
+_AROUND = {
+    f"{_DEFAULT}.__init__": "sizing.default_init",
+    f"{_DEFAULT}._compute_cell_size": "sizing.cell_size",
+    f"{_WINDOWED}.__init__": "sizing.windowed_init",
+    f"{_WINDOWED}._full_cell_bytes": "sizing.full_cell_bytes",
+    f"{_WINDOWED}._swa_cell_bytes": "sizing.window_cell_bytes",
+    f"{_WINDOWED}._recompute_cell_size": "sizing.recompute_cell_size",
+    _POOL_CLASS: "plugin.pool_class",
+    HOST_POOL: "pool.build_host_pool",
 }
-TARGETS = (*HOOKS, _POOL_CLASS)
+TARGETS = tuple(target for target in _AROUND if target != HOST_POOL)  # without which the cache has the wrong size
 _RPC = "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request"
 
 
@@ -48,18 +51,15 @@ def register() -> None:
 
     add_attention_backend_choices([BACKEND])
     add_deterministic_attention_backend_choices([BACKEND])
-    add_radix_supported_deterministic_attention_backend_choices([BACKEND])  # a hit answers as the miss did
+    add_radix_supported_deterministic_attention_backend_choices([BACKEND])  # a hit gives the same output as a miss
     add_chunked_prefix_cache_attention_backend(BACKEND)
     HYBRID_GDN_SM100_BACKENDS.add(BACKEND)
     register_attention_backend(BACKEND)(_create_backend)
     register_resolution_hook("handle_attention_backend_compatibility")(_defaults)
     register_resolution_hook("handle_other_validations")(_check_options)
-    for target, name in HOOKS.items():
+    listening = {_RPC: "observe.answer"} if os.environ.get(LISTENING) else {}
+    for target, name in {**_AROUND, **listening}.items():
         HookRegistry.register(target, _lazy(name), HookType.AROUND)
-    HookRegistry.register(_POOL_CLASS, _pool_class, HookType.AROUND)
-    HookRegistry.register(HOST_POOL, _host_pool, HookType.AROUND)
-    if os.environ.get(LISTENING):
-        HookRegistry.register(_RPC, _answer, HookType.AROUND)
 
 
 def _is_chosen(server_args: Any) -> bool:
@@ -69,7 +69,7 @@ def _is_chosen(server_args: Any) -> bool:
 
 
 def _defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """While SGLang resolves its arguments: the page size where none was given, and which graphs it captures."""
+    """While SGLang resolves its arguments: sets the default page size, and which graphs it captures."""
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolved_view
     from sglang.srt.configs.model_config import AttentionArch
 
@@ -83,7 +83,7 @@ def _defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def _prefill_without_graphs(server_args: Any) -> None:
-    """Prefill expands latents, as many as are cached, which no graph holds: none are captured unless asked for."""
+    """Captures no prefill graphs unless the user asks for them: the number of latents that prefill expands varies."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
@@ -95,7 +95,7 @@ def _prefill_without_graphs(server_args: Any) -> None:
 
 
 def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """While SGLang resolves its arguments: refuses, before it starts any process, what cannot work."""
+    """While SGLang resolves its arguments, before it starts any process: raises for unsupported options."""
     previous(server_args)
     if _is_chosen(server_args):
         from slimkv.integrations.sglang import refusals, settings
@@ -106,18 +106,18 @@ def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def _lazy(name: str) -> Callable[..., Any]:
-    """A function of ``slimkv.integrations.sglang.sizing`` that is imported at its first call."""
+    """A function of ``slimkv.integrations.sglang``, by module and name, that is imported at its first call."""
+    module, _, function = name.partition(".")
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from slimkv.integrations.sglang import sizing
+        found = getattr(import_module(f"slimkv.integrations.sglang.{module}"), function)
+        return found(original, *args, **kwargs)
 
-        return getattr(sizing, name)(original, *args, **kwargs)
-
-    around.__name__ = name
+    around.__name__ = function
     return around
 
 
-def _pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: type) -> type:
+def pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: type) -> type:
     """Around ``KVCacheConfigurator._resolve_kv_pool_class``."""
     from slimkv.integrations.sglang.compat import MHATokenToKVPool, MLATokenToKVPool, check_hooks
     from slimkv.integrations.sglang.mla.pool import SlimKVLatentPool
@@ -133,24 +133,8 @@ def _pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: 
         return original(kvc, kind=kind, default=default)
     check_hooks(TARGETS)
     if default is not expected:
-        raise SlimKVError(f"slimkv's pages take the place of SGLang's plain pool, not of {default.__name__}")
+        raise SlimKVError(f"slimkv's pages replace SGLang's plain pool, not {default.__name__}")
     return bind(sized_plan(kvc), TARGETS, ours)
-
-
-def _host_pool(original: Callable[..., Any], **asked: Any) -> Any:
-    """Around ``build_kv_host_pool``."""
-    from slimkv.integrations.sglang.host_pool import host_pool
-    from slimkv.integrations.sglang.pool import PackedPool
-
-    pool = asked["kv_pool"]
-    return host_pool(pool, asked) if isinstance(pool, PackedPool) else original(**asked)
-
-
-def _answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Around ``Scheduler.handle_rpc_request``."""
-    from slimkv.integrations.sglang.observe import answer
-
-    return answer(original, scheduler, request)
 
 
 def _create_backend(runner: Any) -> Any:

@@ -1,11 +1,12 @@
 """``SlimKVPool``: the pages of SGLang's KV cache, in one slab of bytes with a row per layer and page.
 
 SGLang addresses tokens by slots and hands out whole pages of slots, so slot s is position s % page_size of block
-s // page_size. Block 0 takes what is written for padding.
+s // page_size. Padding is written to block 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar, NoReturn
 
@@ -13,23 +14,17 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
-from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.serving.layer import ServedLayer
 from slimkv.integrations.serving.model import shared_codec
-from slimkv.integrations.sglang.compat import (
-    GPU_MEMORY_TYPE_KV_CACHE,
-    KVCache,
-    MHATokenToKVPool,
-    check_hooks,
-    unwrap_write_loc,
-)
-from slimkv.integrations.sglang.host_pool import device_pool_infos
+from slimkv.integrations.sglang import compat
+from slimkv.integrations.sglang.host_pool import device_pool_infos, host_pool
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
-from slimkv.ops import PackedKV, Rounding
+from slimkv.ops import PackedKV
 
 
-class PackedPool(KVCache):
-    """What pools of K and V and pools of latents share: the slab, and its tokens as bytes.
+class PackedPool(compat.KVCache):
+    """The common part of pools of K and V and pools of latents: the slab, and its tokens as bytes.
 
     A model's pool is a subclass that knows the model's plan (see ``bind``).
     """
@@ -38,26 +33,26 @@ class PackedPool(KVCache):
     hooks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, size: int, page_size: int, dtype: torch.dtype, **others: Any) -> None:
-        check_hooks(self.hooks)
+        compat.check_hooks(self.hooks)
         if others.get("post_capture_active"):
             raise UnsupportedError("slimkv allocates its pages before graphs are captured, not after")
         if others.get("quant_method") is not None:
-            raise UnsupportedError("slimkv stores its own formats; SGLang is to quantise its cache in another one")
+            raise UnsupportedError("slimkv stores its own formats: leave out SGLang's own quantisation of the cache")
         if page_size != self.plan.page_size:
             raise InputError(f"SGLang builds pages of {page_size} tokens, but sized ones of {self.plan.page_size}")
         super().__init__(size=size, page_size=page_size, dtype=dtype, **others)
 
     def _create_buffers(self) -> None:
         """Allocates the slab; SGLang calls it while it constructs the pool."""
-        # Models write K and V past set_kv_buffer into pools of their own dtype: this is none.
+        # Some models bypass set_kv_buffer and write K and V into pools of their own dtype; uint8 prevents that.
         self.dtype = self.store_dtype = torch.uint8
         self.layers: tuple[LayerPages, ...] = self.plan.groups[self.allocation_label]
         self._check_shapes()
         self.num_blocks = -(-(self.size + self.page_size) // self.page_size)
         sizes = [self.num_blocks * pages.row_bytes for pages in self.layers]
-        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), self._memory():
+        with self.memory_saver_adapter.region(compat.GPU_MEMORY_TYPE_KV_CACHE), self._memory():
             self._slab = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
-        # SGLang divides memory by the bytes of a token, so these must be what a token takes here.
+        # SGLang divides memory by the bytes per token that it was told, so both must agree.
         sized = self.plan.token_bytes(self.allocation_label) * self.num_blocks * self.page_size
         if self._slab.nbytes != sized:
             raise UnsupportedError(f"slimkv allocated {self._slab.nbytes} bytes where SGLang was told {sized}")
@@ -65,8 +60,7 @@ class PackedPool(KVCache):
             piece.view(self.num_blocks, pages.num_kv_heads, pages.layout.page_bytes)
             for piece, pages in zip(self._slab.split(sizes), self.layers, strict=True)
         )
-        self._codecs = tuple(shared_codec(pages.layout.spec, self._slab.device) for pages in self.layers)
-        self._offsets: tuple[LayerOffset | None, ...] = (None,) * len(self.layers)
+        self.served = tuple(self._served(pages) for pages in self.layers)
 
     def _check_shapes(self) -> None:
         """Raises unless SGLang builds the layers it sized."""
@@ -82,8 +76,11 @@ class PackedPool(KVCache):
                 )
 
     def _shape(self) -> tuple[int, int, int]:
-        """KV heads, and the dimensions of what is stored of a token in the place of K and of V."""
+        """KV heads, and the sizes of a token's two parts: K and V, or latent and rope part."""
         raise NotImplementedError
+
+    def _served(self, pages: LayerPages) -> ServedLayer:
+        return ServedLayer(shared_codec(pages.layout.spec, self._slab.device))
 
     def _memory(self) -> Any:
         return torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
@@ -100,13 +97,7 @@ class PackedPool(KVCache):
         """
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(index)
-        offset = self._offsets[index]
-        return PackedKV(
-            self._pages[index],
-            self._codecs[index],
-            self.layers[index].layout,
-            None if offset is None else offset.tensor,
-        )
+        return self.served[index].packed(self._pages[index], self.layers[index].layout)
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """Copies single tokens between slots, in all layers."""
@@ -142,49 +133,37 @@ class PackedPool(KVCache):
             [of.row_bytes for of in self.layers],
         )
 
-    # -- what would bypass the codes ---------------------------------------------------------------------------------
+    # -- access that would bypass the codes ----------------------------------------------------------------------------
 
     def _refuse(self, layer_id: int) -> NoReturn:
         raise UnsupportedError(
-            f"something asks for the cached tensors of layer {layer_id}, but slimkv's cache holds codes, which nobody "
-            "but its own attention backend reads; see the traceback for who asks, and serve this model or option with "
-            "SGLang's own attention backend"
+            f"the caller in the traceback reads the cached tensors of layer {layer_id}, but slimkv's cache holds codes "
+            "for its own attention backend: serve this model or option with SGLang's own attention backend"
         )
 
-    def get_key_buffer(self, layer_id: int) -> NoReturn:
-        """There is no tensor of keys."""
-        self._refuse(layer_id)
-
-    def get_value_buffer(self, layer_id: int) -> NoReturn:
-        """There is no tensor of values."""
-        self._refuse(layer_id)
-
-    def get_kv_buffer(self, layer_id: int) -> NoReturn:
-        """There are no tensors of keys and values."""
-        self._refuse(layer_id)
+    get_key_buffer = get_value_buffer = get_kv_buffer = _refuse
 
     def get_device_pool_infos(self) -> tuple[Any, ...]:
         """Where the rows of pages are, for SGLang's hierarchical cache."""
         return device_pool_infos(self)
 
 
-class SlimKVPool(PackedPool, MHATokenToKVPool):
+class SlimKVPool(PackedPool, compat.MHATokenToKVPool):
     """K and V of all layers as codes."""
 
     def _create_buffers(self) -> None:
-        """See ``PackedPool``; then what a calibration and earlier prompts know of each layer."""
+        """See ``PackedPool``."""
         self.k_scale_buffer = self.v_scale_buffer = None
         self.native_k_scale_buffer = self.native_v_scale_buffer = None
         self.dq_k_buffer = self.dq_v_buffer = None
         super()._create_buffers()
-        model, layers = self.plan.model, tuple(zip(self.layers, self._codecs, strict=True))
-        self._query_aware = tuple(model.matrices(of.layer, codec, of.num_kv_heads) for of, codec in layers)
-        self._offsets = tuple(
-            model.layer_offset(of.layer, codec.spec, of.num_kv_heads, codec.device)
-            if model.centres(codec.spec)
-            else None
-            for of, codec in layers
-        )
+
+    def _served(self, pages: LayerPages) -> ServedLayer:
+        model, spec, held = self.plan.model, pages.layout.spec, pages.num_kv_heads
+        codec = shared_codec(spec, self._slab.device)
+        offset = model.layer_offset(pages.layer, spec, held, codec.device) if model.centres(spec) else None
+        matrices = model.matrices(pages.layer, codec, held)
+        return ServedLayer(codec, matrices, offset, self.plan.config.backend, padding=self.page_size)
 
     def _shape(self) -> tuple[int, int, int]:
         return self.head_num, self.head_dim, self.v_head_dim
@@ -214,7 +193,7 @@ class SlimKVPool(PackedPool, MHATokenToKVPool):
         """
         if dcp_kv_mask is not None:
             raise UnsupportedError("slimkv does not run under decode context parallelism; use --tp-size")
-        slots, _, _ = unwrap_write_loc(loc_info)
+        slots, _, _ = compat.unwrap_write_loc(loc_info)
         index = (layer.layer_id if layer_id_override is None else layer_id_override) - self.start_layer
         self.store(index, slots, cache_k, cache_v)
 
@@ -224,19 +203,9 @@ class SlimKVPool(PackedPool, MHATokenToKVPool):
     ) -> None:  # fmt: skip
         """key, value [tokens, num_kv_heads, dim] of the pool's ``index``-th layer -> ``slots`` [tokens].
 
-        ``matrix_index``: int32 [tokens], the range of positions each token is in; a calibration that has several needs
-        it. ``starts``: int32 [requests + 1], where requests begin, if a key offset is learnt from the first alone.
+        ``matrix_index`` and ``starts``: see ``ServedLayer.store``.
         """
-        matrices, offset = self._query_aware[index], self._offsets[index]
-        if offset is not None and not offset.known:
-            first = None if starts is None else int(starts[1])
-            offset.learn(key, slots >= self.page_size, self._pages[index][1:], first)  # block 0 takes padding
-        rounding = None if matrices is None else Rounding(matrices, matrix_index if matrices.ndim == 4 else None)
-        ops.store_kv(key, value, self.packed(index), slots, rounding, backend=self.plan.config.backend)
-
-    def query_aware(self, index: int) -> Tensor | None:
-        """The calibration's matrices of the pool's ``index``-th layer."""
-        return self._query_aware[index]
+        self.served[index].store(key, value, self.packed(index), slots, matrix_index, starts)
 
     def get_v_head_dim(self) -> int:
         """Dimensions of a value."""
@@ -249,10 +218,16 @@ class SlimKVPool(PackedPool, MHATokenToKVPool):
         return shapes[0], shapes[1]
 
     def set_kv_buffer_prefix_valid(self, layer: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        """Only drafts of blocks write in this way."""
+        """Only drafts of blocks write this way."""
         self._refuse(layer.layer_id)
 
 
 def bind(plan: CachePlan, hooks: tuple[str, ...], pool: type[PackedPool] = SlimKVPool) -> type[Any]:
     """The pool class for one model: SGLang constructs it with the arguments of its own pools."""
     return type(pool.__name__, (pool,), {"plan": plan, "hooks": hooks, "__module__": pool.__module__})
+
+
+def build_host_pool(original: Callable[..., Any], **asked: Any) -> Any:
+    """Around ``build_kv_host_pool``."""
+    pool = asked["kv_pool"]
+    return host_pool(pool, asked) if isinstance(pool, PackedPool) else original(**asked)

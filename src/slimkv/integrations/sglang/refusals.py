@@ -7,35 +7,27 @@ from typing import Any
 
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.sglang.compat import (
-    AttentionType,
-    RadixAttention,
-    attention_backends_of,
-    context_parallel_sizes,
-    full_attention_layers,
-    is_deepseek_dsa,
-    server_options,
-)
+from slimkv.integrations.sglang import compat
 from slimkv.integrations.sglang.names import BACKEND
 from slimkv.spec import BLOCK_SIZES, TILE_TOKENS
 
 PAGE_SIZES = tuple(size for size in BLOCK_SIZES if size >= TILE_TOKENS)
 CACHE_DTYPES = ("auto", "bf16", "bfloat16")
-# Drafts that are verified in causal order when topk is 1, and those of them that no model makes.
+# Algorithms whose drafts are chains when topk is 1, and those of them without a draft model.
 CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DSPARK", "NGRAM")
 WITHOUT_MODEL = ("NGRAM",)
 HOST_LAYOUT = "layer_first"
-MAX_HEAD_DIM = 512  # what the kernels hold in registers
+MAX_HEAD_DIM = 512  # limit of the kernels' registers
 
-_OWN_POOL = "it keeps K and V in pools of its own"
+_OWN_POOL = "it keeps K and V in its own pools"
 _MOVES_KV = "it moves K and V as separate tensors of tokens"
-# Options that must be at these values, and why they may not be others.
+# Options that must have one of these values, and the reason.
 _OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_unified_memory": ((False, None), _OWN_POOL),
     "enable_kv_cache_sharding": ((False, None), _OWN_POOL),
     "enable_page_major_kv_layout": ((False, None), _OWN_POOL),
     "prefill_only_disable_kv_cache": ((False, None), "there is no cache to pack"),
-    "hicache_storage_backend": ((None,), "what is stored there does not say what its bytes mean"),
+    "hicache_storage_backend": ((None,), "the stored bytes do not record their format"),
     "enable_hisparse": ((False, None), _MOVES_KV),
     "enable_lmcache": ((False, None), _MOVES_KV),
     "enable_flexkv": ((False, None), _MOVES_KV),
@@ -45,8 +37,8 @@ _OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_two_batch_overlap": ((False, None), "it is not tested with slimkv"),
     "enable_pdmux": ((False, None), "it is not tested with slimkv"),
     "enable_prefill_cp": ((False, None), "ranks would share the tokens of a sequence"),
-    "enable_mis": ((False, None), "several items of a prompt would not see one another"),
-    "dllm_algorithm": ((None,), "diffusion models attend both ways"),
+    "enable_mis": ((False, None), "items of one prompt would not attend to one another"),
+    "dllm_algorithm": ((None,), "diffusion models attend in both directions"),
     "speculative_adaptive": ((False, None), "the number of verified tokens would change"),
     "enable_nvidia_megakernel": ((False, None), "it bypasses the attention backend"),
     "enable_amd_monokernel": ((False, None), "it bypasses the attention backend"),
@@ -60,17 +52,17 @@ def flag(name: str) -> str:
 
 def check_options(server_args: Any) -> None:
     """Raises for server arguments with which slimkv cannot serve."""
-    options = server_options(server_args)
-    prefill, decode = attention_backends_of(options)
+    options = compat.server_options(server_args)
+    prefill, decode = compat.attention_backends_of(options)
     if prefill != BACKEND or decode != BACKEND:
         raise InputError(
-            f"slimkv's pages are read by slimkv's attention only: prefill is to use {prefill!r} and decode {decode!r}; "
-            f"use --attention-backend {BACKEND} and leave --prefill-attention-backend and --decode-attention-backend"
+            f"only slimkv's attention reads slimkv's pages, but prefill uses {prefill!r} and decode {decode!r}; "
+            f"use --attention-backend {BACKEND} without --prefill-attention-backend and --decode-attention-backend"
         )
     if options.page_size not in PAGE_SIZES:
         raise InputError(
             f"--page-size {options.page_size} does not fit slimkv's pages; use one of "
-            f"{', '.join(map(str, PAGE_SIZES))}, best 64"
+            f"{', '.join(map(str, PAGE_SIZES))}; 64 is best"
         )
     if options.kv_cache_dtype not in CACHE_DTYPES:
         raise InputError(
@@ -82,15 +74,15 @@ def check_options(server_args: Any) -> None:
             raise UnsupportedError(f"slimkv does not work with {flag(name)} ({value!r}): {reason}; leave it out")
     if getattr(options, "enable_hierarchical_cache", False) and options.hicache_mem_layout != HOST_LAYOUT:
         raise InputError(
-            f"slimkv's pages lie in host memory layer by layer: --hicache-mem-layout must be {HOST_LAYOUT}, not "
+            f"slimkv stores its pages in host memory layer by layer: --hicache-mem-layout must be {HOST_LAYOUT}, not "
             f"{options.hicache_mem_layout}"
         )
     _check_speculation(options)
 
 
 def check_deterministic(server_args: Any, config: KVCacheConfig) -> None:
-    """Raises for options with which answers would depend on more than their prompts."""
-    if config.deterministic and server_options(server_args).enable_mixed_chunk:
+    """Raises for options with which outputs would depend on more than their prompts."""
+    if config.deterministic and compat.server_options(server_args).enable_mixed_chunk:
         raise UnsupportedError(
             "deterministic: SGLang does not say which requests of a mixed batch are in their prompts; leave out "
             "--enable-mixed-chunk"
@@ -104,7 +96,7 @@ def _check_speculation(options: Any) -> None:
     algorithm = algorithm.upper()
     if algorithm not in CHAINS:
         raise UnsupportedError(
-            f"slimkv verifies chains of drafted tokens, not what --speculative-algorithm {algorithm} drafts; "
+            f"slimkv verifies chains of drafted tokens, and --speculative-algorithm {algorithm} drafts something else; "
             f"use one of {', '.join(CHAINS)} with --speculative-eagle-topk 1"
         )
     if (options.speculative_eagle_topk or 1) != 1:
@@ -117,20 +109,21 @@ def _check_speculation(options: Any) -> None:
         return
     if options.speculative_draft_attention_backend in (None, BACKEND):
         raise InputError(
-            "the draft keeps a cache of its own in the model's dtype: name the backend that reads it, as in "
+            "the draft has its own cache in the model's dtype: name the backend that reads it, as in "
             "--speculative-draft-attention-backend fa3"
         )
 
 
 def check_parallelism() -> None:
-    """Raises where several ranks would share the tokens of a sequence."""
-    for name, size in context_parallel_sizes().items():
+    """Raises if several ranks share the tokens of a sequence."""
+    parallel = compat.get_parallel()
+    for name, size in (("--dcp-size", parallel.attn_dcp_size), ("--attn-cp-size", parallel.attn_cp_size)):
         if size > 1:
             raise UnsupportedError(f"slimkv does not run under context parallelism ({name} {size}); use --tp-size")
 
 
 def check_model(kvc: Any, config: KVCacheConfig) -> None:
-    """Raises for a model whose cache is of another kind than K and V of tokens, or a latent of each."""
+    """Raises for a model that caches neither K and V nor latents."""
     if kvc.use_mla_backend:
         _check_latents(kvc, config)
     if kvc.model_config.is_encoder_decoder:
@@ -142,11 +135,11 @@ def check_model(kvc: Any, config: KVCacheConfig) -> None:
 
 
 def _check_latents(kvc: Any, config: KVCacheConfig) -> None:
-    """Raises for what slimkv's latent attention does not do."""
+    """Raises for features that slimkv's latent attention does not support."""
     model = kvc.model_config
     asked = {
-        "sparse latent attention, of models with an indexer (DeepSeek V3.2, GLM-5)": is_deepseek_dsa(model.hf_config),
-        "latent attention beside linear attention (Kimi-Linear)": full_attention_layers(kvc) is not None,
+        "sparse latent attention (DeepSeek V3.2, GLM-5)": compat.is_deepseek_dsa(model.hf_config),
+        "latent attention beside linear attention (Kimi-Linear)": compat.full_attention_layers(kvc) is not None,
         "latent attention in sliding windows": kvc.is_hybrid_swa,
         "queries that are scaled by position (llama_4_scaling)": getattr(model.hf_config, "llama_4_scaling", None),
         "latents without a rope part": not model.qk_rope_head_dim,
@@ -154,41 +147,32 @@ def _check_latents(kvc: Any, config: KVCacheConfig) -> None:
     for what, found in asked.items():
         if found:
             raise UnsupportedError(f"slimkv does not serve {what} in SGLang; use its own attention backend")
-    if getattr(server_options(kvc.server_args), "enable_lora", False):
-        raise UnsupportedError("slimkv folds a rotation into absorbed projections, which --enable-lora would change")
+    if getattr(compat.server_options(kvc.server_args), "enable_lora", False):
+        raise UnsupportedError("slimkv folds a rotation into absorbed projections; --enable-lora would change them")
     config.refuse("latent attention", "calibration")
 
 
 def check_layers(model: Any, max_head_dim: float = MAX_HEAD_DIM) -> None:
-    """Raises for a layer that asks of its attention what slimkv does not do."""
+    """Raises for a layer whose attention has a feature that slimkv does not support."""
     for layer in attention_layers(model):
-        asked = _unsupported(layer, max_head_dim)
-        if asked is not None:
-            raise UnsupportedError(
-                f"slimkv does not serve layer {layer.layer_id} of this model, which has {asked}; "
-                "use SGLang's own attention backend"
-            )
+        dims = layer.qk_head_dim, layer.v_head_dim
+        features = {
+            "cross attention": layer.is_cross_attention,
+            f"attention of type {layer.attn_type.value}": layer.attn_type != compat.AttentionType.DECODER,
+            "attention in chunks (use_irope)": layer.use_irope,
+            f"position encoding inside attention ({layer.pos_encoding_mode})": layer.pos_encoding_mode != "NONE",
+            f"a soft cap by {layer.logit_capping_method}": layer.logit_cap and layer.logit_capping_method != "tanh",
+            "a temperature by length (xai_temperature_len)": layer.xai_temperature_len > 0,
+            f"heads of {dims[0]} and {dims[1]} dimensions (the limit is {max_head_dim})": max(dims) > max_head_dim,
+        }
+        for feature, found in features.items():
+            if found:
+                raise UnsupportedError(
+                    f"slimkv does not serve layer {layer.layer_id} of this model, which has {feature}; "
+                    "use SGLang's own attention backend"
+                )
 
 
 def attention_layers(model: Any) -> Iterator[Any]:
     """The layers of a model that keep K and V in the cache."""
-    return (layer for layer in model.modules() if isinstance(layer, RadixAttention))
-
-
-def _unsupported(layer: Any, max_head_dim: float) -> str | None:
-    """The feature of a layer that slimkv does not support, or None."""
-    if layer.is_cross_attention:
-        return "cross attention"
-    if layer.attn_type != AttentionType.DECODER:
-        return f"attention of type {layer.attn_type.value}"
-    if layer.use_irope:
-        return "attention in chunks (use_irope)"
-    if layer.pos_encoding_mode != "NONE":
-        return f"position encoding inside attention ({layer.pos_encoding_mode})"
-    if layer.logit_cap and layer.logit_capping_method != "tanh":
-        return f"a soft cap by {layer.logit_capping_method}"
-    if layer.xai_temperature_len > 0:
-        return "a temperature by length (xai_temperature_len)"
-    if max(layer.qk_head_dim, layer.v_head_dim) > max_head_dim:
-        return f"heads of {layer.qk_head_dim} and {layer.v_head_dim} dimensions (up to {max_head_dim} are known)"
-    return None
+    return (layer for layer in model.modules() if isinstance(layer, compat.RadixAttention))

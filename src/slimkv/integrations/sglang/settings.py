@@ -1,4 +1,4 @@
-"""Where SGLang's users set slimkv: the ``slimkv`` entry of ``--json-model-override-args``, ``KVCacheConfig``'s fields.
+"""Settings in SGLang: the ``slimkv`` entry of ``--json-model-override-args`` holds the fields of ``KVCacheConfig``.
 
 {"slimkv": {"format": "k4v4", "layers": {"0-1": "fp8", "-1": "raw"}}}
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError, SlimKVError
+from slimkv.errors import InputError
+from slimkv.integrations.serving.model import KEY, parse_settings
 from slimkv.integrations.sglang.compat import server_options
 
-KEY = "slimkv"
 OPTION = "--json-model-override-args"
 EXAMPLE = f'--attention-backend slimkv --page-size 64 {OPTION} \'{{"slimkv": {{"format": "k4v4"}}}}\''
 
@@ -28,11 +27,5 @@ def parse(server_args: Any) -> KVCacheConfig:
         raise InputError(f"{OPTION} is not JSON: {error}; use {EXAMPLE}") from error
     if not isinstance(given, Mapping):
         raise InputError(f"{OPTION} must be an object, not {given!r}; use {EXAMPLE}")
-    config = KVCacheConfig.parse(given.get(KEY, {}))
-    config.refuse("SGLang", "sink_tokens", "recent_tokens", "age", "memory")
-    if not getattr(server_options(server_args), "enable_deterministic_inference", False):
-        return config
-    try:
-        return replace(config, deterministic=True)
-    except SlimKVError as error:
-        raise type(error)(f"--enable-deterministic-inference sets deterministic; {error}") from error
+    deterministic = getattr(server_options(server_args), "enable_deterministic_inference", False)
+    return parse_settings(given.get(KEY, {}), "SGLang", "--enable-deterministic-inference" if deterministic else None)

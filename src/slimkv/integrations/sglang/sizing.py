@@ -1,7 +1,6 @@
-"""How many bytes a token takes: the formats of a model's layers, and what SGLang's configurators are told.
+"""Bytes per token: the formats of a model's layers, and the sizes that SGLang's configurators use.
 
-One plan serves both: SGLang divides memory by its bytes, and the pool allocates from it. So what is sized is what is
-allocated.
+SGLang divides memory by the bytes of the same plan from which the pool allocates, so the two sizes agree.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class CachePlan:
 
     @property
     def config(self) -> KVCacheConfig:
-        """How the cache is set up."""
+        """The configuration of the cache."""
         return self.model.settings
 
     def token_bytes(self, label: str | None) -> int:
@@ -59,7 +58,7 @@ class CachePlan:
 
     @cached_property
     def position_edges(self) -> tuple[int, ...] | None:
-        """Where ranges of positions end whose keys are rounded alike; None without a calibration."""
+        """The ends of the position ranges of a calibration; None without one."""
         known = self.model.calibration
         return None if known is None else known.position_edges(self.model.max_positions)
 
@@ -69,15 +68,11 @@ class CachePlan:
         return {pages.layer: pages for group in self.groups.values() for pages in group}
 
 
-@dataclass(frozen=True)
-class _Shape:
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
+_Shape = tuple[int, int, int]  # KV heads, and the sizes of keys and values, or of latents and rope parts
 
 
 def make_plan(kvc: Any) -> CachePlan:
-    """The plan for SGLang's KV cache configurator; raises for what slimkv cannot serve."""
+    """The plan for SGLang's KV cache configurator; raises for models and options that slimkv cannot serve."""
     refusals.check_options(kvc.server_args)
     refusals.check_parallelism()
     config = settings.parse(kvc.server_args)
@@ -93,9 +88,9 @@ def make_plan(kvc: Any) -> CachePlan:
     )  # fmt: skip
 
     def pages(layer: int, shape: _Shape) -> LayerPages:
-        dims = shape.key_dim, shape.value_dim
-        spec = model.layer_spec(layer, *dims, str(kvc.kv_cache_dtype), latent=kvc.use_mla_backend)
-        return LayerPages(layer, page_layout(spec, kvc.page_size), shape.num_kv_heads)
+        heads, key_dim, value_dim = shape
+        spec = model.layer_spec(layer, key_dim, value_dim, str(kvc.kv_cache_dtype), latent=kvc.use_mla_backend)
+        return LayerPages(layer, page_layout(spec, kvc.page_size), heads)
 
     groups = {
         label: tuple(pages(layer, shape) for layer in layers) for label, (layers, shape) in _geometry(kvc).items()
@@ -104,31 +99,28 @@ def make_plan(kvc: Any) -> CachePlan:
 
 
 def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:
-    """The layers and shapes of each pool that SGLang is going to build, as it will ask for them."""
+    """The layers and shapes of each pool that SGLang is going to build."""
     model, (_, ranks), info = kvc.model_config, attention_tp(), kvc.layer_info
     layers = list(range(info.start_layer, info.start_layer + info.num_effective_layers))
-    if kvc.use_mla_backend:  # every rank holds what all heads share
-        return {None: (layers, _Shape(1, model.kv_lora_rank, model.qk_rope_head_dim))}
+    if kvc.use_mla_backend:  # all heads share them, so every rank holds them
+        return {None: (layers, (1, model.kv_lora_rank, model.qk_rope_head_dim))}
     heads = model.get_num_kv_heads(ranks)
     if kvc.is_hybrid_swa:
         if not kvc.is_hybrid_swa_compress:  # both pools then have the shape of the full layers
-            full = window = _Shape(heads, model.head_dim, model.head_dim)
+            full = window = (heads, model.head_dim, model.head_dim)
         else:
-            full = _Shape(heads, model.head_dim, model.v_head_dim)
-            window = _Shape(model.get_swa_num_kv_heads(ranks), model.swa_head_dim, model.swa_v_head_dim)
-        return {
-            FULL: (list(info.full_attention_layer_ids), full),
-            WINDOW: (list(info.swa_attention_layer_ids), window),
-        }
+            full = (heads, model.head_dim, model.v_head_dim)
+            window = (model.get_swa_num_kv_heads(ranks), model.swa_head_dim, model.swa_v_head_dim)
+        return {FULL: (list(info.full_attention_layer_ids), full), WINDOW: (list(info.swa_attention_layer_ids), window)}
     hybrid = full_attention_layers(kvc)
     if hybrid is not None:
-        return {None: (hybrid, _Shape(heads, model.head_dim, model.head_dim))}
-    return {None: (layers, _Shape(heads, model.head_dim, model.v_head_dim))}
+        return {None: (hybrid, (heads, model.head_dim, model.head_dim))}
+    return {None: (layers, (heads, model.head_dim, model.v_head_dim))}
 
 
-# -- hooks: what SGLang's configurators are told -----------------------------------------------------------------------
+# -- hooks around SGLang's configurators ------------------------------------------------------------------------------
 
-_plans: list[tuple[Any, CachePlan]] = []  # of this process's configurators; they cannot be hashed
+_plans: dict[int, tuple[Any, CachePlan]] = {}  # by the id of a configurator, which is kept alive
 
 
 def packs(kvc: Any) -> bool:
@@ -138,23 +130,19 @@ def packs(kvc: Any) -> bool:
 
 def plan_of(kvc: Any) -> CachePlan:
     """The plan of a configurator; made once."""
-    for known, plan in _plans:
-        if known is kvc:
-            return plan
-    plan = make_plan(kvc)
-    _plans.append((kvc, plan))
-    return plan
+    if id(kvc) not in _plans:
+        _plans[id(kvc)] = kvc, make_plan(kvc)
+    return _plans[id(kvc)][1]
 
 
 def sized_plan(kvc: Any) -> CachePlan:
-    """The plan with which SGLang divided memory; raises if it did so without asking."""
-    for known, plan in _plans:
-        if known is kvc:
-            return plan
-    raise UnsupportedError(
-        "SGLang sized its KV cache without asking slimkv how many bytes a token takes; this model or version sizes it "
-        "in a way slimkv does not know"
-    )
+    """The plan with which SGLang divided memory; raises if SGLang did not use one."""
+    if id(kvc) not in _plans:
+        raise UnsupportedError(
+            "SGLang sized its KV cache without asking slimkv for the bytes per token; slimkv does not know how this "
+            "model or version sizes it"
+        )
+    return plan_of(kvc)
 
 
 def cell_size(original: Callable[..., int], configurator: Any, kvc: Any, num_layers: int) -> int:
@@ -164,14 +152,14 @@ def cell_size(original: Callable[..., int], configurator: Any, kvc: Any, num_lay
     plan = plan_of(kvc)
     if len(plan.groups[None]) != num_layers:
         raise UnsupportedError(
-            f"SGLang counts {num_layers} layers with a cache where slimkv sees {len(plan.groups[None])}; "
+            f"SGLang counts {num_layers} layers with a cache, slimkv {len(plan.groups[None])}; "
             "use its own attention backend for this model"
         )
     return plan.token_bytes(None)
 
 
 def default_init(original: Callable[..., None], configurator: Any, kvc: Any) -> None:
-    """Around ``DefaultPoolConfigurator.__init__``: a draft's cache is not packed, so its own bytes are added."""
+    """Around ``DefaultPoolConfigurator.__init__``: adds the bytes of a draft's cache, which is not packed."""
     original(configurator, kvc)
     if packs(kvc) and _draft_layers(kvc):
         configurator._cell_size = plan_of(kvc).token_bytes(None) + _draft_layers(kvc) * _unpacked_bytes(kvc)
@@ -194,40 +182,38 @@ def _unpacked_bytes(kvc: Any) -> int:
     return model.get_num_kv_heads(ranks) * (model.head_dim + model.v_head_dim) * kvc.kv_cache_dtype.itemsize
 
 
-_windowed: list[tuple[Any, CachePlan]] = []  # configurators of sliding-window models, which do not keep their own
+_windowed: dict[int, tuple[Any, CachePlan]] = {}  # configurators of sliding-window models; they do not keep ``kvc``
 
 
 def windowed_init(original: Callable[..., None], configurator: Any, kvc: Any) -> None:
     """Around ``HybridSWAPoolConfigurator.__init__``: remembers the plan for the methods below."""
     if packs(kvc):
-        _windowed.append((configurator, plan_of(kvc)))
+        _windowed[id(configurator)] = configurator, plan_of(kvc)
     original(configurator, kvc)
 
 
-def _windowed_plan(configurator: Any) -> CachePlan | None:
-    return next((plan for known, plan in _windowed if known is configurator), None)
+def _cell_bytes(configurator: Any, label: str, draft: int) -> int | None:
+    """Bytes of a token in a packed pool and ``draft`` bytes of a draft's; None if the pool is not packed."""
+    known = _windowed.get(id(configurator))
+    return None if known is None else known[1].token_bytes(label) + draft
 
 
 def full_cell_bytes(original: Callable[..., int], configurator: Any) -> int:
-    """Around ``HybridSWAPoolConfigurator._full_cell_bytes``: packed layers, and a draft's as SGLang counts them."""
-    plan = _windowed_plan(configurator)
-    if plan is None:
-        return original(configurator)
-    return plan.token_bytes(FULL) + configurator._full_per_token * configurator._draft_full_layers_num
+    """Around ``HybridSWAPoolConfigurator._full_cell_bytes``."""
+    found = _cell_bytes(configurator, FULL, configurator._full_per_token * configurator._draft_full_layers_num)
+    return original(configurator) if found is None else found
 
 
 def window_cell_bytes(original: Callable[..., int], configurator: Any) -> int:
     """Around ``HybridSWAPoolConfigurator._swa_cell_bytes``."""
-    plan = _windowed_plan(configurator)
-    if plan is None:
-        return original(configurator)
-    return plan.token_bytes(WINDOW) + configurator._swa_per_token * configurator._draft_swa_layers_num
+    found = _cell_bytes(configurator, WINDOW, configurator._swa_per_token * configurator._draft_swa_layers_num)
+    return original(configurator) if found is None else found
 
 
 def recompute_cell_size(original: Callable[..., None], configurator: Any) -> None:
-    """Around ``HybridSWAPoolConfigurator._recompute_cell_size``: without full layers it asks neither of the above."""
+    """Around ``HybridSWAPoolConfigurator._recompute_cell_size``: without full layers it calls neither of the above."""
     original(configurator)
-    plan = _windowed_plan(configurator)
+    _, plan = _windowed.get(id(configurator), (None, None))
     if plan is not None and not plan.groups[FULL]:
         unpacked = configurator._swa_per_token * configurator._swa_layers_num
         configurator._cell_size += plan.token_bytes(WINDOW) - unpacked

@@ -15,20 +15,10 @@ from torch import Tensor
 from slimkv.arguments import describe, typed
 from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError, SlimKVError, UnsupportedError
+from slimkv.integrations.transformers import compat
 from slimkv.integrations.transformers.calibration.cached import find_calibration
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.choices import STOCK_FORMATS, check_formats, formats_of, guard_of, seen_keys_of
-from slimkv.integrations.transformers.compat import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-    caches_latents,
-    layer_kinds,
-    refuse_without_cache,
-    stock_layer,
-)
 from slimkv.integrations.transformers.ladder import in_tiers, make_ladder, tier_formats
 from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, PackedSlidingLayer
 from slimkv.integrations.transformers.lazy_kv import PackedStates
@@ -64,7 +54,7 @@ class CacheSize:
         return f"{self.tokens:,} tokens in {self.allocated_bytes:,} bytes; {bf16}"
 
 
-class SlimKVCache(Cache):
+class SlimKVCache(compat.Cache):
     """A packed cache for ``model.generate(past_key_values=cache)`` and for plain forward calls.
 
     Full-attention layers, and sliding or chunked ones, are packed; layers of other kinds (linear attention, state
@@ -86,7 +76,7 @@ class SlimKVCache(Cache):
             masked on decoded keys and values.
     """
 
-    encoder_decoder_class: ClassVar[type[SlimKVCache]]  # set where it is defined
+    encoder_decoder_class: ClassVar[type[SlimKVCache]]  # set in ``encoder_decoder``
 
     def __init__(
         self,
@@ -105,12 +95,11 @@ class SlimKVCache(Cache):
         self._broken: str | None = None
         model = config if isinstance(config, torch.nn.Module) else None
         config = _checked_config(config)
-        refuse_without_cache(config, model)
+        compat.refuse_without_cache(config, model)
         known = find_calibration(self.settings.calibration, config, model)
-        kinds = layer_kinds(config)
-        formats = formats_of(self.settings, known, len(kinds), caches_latents(config))
+        kinds = compat.layer_kinds(config)
+        formats = formats_of(self.settings, known, len(kinds), compat.caches_latents(config))
         check_formats(config, formats, block_size)
-        fresh_raw = self.settings.reads_fresh_raw(shared_pages=False)
         index = MatrixIndex(known) if known is not None else None
         if self.settings.tiered:
             self._tables.ladder = make_ladder(self.settings, kinds, formats, block_size, offloading)
@@ -119,18 +108,20 @@ class SlimKVCache(Cache):
             narrowest = [tier_formats(self.settings, name)[0] for name in formats]
             offsets, seen = {}, seen_keys_of(model, self.settings, known, narrowest)
         guard = guard_of(config, self.settings, known, formats)
-        settings = LayerSettings(self.settings, block_size, fresh_raw, self._tables, known, index, offsets, seen, guard)
+        settings = LayerSettings(self.settings, block_size, self._tables, known, index, offsets, seen, guard)
         layers = [
             _layer(kind, arguments, name, settings, number)
             for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))
         ]
         if self.settings.deterministic:
             _check_deterministic(layers)
-        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
+        compat.Cache.__init__(
+            self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
+        )
         if not self.packed_layers and any(name not in STOCK_FORMATS for name in formats):
             warnings.warn(
                 f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, "
-                "which slimkv leaves as they are; the cache takes as much memory as the stock one",
+                "which slimkv does not pack; the cache takes as much memory as the stock one",
                 stacklevel=2,
             )
 
@@ -141,7 +132,7 @@ class SlimKVCache(Cache):
         return super().__new__(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restored, (type(self),), self.__dict__
+        return compat.Cache.__new__, (type(self),), self.__dict__  # an empty instance, which pickle and copy fill
 
     def __repr__(self) -> str:
         formats = Counter(getattr(layer, "format", "stock") for layer in self.layers)
@@ -165,11 +156,11 @@ class SlimKVCache(Cache):
             raise InputError(f"layer_idx must be a layer's number, not {describe(layer_idx)}")
         if not 0 <= layer_idx < len(self.layers):
             raise InputError(
-                f"layer {layer_idx} was given keys and values, but the config says that layers 0 to "
+                f"layer {layer_idx} was given keys and values, but by the config layers 0 to "
                 f"{len(self.layers) - 1} have a cache"
             )
         try:
-            key, value = Cache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
+            key, value = compat.Cache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
         except SlimKVError:
             self._take_back(self.layers[layer_idx])
             raise
@@ -178,10 +169,10 @@ class SlimKVCache(Cache):
         return key, value
 
     def _take_back(self, failed: Any) -> None:
-        """Undoes the forward pass in which ``failed`` has not stored anything yet."""
+        """Undoes the forward pass in which the layer ``failed`` has not stored anything yet."""
         if not isinstance(failed, PackedLayer) or not failed.is_initialized:
             return
-        ahead = [x for x in self.layers if isinstance(x, CacheLayerMixin) and x.get_seq_length() > failed.tokens]
+        ahead = [x for x in self.layers if isinstance(x, compat.CacheLayerMixin) and x.get_seq_length() > failed.tokens]
         moved = isinstance(failed, TieredLayer) and (ahead or failed.ladder.tokens != failed.packed_tokens)
         if not all(type(x) in (PackedLayer, PackedSlidingLayer) for x in ahead) or moved:
             self._broken = "a forward pass failed after some layers had seen its tokens; reset the cache"
@@ -207,7 +198,7 @@ class SlimKVCache(Cache):
     @property
     def is_linear(self) -> list[bool]:
         """Whether each layer has linear attention and nothing else."""
-        return [not isinstance(layer, CacheLayerMixin) for layer in self.layers]
+        return [not isinstance(layer, compat.CacheLayerMixin) for layer in self.layers]
 
     @property
     def packed_layers(self) -> list[PackedLayer]:
@@ -273,50 +264,45 @@ class SlimKVCache(Cache):
         """
         return load_prompt(cls, path, model, input_ids, fields)
 
-    # -- what changes the batch or the past: the shared tables first, then what layers hold themselves -----------------
+    # -- changes of the batch or the past: the shared tables first, then the layers' own state -------------------------
 
     def reset(self) -> None:
         """Empties the cache and frees its memory."""
-        Cache.reset(self)
+        compat.Cache.reset(self)
         self._tables.clear()
         self._broken = None
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Sequence ``beam_idx[i]`` becomes sequence i."""
-        beam_idx = self._indices(beam_idx)
-        self._select(beam_idx)
-        Cache.reorder_cache(self, beam_idx)
-        self._settle()
+        self._select("reorder_cache", self._indices(beam_idx))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keeps the sequences ``indices``: numbers, or a boolean per sequence, as a tensor or any sequence."""
+        self._select("batch_select_indices", self._indices(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence ``repeats`` times."""
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise InputError(f"sequences can be repeated 1 time or more, not {describe(repeats)} times")
+        self._select("batch_repeat_interleave", repeats)
+
+    def _select(self, method: str, given: Any) -> None:
+        """Changes the batch with a method of ``Cache`` and its argument; keeps a memory budget if the batch grows."""
         for tables in self._tables:
-            tables.select(torch.arange(tables.batch, device=tables.device).repeat_interleave(repeats))
-        Cache.batch_repeat_interleave(self, repeats)
-        self._settle()
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """Keeps the sequences ``indices``: numbers, or a boolean per sequence, as a tensor or any sequence."""
-        indices = self._indices(indices)
-        self._select(indices)
-        Cache.batch_select_indices(self, indices)
-        self._settle()
-
-    @property
-    def _tiered(self) -> TieredLayer | None:
-        """A layer in tiers that holds tokens; all of them hold the same."""
-        return next((x for x in self.layers if isinstance(x, TieredLayer) and x.is_initialized), None)
-
-    def _settle(self) -> None:
-        """Keeps a memory budget where the batch has grown."""
+            repeated = method == "batch_repeat_interleave"
+            tables.select(torch.arange(tables.batch).repeat_interleave(given) if repeated else given)
+        getattr(compat.Cache, method)(self, given)
         if (layer := self._tiered) is not None:
             try:
                 layer.ladder.settle(layer.raw_tokens)
             except SlimKVError as error:
                 self._broken = f"{error}; reset the cache"
                 raise
+
+    @property
+    def _tiered(self) -> TieredLayer | None:
+        """A layer in tiers that holds tokens; all such layers hold the same tokens."""
+        return next((x for x in self.layers if isinstance(x, TieredLayer) and x.is_initialized), None)
 
     def _indices(self, given: Any) -> Tensor:
         """The sequence numbers that ``given`` selects: int64 [count]."""
@@ -337,10 +323,6 @@ class SlimKVCache(Cache):
             indices = torch.where(indices < 0, indices + batch, indices)
         return indices.long()
 
-    def _select(self, index: Tensor) -> None:
-        for tables in self._tables:
-            tables.select(index)
-
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last ``-tokens_to_remove`` tokens (0 or negative, as in transformers 5.22)."""
         if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
@@ -358,7 +340,7 @@ class SlimKVCache(Cache):
                 tables.crop(tokens)
         if (tiered := self._tiered) is not None:
             tiered.ladder.crop(max(tokens - tiered.tail_tokens, 0))
-        Cache.crop(self, tokens_to_remove)
+        compat.Cache.crop(self, tokens_to_remove)
 
 
 @torch.compiler.disable
@@ -375,28 +357,23 @@ def _checked_config(given: Any) -> Any:
     return config
 
 
-def _restored(kind: type[SlimKVCache]) -> SlimKVCache:
-    """An empty instance for ``pickle`` and ``copy`` to fill."""
-    return Cache.__new__(kind)
-
-
 def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSettings, number: int) -> Any:
     """The packed layer that replaces the stock layer of ``kind``, or the stock layer itself."""
-    stock = stock_layer(kind, arguments)
-    if type(stock) is DynamicLayer and kind != "cross_attention" and in_tiers(settings.config, format):
+    stock = compat.stock_layer(kind, arguments)
+    if type(stock) is compat.DynamicLayer and kind != "cross_attention" and in_tiers(settings.config, format):
         return TieredLayer(format, settings, number)
-    if format in STOCK_FORMATS or kind == "cross_attention" or not isinstance(stock, DynamicLayer):
+    if format in STOCK_FORMATS or kind == "cross_attention" or not isinstance(stock, compat.DynamicLayer):
         return stock
-    if isinstance(stock, LinearAttentionCacheLayerMixin):
+    if isinstance(stock, compat.LinearAttentionCacheLayerMixin):
         hybrid = PackedHybridSlidingLayer if "sliding_window" in arguments else PackedHybridLayer
         return hybrid(format, settings, number, arguments)
-    if type(stock) is DynamicSlidingWindowLayer:
+    if type(stock) is compat.DynamicSlidingWindowLayer:
         return PackedSlidingLayer(format, settings, arguments["sliding_window"], kind == "chunked_attention", number)
     # It must treat keys and values as a full-attention layer does, whatever other state it keeps.
     methods = ("update", "lazy_initialization", "get_mask_sizes", "get_seq_length", "get_max_length")
-    if any(getattr(type(stock), name) is not getattr(DynamicLayer, name) for name in methods):
+    if any(getattr(type(stock), name) is not getattr(compat.DynamicLayer, name) for name in methods):
         return stock
-    if type(stock) is not DynamicLayer:
+    if type(stock) is not compat.DynamicLayer:
         return PackedIndexedLayer(format, settings, number, stock)
     return PackedLayer(format, settings, number)
 
@@ -404,15 +381,15 @@ def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSet
 def _check_deterministic(layers: list[Any]) -> None:
     """Raises for layers whose attention would depend on more than a token's own sequence."""
     for number, layer in enumerate(layers):
-        if isinstance(layer, CacheLayerMixin) and type(layer) not in (PackedLayer, PackedHybridLayer):
+        if isinstance(layer, compat.CacheLayerMixin) and type(layer) not in (PackedLayer, PackedHybridLayer):
             raise UnsupportedError(
-                f"deterministic is for packed layers of full attention in transformers, and layer {number} is a "
-                f"{type(layer).__name__}; vLLM and SGLang also have it for sliding windows"
+                f"in transformers, deterministic supports packed layers with full attention, and layer {number} is a "
+                f"{type(layer).__name__}; vLLM and SGLang also support sliding windows"
             )
 
 
 def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:
-    """The cache's configuration from what ``SlimKVCache`` was given."""
+    """The cache's configuration from the arguments of ``SlimKVCache``."""
     if not isinstance(format, KVCacheConfig):
         return KVCacheConfig.parse({"format": format, **fields})
     if fields:

@@ -1,4 +1,4 @@
-"""What a cache is made of: the format of each layer, key offsets, and the guard that compares scores."""
+"""The parts of a cache: the format of each layer, key offsets, and the guard that compares scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.calibration.offsets import seen_keys
 from slimkv.spec import PageLayout, parse_spec
 
-STOCK_FORMATS = (RAW, RAW_LATENT)  # layers that stay as they are
+STOCK_FORMATS = (RAW, RAW_LATENT)  # of stock layers
 
 _guards: dict[tuple[Any, ...], Guard] = {}  # shared by all caches of a model with the same key format
 
@@ -63,11 +63,11 @@ def formats_of(settings: KVCacheConfig, calibration: Calibration | None, num_lay
 
 
 def check_formats(config: Any, formats: list[str], block_size: int) -> None:
-    """Checks head sizes here, so that impossible ones do not fail in the first forward pass."""
+    """Raises for impossible head sizes now rather than in the first forward pass."""
     text = config.get_text_config(decoder=True)
     try:
         head_dim = getattr(text, "head_dim", None)
-    except Exception:  # configs whose layers differ raise when asked for one size, each version with another error
+    except Exception:  # configs whose layers differ raise, each version with another error
         head_dim = 64
     if head_dim is None and getattr(text, "hidden_size", None) and getattr(text, "num_attention_heads", None):
         head_dim = text.hidden_size // text.num_attention_heads

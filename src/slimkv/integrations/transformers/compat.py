@@ -5,26 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from slimkv.errors import MissingDependencyError, UnsupportedError
-from slimkv.versions import version_numbers, version_text
+from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.versions import check_installed
+from slimkv.versions import version_numbers
 
-try:
-    import transformers
-except ImportError as error:
-    raise MissingDependencyError(
-        'SlimKVCache needs transformers, which is not installed: pip install "slimkv[transformers]"'
-    ) from error
-
-OLDEST = (5, 17)
-
-
-VERSION = version_numbers(transformers.__version__, 2)
-
-if VERSION < OLDEST:
-    raise MissingDependencyError(
-        f"SlimKVCache needs transformers {version_text(OLDEST)} or newer, not {transformers.__version__}: "
-        'pip install --upgrade "slimkv[transformers]"'
-    )
+VERSION = version_numbers(check_installed("transformers", "transformers", oldest=(5, 17)), 2)
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 from transformers.cache_utils import (  # noqa: E402
@@ -97,9 +82,9 @@ def refuse_without_cache(config: Any, model: Any) -> None:
     # Composite models may pass a cache on to their text model; a causal LM has no such part.
     alone = kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and "use_cache" not in takes
     if "past_key_values" not in takes and (other or alone):
-        instead = f"; what it keeps between steps is called {other}" if other else ""
+        instead = f"; its state between steps is called {other}" if other else ""
         raise UnsupportedError(
-            f"{kind.__name__} takes no cache of keys and values, so there is nothing to pack{instead}"
+            f"{kind.__name__} does not take a cache of keys and values, so there is nothing to pack{instead}"
         )
     if not supports():
         raise UnsupportedError(

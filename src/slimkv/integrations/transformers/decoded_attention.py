@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +30,21 @@ def dense_attention(
     Returns out [batch, queries, heads, value_dim] in the query's dtype and the log-sum-exp [batch, queries, heads].
     A query that sees nothing gets zeros.
     """
+    batch, heads, queries, _ = query.shape
+    weights, lse = probabilities(query, key, mask, scale=scale, softcap=softcap, sinks=sinks)
+    out = weights.reshape(batch, key.shape[1], -1, weights.shape[-1]) @ value.float()
+    out = out.reshape(batch, heads, queries, -1).transpose(1, 2)
+    return out.contiguous().to(query.dtype), lse.transpose(1, 2)
+
+
+def probabilities(
+    query: Tensor, key: Tensor, mask: Tensor | None, *, scale: float | None, softcap: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The softmax of ``dense_attention``, float32 [batch, heads, queries, keys], and its log-sum-exp without the last
+    axis.
+    """
     batch, heads, queries, dim = query.shape
-    num_kv_heads = key.shape[1]
-    grouped = query.float().reshape(batch, num_kv_heads, heads // num_kv_heads * queries, dim)
+    grouped = query.float().reshape(batch, key.shape[1], -1, dim)
     scores = grouped @ key.float().transpose(-1, -2) * (scale if scale is not None else 1 / math.sqrt(dim))
     scores = scores.reshape(batch, heads, queries, -1)
     if softcap:
@@ -40,29 +53,19 @@ def dense_attention(
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     lse = scores.logsumexp(-1)
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.float()[None, :, None].to(lse.device))
-    weights = torch.exp(scores - lse[..., None].clamp(min=torch.finfo(torch.float32).min))
-    out = weights.reshape(batch, num_kv_heads, -1, weights.shape[-1]) @ value.float()
-    out = out.reshape(batch, heads, queries, -1).transpose(1, 2)
-    return out.contiguous().to(query.dtype), lse.transpose(1, 2)
+        lse = torch.logaddexp(lse, sinks.float().reshape(1, -1, 1).to(lse.device))
+    return torch.exp(scores - lse[..., None].clamp(min=torch.finfo(torch.float32).min)), lse
 
 
 def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    bias: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, kwargs: dict[str, Any]
 ) -> Tensor:
     """[batch, queries, heads, value_dim]; torch's own attention unless there is a soft cap or sinks.
 
-    ``causal`` applies without a mask: the last query then sees the last key. ``bias`` is added to the logits.
+    ``causal`` applies without a mask: the last query then sees the last key. ``kwargs``: of an attention function.
     """
+    scale, softcap = kwargs.get("scaling"), kwargs.get("softcap") or 0.0
+    sinks, bias = kwargs.get("s_aux"), kwargs.get("position_bias")
     queries, keys = query.shape[2], key.shape[2]
     causal = causal and mask is None and queries > 1
     if causal and (queries != keys or softcap or sinks is not None or bias is not None):

@@ -1,4 +1,4 @@
-"""``enable(model, "k4v4")``: from then on ``model.generate`` and pipelines keep their keys and values packed."""
+"""``enable(model, "k4v4")``: ``model.generate`` and pipelines use a packed cache; ``status(model)`` reports on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -33,18 +33,49 @@ class Enabled:
     configs: list[Any]  # modules whose attention was switched
     switched: Any  # the finalizer that switches it back, also when the model is deleted
     noting: Any  # the handle of ``note_positions``
-    formats: Counter[str]  # layers by format
-    calibration: str | None  # the tokens it was calibrated on
-    last: tuple[Counts, CacheSize] | None = None  # of the last ``generate``
+    status: Status
 
 
 _enabled: WeakKeyDictionary[torch.nn.Module, Enabled] = WeakKeyDictionary()
 
 
+@dataclass(frozen=True)
+class Status:
+    """How a model stores and attends its keys and values; printable."""
+
+    enabled: bool  # whether ``generate`` uses a packed cache
+    formats: dict[str, int] = field(default_factory=dict)  # layers by format
+    calibration: str | None = None  # the tokens it was made on; None: keys are rounded without one
+    fused: bool = False  # attention reads packed codes; otherwise the model's own attention gets decoded tensors
+    calls: Counts | None = None  # how attention ran in the last ``generate``, in calls of a layer
+    size: CacheSize | None = None  # of its cache, at its end
+
+    @property
+    def packed_layers(self) -> int:
+        """The packed layers."""
+        return sum(count for name, count in self.formats.items() if name != STOCK)
+
+    def __str__(self) -> str:
+        if not self.enabled:
+            return "slimkv is off: generate uses the stock cache"
+        formats = ", ".join(f"{count} {name}" for name, count in self.formats.items())
+        lines = [
+            f"slimkv is on: {self.packed_layers} of {sum(self.formats.values())} layers are packed ({formats})",
+            f"calibration: {self.calibration or 'none'}",
+            f"attention: {'reads packed codes' if self.fused else 'gets decoded keys and values'}",
+        ]
+        if self.calls is not None:
+            lines.append(
+                f"last generate: {self.size}; attention calls: {self.calls.fused} on packed codes, "
+                f"{self.calls.decoded} decoded, {self.calls.plain} on keys and values not yet packed"
+            )
+        return "\n".join(lines)
+
+
 def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True, **options: Any) -> Any:
     """Makes ``model.generate`` (and pipelines, which call it) use a packed cache; returns the model.
 
-    Every call of ``generate`` without a cache of its own gets a fresh ``SlimKVCache(model, format, **options)``.
+    Every call of ``generate`` without ``past_key_values`` gets a fresh ``SlimKVCache(model, format, **options)``.
     Calling ``enable`` again changes the settings; ``disable`` ends it. Plain forward calls do not change; pass them a
     cache.
 
@@ -62,10 +93,9 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
     disable(model)
     with _lock:
         configs = switch_on(model) if fused else []
-        _enabled[model] = Enabled(
-            format, options, configs, finalize(model, switch_off, configs), note_positions(model), formats,
-            calibration.source if calibration else None,
-        )  # fmt: skip
+        report = Status(True, dict(formats), calibration.source if calibration else None, bool(configs))
+        restore = finalize(model, switch_off, configs)
+        _enabled[model] = Enabled(format, options, configs, restore, note_positions(model), report)
         vars(model).update(generate=partial(_generate, model), generate_batch=partial(_refuse, model, "generate_batch"))
     if fused:
         warn_if_decoded(model, configs, stacklevel=2)
@@ -84,9 +114,12 @@ def disable(model: Any) -> Any:
     return model
 
 
-def enabled(model: Any) -> Enabled | None:
-    """The settings of ``enable`` for ``model``; None if it is not enabled."""
-    return _enabled.get(model) if isinstance(model, torch.nn.Module) else None
+def status(model: Any) -> Status:
+    """The settings of ``slimkv.enable`` for ``model``, and the counts and cache size of the last ``generate``."""
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"slimkv.status takes a model, not {type(model).__name__}")
+    record = _enabled.get(model)
+    return Status(enabled=False) if record is None else record.status
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,14 +131,14 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     kind = _asked("cache_implementation", model, given)
     if kind not in (None, "hybrid"):  # old checkpoints of sliding-window models call their default "hybrid"
         raise UnsupportedError(
-            f"cache_implementation={kind!r} names another cache than the packed one that slimkv.enable set up: leave "
+            f"cache_implementation={kind!r} is not the packed cache that slimkv.enable set up: leave "
             "it out, or call slimkv.disable(model)"
         )
     cache = next((given[x] for x in ("past_key_values", "cache_params") if given.get(x) is not None), None)
     if cache is not None:
         if not isinstance(cache, SlimKVCache):
             warnings.warn(
-                f"this call of generate brings a {type(cache).__name__}, which is not packed: leave past_key_values "
+                f"this call of generate passes a {type(cache).__name__}, which is not packed: leave past_key_values "
                 "out, or pass a SlimKVCache",
                 stacklevel=2,
             )
@@ -116,7 +149,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     with counting(record.configs) as counts:
         out = generate(model, *args, **kwargs)
     if isinstance(cache, SlimKVCache):
-        record.last = counts, cache.size()
+        record.status = replace(record.status, calls=counts, size=cache.size())
     return out
 
 
@@ -137,6 +170,6 @@ def _refuse(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     if model not in _enabled:  # a copy of an enabled model
         return getattr(type(model), name)(model, *args, **kwargs)
     raise UnsupportedError(
-        f"{name} (continuous batching) keeps keys and values in a paged cache of its own, which slimkv does not pack: "
+        f"{name} (continuous batching) has its own paged cache, which slimkv does not pack: "
         "use generate, or call slimkv.disable(model)"
     )

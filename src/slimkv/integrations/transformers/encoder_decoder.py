@@ -39,25 +39,12 @@ class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
         self.cross_attention_cache = DynamicCache()
         self.is_updated = {}
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence ``beam_idx[i]`` becomes sequence i."""
-        beam_idx = self._indices(beam_idx)
-        SlimKVCache.reorder_cache(self, beam_idx)
-        self.cross_attention_cache.reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every sequence ``repeats`` times."""
-        SlimKVCache.batch_repeat_interleave(self, repeats)
-        self.cross_attention_cache.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """Keeps the sequences ``indices``."""
-        indices = self._indices(indices)
-        SlimKVCache.batch_select_indices(self, indices)
-        self.cross_attention_cache.batch_select_indices(indices)
+    def _select(self, method: str, given: Any) -> None:
+        super()._select(method, given)
+        getattr(self.cross_attention_cache, method)(given)
 
 
-# The stock class delegates to its self-attention cache, which is this object: it must behave as a plain cache then.
+# The stock class delegates to its self-attention cache, which is this object, so these methods are the plain cache's.
 for _name in vars(EncoderDecoderCache).keys() & vars(Cache).keys():
     if _name not in vars(EncoderDecoderSlimKVCache) and _name not in vars(SlimKVCache):
         setattr(EncoderDecoderSlimKVCache, _name, vars(Cache)[_name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,15 +15,18 @@ from slimkv.integrations.transformers.compat import DynamicLayer, stock_layer
 from slimkv.integrations.transformers.tables import SequenceTables, Step
 from slimkv.spec import BF16_BYTES, PageLayout, parse_spec
 
-# What a memory budget chooses from, finest first. Errors of keys cost more than those of values: on SmolLM2 k8v6 has
-# 0.55 of the KL divergence of k7v7, k5v3 0.73 of that of k4v4. Wider steps would cost more than they save.
+if TYPE_CHECKING:
+    from slimkv.integrations.transformers.tiers import TieredLayer
+
+# The formats for a memory budget, finest first. Errors of keys cost more than errors of values: on SmolLM2 k8v6 has
+# 0.55 of the KL divergence of k7v7, and k5v3 0.73 of that of k4v4. Wider steps would cost more than they save.
 RUNGS = (RAW, "krawbf16vrawbf16", "k8v8", "k8v6", "k7v5", "k6v4", "k5v3", "k4v2", "k3v2", "k2v2")
-KEY_WEIGHT = 8.0  # what an error of keys costs over one of values
-SINK_TOKENS = 16  # of a cache with a memory budget: so many first tokens stay raw, unless that takes more than
-SINK_SHARE = 1 / 16  # of it
-# What an error costs falls with a token's age to this power. On SmolLM2 at 4,096 tokens 0.5 and 1 are close to one
-# another (with as many bits for keys as for values 0.81 and 0.88 of one format's KL divergence at 7.75 bits, 0.36 and
-# 0.28 at 4.25), 2 is far worse.
+KEY_WEIGHT = 8.0  # the cost of an error of keys over that of an equal error of values
+SINK_TOKENS = 16  # with a memory budget, this many first tokens stay raw,
+SINK_SHARE = 1 / 16  # but they take no more than this share of the budget
+# The cost of an error falls with a token's age to this power. On SmolLM2 at 4,096 tokens, 0.5 and 1 are similar: with
+# equal bits for keys and values they have 0.81 and 0.88 of one format's KL divergence at 7.75 bits, and 0.36 and 0.28
+# at 4.25 bits. 2 is far worse.
 AGE_POWER = 0.75
 
 
@@ -40,19 +43,9 @@ def tier_formats(config: KVCacheConfig, finest: str, dtype_bytes: int = BF16_BYT
     return tuple(reversed(kept))
 
 
-class Member(Protocol):
-    """A layer in tiers."""
-
-    def demote(self, source: int, target: int, slots: Tensor, step: Step, first: int, drop: Drop) -> None:
-        """Re-encodes the first tokens of one tier, in ``slots`` [batch, count], at the end of another.
-
-        ``first``: the position of the first of them in all tiers together.
-        """
-
-
 @dataclass(frozen=True)
 class Drop:
-    """What a tier's pages do when its first tokens leave: whole rows of blocks go, or single tokens move."""
+    """The change of a tier's pages when its first tokens leave: whole rows of blocks go, or single tokens move."""
 
     rows: int
     moved: tuple[Tensor, Tensor] | None = None  # slots, before and after, of the tokens that stay
@@ -60,10 +53,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class Costs:
-    """What one row of blocks (a block of every sequence) takes and costs in each tier, oldest tier first."""
+    """The bytes and the error of one row of blocks (a block of every sequence) in each tier, oldest tier first."""
 
     bytes: tuple[int, ...]  # of all layers, for one sequence
-    error: tuple[float, ...]  # relative squared error of what is stored, up to a factor
+    error: tuple[float, ...]  # relative squared error, up to a factor
     raw_token: int  # bytes of a token in the model's dtype, in all layers
 
 
@@ -80,9 +73,9 @@ def costs_of(layouts: Sequence[PageLayout], heads: int, layers: int, raw_token: 
 class Ladder:
     """The tiers of all layers of a cache: their tables, and the rule by which tokens go from one to the next.
 
-    By ``age``: when so many newer tokens have followed. By ``memory``: while the cache would be larger, the block whose
-    loss of precision costs least for a byte goes one tier down. A tier is drained from its oldest block on, so tiers
-    are ordered by age.
+    With ``age``, a token moves when that many newer tokens have followed. With ``memory``, while the cache would exceed
+    the budget, the block that loses least precision per byte moves one tier down. A tier is drained from its oldest
+    block, so tiers are ordered by age.
     """
 
     def __init__(self, config: KVCacheConfig, block_size: int, layers: int) -> None:
@@ -94,9 +87,9 @@ class Ladder:
     def clear(self) -> None:
         """Forgets all tokens."""
         self.tables: list[SequenceTables] = []  # of each tier
-        self.members: list[Member] = []
+        self.members: list[TieredLayer] = []
         self.costs: Costs | None = None  # where memory decides
-        self._steps: tuple[int, list[tuple[int, Step]]] | None = None  # of the pass of so many tokens
+        self._steps: tuple[int, list[tuple[int, Step]]] | None = None  # (new tokens, tables) of the last pass
 
     @property
     def tokens(self) -> int:
@@ -113,11 +106,11 @@ class Ladder:
                 self.sink_tokens = max(self.config.sink_tokens, min(SINK_TOKENS, room))
         elif self.costs is not None and self.costs != costs:
             raise InputError(
-                f"memory={self.config.memory!r} is for models whose layers have keys and values of one size; these "
-                f"differ: {self.costs.raw_token:,} and {costs.raw_token:,} bytes of a token in {self.layers} layers"
+                f"memory={self.config.memory!r} needs layers with keys and values of one size; these differ: "
+                f"{self.costs.raw_token:,} and {costs.raw_token:,} bytes per token in {self.layers} layers"
             )
 
-    # -- what is to be where -------------------------------------------------------------------------------------------
+    # -- how tokens are divided ----------------------------------------------------------------------------------------
 
     def _budget(self, raw: int) -> float:
         """Bytes of one sequence that are left for tiers beside ``raw`` first and last tokens in the model's dtype."""
@@ -125,7 +118,7 @@ class Ladder:
         return int(self.config.memory or 0) / self.tables[0].batch - raw * self.costs.raw_token
 
     def _lengths(self, tokens: int, raw: int) -> list[int]:
-        """How many of ``tokens`` tokens each tier is to hold, beside ``raw`` tokens outside of them."""
+        """The number of tokens that each tier holds after a pass: ``tokens`` in all, beside ``raw`` raw ones."""
         lengths = [x.tokens for x in self.tables]
         lengths[-1] += tokens - sum(lengths)
         if self.costs is not None:
@@ -164,17 +157,17 @@ class Ladder:
     # -- one forward pass ----------------------------------------------------------------------------------------------
 
     def advance(self, held: int, new: int, raw: int) -> list[tuple[int, Step]]:
-        """(tier, tables) of where ``new`` tokens go, oldest first, in a layer that holds ``held`` in its tiers.
+        """(tier, tables) for ``new`` tokens, oldest first, in a layer with ``held`` tokens in its tiers.
 
-        ``raw``: tokens that the layer is going to hold outside of them. The first layer to ask moves older tokens of
-        every layer down.
+        ``raw``: tokens that the layer then holds outside its tiers. The first layer to call moves older tokens of every
+        layer down.
         """
         if self._steps is not None and self._steps[0] == new and held + new == self.tokens:
             return self._steps[1]
         if held != self.tokens:
             raise InputError(
-                f"a layer with {held} packed tokens received {new} more while its siblings hold {self.tokens}; every "
-                "layer of a cache must see every forward pass"
+                f"a layer with {held} packed tokens received {new} more while other layers hold {self.tokens}; every "
+                "layer of a cache must take part in every forward pass"
             )
         lengths = self._lengths(held + new, raw)
         self._demote(lengths)
@@ -189,7 +182,7 @@ class Ladder:
             self._demote(self._lengths(self.tokens, raw))
 
     def _demote(self, lengths: list[int]) -> None:
-        """Moves tokens that are stored between tiers, so that those yet to come make up ``lengths``."""
+        """Moves stored tokens between tiers, so that the new tokens then complete ``lengths``."""
         self._steps, first = None, 0
         for target, length in enumerate(lengths):
             tables = self.tables[target]
@@ -205,7 +198,7 @@ class Ladder:
             first += length
 
     def _drop(self, tables: SequenceTables, count: int) -> Drop:
-        """Forgets a tier's first ``count`` tokens. Only after a crop they may end within a block."""
+        """Forgets a tier's first ``count`` tokens, which end within a block only after a crop."""
         rows, left = tables.rows, tables.tokens - count
         if left == 0 or count % self.block_size == 0:
             tables.drop(count)
@@ -244,6 +237,6 @@ def make_ladder(settings: KVCacheConfig, kinds: Any, formats: list[str], block_s
     if settings.memory is not None and others:
         raise UnsupportedError(
             f"memory={settings.memory:,} is for models whose layers all have full attention; layer {others[0][0]} of "
-            f"this one has {others[0][1]}: say the formats with age, or choose one format"
+            f"this one has {others[0][1]}: give formats with age, or choose one format"
         )
     return Ladder(settings, block_size, len(kinds))

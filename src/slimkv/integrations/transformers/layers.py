@@ -20,7 +20,7 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.compat import CacheLayerMixin
-from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
+from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates, PagedKV, token_rows
 from slimkv.integrations.transformers.tables import Step, TableSet, lasting
 from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from slimkv.ops.plan import AttendPlan, plan_attend
@@ -31,11 +31,10 @@ RAW_FRESH_ABOVE = 8  # up to this many new tokens (decoding, verifying a draft) 
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """State that the layers of a cache share."""
+    """State shared by the layers of a cache."""
 
     config: KVCacheConfig
     block_size: int
-    fresh_raw: bool  # passes of more than RAW_FRESH_ABOVE new tokens attend those unquantised
     tables: TableSet
     calibration: Calibration | None = None
     matrix_index: MatrixIndex | None = None  # of its matrices
@@ -43,6 +42,10 @@ class LayerSettings:
     # mean key and first key of a short pass [2, num_kv_heads, key_dim], by layer; other layers learn from their tokens
     seen_keys: Mapping[int, Tensor] = field(default_factory=dict)
     guard: Guard | None = None  # shared by the caches of a model
+
+    def attends_raw(self, new: int) -> bool:
+        """Whether a pass of ``new`` tokens attends those unquantised."""
+        return new > RAW_FRESH_ABOVE and self.config.reads_fresh_raw(shared_pages=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
         """A copied cache has its own tables; immutable state is shared."""
@@ -65,7 +68,7 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False
     window: int | None = None
     chunked = False
-    tier: int | None = None  # which one of several in a layer
+    tier: int | None = None  # the number of this tier in its layer
 
     def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
         # The base class would assign keys and values, which are views here.
@@ -98,7 +101,11 @@ class PackedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, self.num_kv_heads = key_states.shape[:2]
         config = self.settings.config
-        self._check_kind(key_states)
+        if is_latent_format(self.format) and self.num_kv_heads != 1:
+            raise UnsupportedError(
+                f"format {self.format!r} is for latents, and layer {self.number} of this model caches K and V of "
+                f"{self.num_kv_heads} heads: use a format for K and V, such as 'k4v4'"
+            )
         spec = self._spec(key_states, value_states)
         with lasting():
             self.tables = self.settings.tables.get(batch, self.device, self.window, self.tier)
@@ -112,7 +119,7 @@ class PackedLayer(CacheLayerMixin):
             self._learns_offset = self.pool.key_offset is None
             if self._learns_offset and config.deterministic:
                 raise InputError(
-                    "deterministic centres keys by vectors that are known beforehand, not by the first tokens: give "
+                    "deterministic needs key offsets that are known beforehand, not learnt from the first tokens: give "
                     "the model instead of its config, a calibration, or center_keys=False"
                 )
         self._plan: AttendPlan | None = None
@@ -121,7 +128,7 @@ class PackedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _spec(self, key_states: Tensor, value_states: Tensor) -> CodecSpec:
-        """How it stores keys and values like these."""
+        """The spec for keys and values of these sizes and this dtype."""
         config = self.settings.config
         spec = parse_spec(
             self.format, key_states.shape[-1], value_states.shape[-1], key_policy=config.key_policy,
@@ -140,19 +147,11 @@ class PackedLayer(CacheLayerMixin):
             known = offset_of_keys(mean, first, self.pool.codec)
         if known is not None and known.shape != (self.num_kv_heads, self.pool.codec.spec.key_dim):
             raise InputError(
-                f"layer {self.number} has a key offset {list(known.shape)}, and keys of {self.num_kv_heads} heads of "
-                f"{self.pool.codec.spec.key_dim} dimensions"
+                f"the key offset of layer {self.number} is {list(known.shape)}, but its keys have {self.num_kv_heads} "
+                f"heads of {self.pool.codec.spec.key_dim} dimensions"
             )
         with lasting():
             return None if known is None else known.to(self.device, OFFSET_DTYPE).contiguous()
-
-    def _check_kind(self, key_states: Tensor) -> None:
-        """Raises if a latent format is used for K and V of several heads."""
-        if is_latent_format(self.format) and key_states.shape[1] != 1:
-            raise UnsupportedError(
-                f"format {self.format!r} is one of latents, and layer {self.number} of this model caches K and V of "
-                f"{key_states.shape[1]} heads: use a format of K and V, such as 'k4v4'"
-            )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores K and V [batch, num_kv_heads, new, dim]; returns the tensors for attention. These are the new tensors
@@ -163,14 +162,14 @@ class PackedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         new, past = key_states.shape[2], self.tokens
-        raw = self.settings.fresh_raw and new > RAW_FRESH_ABOVE
+        raw = self.settings.attends_raw(new)
         step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
         self._store(key_states, value_states, step, past)
         self.tokens += new
         returned: tuple[Tensor, Tensor] = (key_states, value_states)
         if past or not raw:
             kv = self._kv(step, new, returned if raw else None)
-            returned = packed_pair(kv, self.pool.layout, self.dtype, self.device)
+            returned = self._states(kv)
         guard = self.settings.guard
         if guard is not None and guard.wants(str(self.number), new):
             self._unchecked = key_states
@@ -195,7 +194,7 @@ class PackedLayer(CacheLayerMixin):
     def _store(self, key_states: Tensor, value_states: Tensor, step: Step, first: int) -> None:
         """Stores K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on in the slots of ``step``.
 
-        A raw format is a dtype of its own; a calibration has a matrix for each range of positions.
+        A raw format converts to its own dtype; a calibration has one matrix per range of positions.
         """
         spec = self.pool.layout.spec
         key, value = (
@@ -214,11 +213,6 @@ class PackedLayer(CacheLayerMixin):
         assert slots is not None
         self.pool.store(token_rows(key), token_rows(value), slots, chosen)
 
-    @property
-    def packed_tokens(self) -> int:
-        """The number of tokens in pages."""
-        return self.tokens
-
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, heads, new, _ = key_states.shape
         if batch != self.tables.batch:
@@ -232,13 +226,17 @@ class PackedLayer(CacheLayerMixin):
                 f"{self.num_kv_heads} KV heads"
             )
         if key_states.dtype != self.dtype:
-            raise InputError(f"the cache was started with {self.dtype} and was given {key_states.dtype}")
+            raise InputError(f"the cache holds {self.dtype} and was given {key_states.dtype}")
 
-    def _kv(self, step: Any, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
+    def _kv(self, step: Step, new: int, fresh: tuple[Tensor, Tensor] | None) -> PagedKV:
         visible = self._visible(new)
+        return self._paged(step, self.tokens - visible, visible, fresh)
+
+    def _paged(self, step: Step, first: int, positions: int, fresh: tuple[Tensor, Tensor] | None = None) -> PagedKV:
+        config = self.settings.config
         return PagedKV(
-            self.pool.kv, self.tables, step, self.tokens - visible, visible, self.dtype, self.window, self.chunked,
-            fresh, self.settings.config.backend, self.attend_codes, self._prefill, self.settings.config.deterministic,
+            self.pool.kv, self.tables, step, first, positions, self.dtype, self.window, self.chunked, fresh,
+            config.backend, self.attend_codes, self._prefill, config.deterministic,
         )  # fmt: skip
 
     def attend_codes(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions) -> Tensor:
@@ -259,12 +257,19 @@ class PackedLayer(CacheLayerMixin):
         """The number of last positions that a step of ``new`` tokens may attend to."""
         return self.tokens
 
+    def _states(self, kv: LazyKV) -> tuple[PackedStates, PackedStates]:
+        """The tensors that ``update`` returns for ``kv``."""
+        spec, kind = self.pool.layout.spec, (self.dtype, self.device)
+        return PackedStates(kv, 0, spec.key_dim, *kind), PackedStates(kv, 1, spec.value_dim, *kind)
+
+    def _whole(self) -> LazyKV:
+        """All cached keys and values."""
+        return self._kv(self.tables.current(), 0, None)
+
     def _view(self, side: int) -> PackedStates | None:
         if not self.is_initialized or self.tokens == 0:
             return None
-        step = self.tables.current()
-        pair = packed_pair(self._kv(step, 0, None), self.pool.layout, self.dtype, self.device)
-        return pair[side]
+        return self._states(self._whole())[side]
 
     @property
     def keys(self) -> PackedStates | None:
@@ -276,7 +281,7 @@ class PackedLayer(CacheLayerMixin):
         """The cached values, decoded on use."""
         return self._view(1)
 
-    # -- what transformers asks ----------------------------------------------------------------------------------------
+    # -- the interface of transformers ---------------------------------------------------------------------------------
 
     def get_seq_length(self) -> int:
         """Positions seen so far, padding included."""
@@ -318,35 +323,31 @@ class PackedLayer(CacheLayerMixin):
     def check_crop(self, tokens: int) -> None:
         """Raises if ``tokens`` tokens cannot be removed."""
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Nothing beside the pages, which the tables move."""
+    def _no_change(self, sequences: Any) -> None:
+        """The tables move the pages; there is nothing else."""
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Nothing beside the pages, which the tables move."""
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _no_change
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Nothing beside the pages, which the tables move."""
-
-    # -- what the tables ask -------------------------------------------------------------------------------------------
+    # -- called by the tables ------------------------------------------------------------------------------------------
 
     def grow(self, blocks: int) -> None:
-        """See ``tables.Member``."""
+        """Appends blocks until there are ``blocks``."""
         self._plan = None
         with lasting():
             self.pool.grow(blocks)
 
     def relocate(self, source: Tensor, target: Tensor, blocks: int) -> None:
-        """See ``tables.Member``."""
+        """Allocates new pages of ``blocks`` blocks and copies block ``source[i]`` to ``target[i]``."""
         self._plan = None
         with lasting():
             self.pool.rearrange(source, target, blocks)
 
     def move_tokens(self, source: Tensor, target: Tensor) -> None:
-        """See ``tables.Member``."""
+        """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
         self.pool.move_tokens(source, target)
 
     def select_sequences(self, rows: int, batch: int, index: Tensor) -> None:
-        """See ``tables.Member``."""
+        """Makes sequence ``index[i]`` of ``batch`` sequence i."""
         self._plan = None
         chosen = torch.arange(rows, device=index.device)[:, None] * batch + index
         with lasting():
@@ -357,7 +358,7 @@ def check_no_grad(key_states: Tensor, value_states: Tensor) -> None:
     """Raises if a gradient would have to pass through the codes."""
     if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
         raise UnsupportedError(
-            "a packed cache passes no gradient on to its keys and values; run the model under torch.no_grad() or "
+            "a packed cache does not pass gradients to its keys and values; run the model under torch.no_grad() or "
             "torch.inference_mode(), or train with use_cache=False"
         )
 
@@ -381,7 +382,7 @@ class PackedSlidingLayer(PackedLayer):
         return self.tokens
 
     def activate_past_recording(self) -> None:
-        """From now on old tokens are kept until ``crop``, so that tokens can be removed."""
+        """Keeps old tokens until ``crop`` from now on, so that tokens can be removed."""
         self.record_past = True
         if self.is_initialized:
             self.tables.record_past = True
@@ -411,6 +412,6 @@ class PackedSlidingLayer(PackedLayer):
         needed = max(self.tokens - tokens - self.sliding_window + 1, 0)
         if not self.record_past or needed < self.tables.kept_from:
             raise RuntimeError(
-                f"a sliding layer of {self.sliding_window} tokens that has seen {self.tokens} cannot go back {tokens}: "
+                f"a sliding layer of {self.sliding_window} tokens that has seen {self.tokens} cannot remove {tokens}: "
                 "the tokens before its window are gone; call cache.activate_past_recording() before the forward passes"
             )

@@ -1,12 +1,12 @@
-"""The result of a packed layer's ``update``: tensors of the right shape that are decoded on first use. The registered
-attention reads the pages behind them; any other code that uses them gets decoded values.
+"""The result of a packed layer's ``update``: tensors that are decoded on first use. The registered attention reads the
+pages behind them; any other code gets decoded values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,39 +14,16 @@ from torch.utils._pytree import tree_map_only
 
 from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.transformers.mask import Keys
 from slimkv.integrations.transformers.switching import count as count_call
 from slimkv.integrations.transformers.switching import warn_if_off
 from slimkv.integrations.transformers.tables import SequenceTables, Step
 from slimkv.ops import AttentionBatch, PackedKV
-from slimkv.spec import PageLayout
 
+if TYPE_CHECKING:
+    from slimkv.integrations.transformers.tiers import TieredKV
+
+LazyKV: TypeAlias = "PagedKV | TieredKV"  # a layer's keys and values at one step
 AttendCodes = Callable[[Tensor, PackedKV, AttentionBatch, ops.AttendOptions], Tensor]
-
-
-class LazyKV(Keys, Protocol):
-    """A layer's keys and values at one step."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Sequences, KV heads, positions."""
-
-    @property
-    def prefill(self) -> str:
-        """The arithmetic of long passes: see ``AttendOptions``."""
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether a token's attention depends on its own sequence alone."""
-
-    def dense(self) -> tuple[Tensor, Tensor]:
-        """K and V, decoded: contiguous [batch, num_kv_heads, positions, dim]; zeros where there is padding."""
-
-    def refusal(self, pads: list[int] | None) -> str | None:
-        """Why ``attend`` cannot take a mask of causal order plus left padding, or None."""
-
-    def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
-        """query [batch, heads, new, key_dim] -> [batch, new, heads, value_dim]."""
 
 
 @dataclass
@@ -57,15 +34,15 @@ class PagedKV:
     tables: SequenceTables
     step: Step
     first: int  # the first position that attention may see
-    positions: int  # number of positions from there on
+    positions: int  # number of positions from there on, padding included
     dtype: torch.dtype
-    window: int | None
+    window: int | None  # positions that a query sees, itself included; None: all before it
     chunked: bool
     fresh: tuple[Tensor, Tensor] | None  # K, V [batch, num_kv_heads, new, dim] of the new tokens
     backend: str | None  # of attend, by name; None: the best for the device
     attend_codes: AttendCodes  # the layer's
     prefill: str  # see ``AttendOptions``
-    deterministic: bool = False
+    deterministic: bool = False  # a token's attention depends on its own sequence alone
     _dense: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     @property
@@ -75,12 +52,12 @@ class PagedKV:
 
     @property
     def new(self) -> int:
-        """See ``LazyKV``."""
+        """The number of positions, at the end, that belong to queries."""
         return self.step.new
 
     @property
     def pads(self) -> list[int]:
-        """See ``LazyKV``."""
+        """Leading positions of each sequence that are known to be padding."""
         return self.tables.pads
 
     def _check_current(self) -> None:
@@ -91,7 +68,7 @@ class PagedKV:
             )
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """See ``LazyKV``."""
+        """K and V, decoded: contiguous [batch, num_kv_heads, positions, dim]; zeros where there is padding."""
         if self._dense is None:
             self._check_current()
             count_call("decoded")
@@ -106,12 +83,12 @@ class PagedKV:
             self._dense = pair[0], pair[1]
         return self._dense
 
-    def refusal(self, pads: list[int] | None) -> str | None:
-        """See ``LazyKV``."""
-        return "chunked attention runs on decoded keys and values" if self.chunked else None
+    def attends(self, pads: list[int] | None) -> bool:
+        """Whether ``attend`` implements causal order with this left padding."""
+        return not self.chunked
 
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
-        """See ``LazyKV``."""
+        """query [batch, heads, new, key_dim] -> [batch, new, heads, value_dim]."""
         self._check_current()
         if pads is None and any(self.tables.pads):
             raise InputError(
@@ -169,7 +146,7 @@ class PackedStates(Tensor):
             warn_if_off()
             if self.kv.deterministic:
                 raise UnsupportedError(
-                    "deterministic is for attention on pages, and this model's own attention reads decoded keys and "
+                    "deterministic needs attention on pages, and this model's own attention reads decoded keys and "
                     "values: use slimkv.enable or slimkv.attention, or leave deterministic out"
                 )
         return self.decoded()
@@ -180,14 +157,3 @@ class PackedStates(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedStates({'keys' if self.side == 0 else 'values'}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def packed_pair(
-    kv: LazyKV, layout: PageLayout, dtype: torch.dtype, device: torch.device
-) -> tuple[PackedStates, PackedStates]:
-    """The two tensors that ``update`` returns for ``kv``."""
-    spec = layout.spec
-    return (
-        PackedStates(kv, 0, spec.key_dim, dtype, device),
-        PackedStates(kv, 1, spec.value_dim, dtype, device),
-    )

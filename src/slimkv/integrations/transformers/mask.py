@@ -8,7 +8,7 @@ inspected. A mask that is not recognised is applied to decoded keys and values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,32 +17,11 @@ from slimkv.integrations.transformers.compat import AttentionMaskInterface, sdpa
 from slimkv.integrations.transformers.stock_attention import SDPA
 from slimkv.integrations.transformers.switching import stock_of
 
+if TYPE_CHECKING:
+    from slimkv.integrations.transformers.lazy_kv import LazyKV
+
 _NOTE = "_slimkv_note"
 _READ = "_slimkv_read"
-
-
-class Keys(Protocol):
-    """The keys of a layer at one step, as masks see them."""
-
-    @property
-    def first(self) -> int:
-        """The position of the first key."""
-
-    @property
-    def positions(self) -> int:
-        """The number of keys, padding included."""
-
-    @property
-    def new(self) -> int:
-        """The number of keys, at the end, that belong to queries."""
-
-    @property
-    def window(self) -> int | None:
-        """The number of positions that a query sees, itself included; None: all before it."""
-
-    @property
-    def pads(self) -> list[int]:
-        """Leading positions of each sequence that are known to be padding."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +44,7 @@ class _Note:
 
 
 def slimkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask that the model's own attention gets (boolean, additive or None), with a note of what it means."""
+    """The mask that the model's own attention gets (boolean, additive or None), with a note of its pattern."""
     config = kwargs.get("config")
     stock = stock_of(config)
     make = sdpa_mask if stock in (None, SDPA) else AttentionMaskInterface()[stock]
@@ -97,7 +76,7 @@ def left_padding(attention_mask: Tensor | None, batch: int) -> list[int] | None:
     return both[0] if both[0] == both[1] else None
 
 
-def pattern_of(mask: Tensor, keys: Keys) -> Pattern | None:
+def pattern_of(mask: Tensor, keys: LazyKV) -> Pattern | None:
     """The causal pattern of ``mask`` on ``keys``; None for every other mask."""
     if mask.dim() != 4 or mask.shape[1] != 1 or tuple(mask.shape[-2:]) != (keys.new, keys.positions):
         return None
@@ -111,7 +90,7 @@ def pattern_of(mask: Tensor, keys: Keys) -> Pattern | None:
     return _read(mask, keys)
 
 
-def _read(mask: Tensor, keys: Keys) -> Pattern | None:
+def _read(mask: Tensor, keys: LazyKV) -> Pattern | None:
     """``pattern_of`` from the mask's values; stored on the mask, which many layers share."""
     key = keys.first, keys.window, len(keys.pads)
     known = getattr(mask, _READ, None)
@@ -126,7 +105,7 @@ def _read(mask: Tensor, keys: Keys) -> Pattern | None:
     return Pattern(pads, keys.window)
 
 
-def _leading(mask: Tensor, keys: Keys) -> list[int] | None:
+def _leading(mask: Tensor, keys: LazyKV) -> list[int] | None:
     """The number of leading keys per sequence that are hidden from every query; None unless the rest is the causal
     pattern. Padding queries may see anything.
     """

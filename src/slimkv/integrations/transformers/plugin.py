@@ -1,8 +1,8 @@
-"""The attention function ``slimkv``: on packed pages where it can, otherwise what the model's own attention does."""
+"""The attention function ``slimkv``: attends packed pages if it can, and otherwise calls the model's own attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -12,33 +12,22 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.transformers.compat import (
-    ALL_ATTENTION_FUNCTIONS,
-    FORWARD_ARGUMENTS,
-    AttentionInterface,
-    AttentionMaskInterface,
-)
+from slimkv.integrations.transformers import compat, stock_attention
 from slimkv.integrations.transformers.decoded_attention import masked_attention
 from slimkv.integrations.transformers.layers import unchecked_layer
 from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates
 from slimkv.integrations.transformers.mask import Pattern, pattern_of, slimkv_mask
-from slimkv.integrations.transformers.stock_attention import (
-    EAGER,
-    SDPA,
-    registered_by_user,
-    stock_function,
-    switchable_configs,
-)
 from slimkv.integrations.transformers.switching import NAME, count, stock_of
 from slimkv.ops import AttendOptions
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES
 
+OBSERVED = "slimkv_observed"  # the name of attention inside ``observed_attention``
 # The arguments of an attention function. Any other argument that is set raises an error: it may change the result.
 _HANDLED = {"position_bias", "output_attentions", "softcap", "s_aux", "sliding_window"}
 _NO_INFLUENCE = {"cache_position", "deterministic", "use_cache", "return_dict", "labels", "logits_to_keep"}
 # transformers' function for torch's attention has neither soft cap nor sinks: a model that uses it gets none anywhere.
-TORCH_ATTENTION = ALL_ATTENTION_FUNCTIONS[SDPA]
-KNOWN_ARGUMENTS = frozenset(_HANDLED | _NO_INFLUENCE | FORWARD_ARGUMENTS)
+TORCH_ATTENTION = compat.ALL_ATTENTION_FUNCTIONS[stock_attention.SDPA]
+KNOWN_ARGUMENTS = frozenset(_HANDLED | _NO_INFLUENCE | compat.FORWARD_ARGUMENTS)
 
 
 def slimkv_attention(
@@ -56,17 +45,17 @@ def slimkv_attention(
 
     Args:
         query: [batch, heads, new, key_dim].
-        key, value: what a cache's ``update`` returned, [batch, num_kv_heads, positions, dim].
-        attention_mask: [batch, 1, new, positions], boolean or additive; None: the whole of ``is_causal``.
+        key, value: the result of a cache's ``update``, [batch, num_kv_heads, positions, dim].
+        attention_mask: [batch, 1, new, positions], boolean or additive; None: ``is_causal`` alone.
 
-    Returns the output [batch, new, heads, value_dim], and the weights where the model's own attention gives them.
+    Returns the output [batch, new, heads, value_dim], and the probabilities if the model's own attention returns them.
     """
     if torch.compiler.is_compiling():
         return _outside_the_graph(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     _check_arguments(module, kwargs)
     config = getattr(module, "config", None)
     stock = stock_of(config)
-    function = stock_function(type(module), stock) if stock is not None else None  # type: ignore[arg-type]
+    function = stock_attention.stock_function(type(module), stock) if stock is not None else None  # type: ignore[arg-type]
     kv = _packed(key, value)
     if (layer := unchecked_layer(key)) is not None:
         layer.check_scores(query, scaling if scaling is not None else query.shape[-1] ** -0.5)
@@ -74,7 +63,7 @@ def slimkv_attention(
         pattern = _pattern(module, query, kv, attention_mask, is_causal, stock)
         asked = kwargs if function is not TORCH_ATTENTION else {**kwargs, "softcap": None, "s_aux": None}
         options = _options(query, scaling, pattern, dropout, asked, kv) if pattern is not None else None
-        if pattern is not None and options is not None and kv.refusal(pattern.pads) is None:
+        if pattern is not None and options is not None and kv.attends(pattern.pads):
             count("fused", config)
             return kv.attend(query, options, pattern.pads), None
         _check_decoding(kv)
@@ -82,8 +71,12 @@ def slimkv_attention(
         count("plain", config)
     key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in (key, value))
     arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-    if function is None:
-        return _masked(module, query, key, value, attention_mask, **arguments), None
+    if function is None:  # the module's own attention is not known
+        for name in ("dropout", "output_attentions"):
+            if arguments.get(name):
+                raise UnsupportedError(f'{NAME} attention does not support {name}; use attn_implementation="eager"')
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        return masked_attention(query, key, value, attention_mask, causal, arguments), None
     if is_causal is None:
         del arguments["is_causal"]
     return function(module, query, key, value, attention_mask, **arguments)
@@ -100,11 +93,11 @@ def _check_arguments(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         if name not in KNOWN_ARGUMENTS and value is not None and value is not False:
             if name == "cache":
                 raise UnsupportedError(
-                    "continuous batching (generate_batch) keeps keys and values in a paged cache of its own, "
+                    "continuous batching (generate_batch) has its own paged cache, "
                     "which slimkv does not pack; use generate with a SlimKVCache, or leave slimkv off"
                 )
             raise UnsupportedError(
-                f"{type(module).__name__} passes {name!r} to its attention, which {NAME} attention does not know; "
+                f"{type(module).__name__} passes {name!r} to its attention, which {NAME} attention does not support; "
                 "leave slimkv.attention off for this model: a SlimKVCache also works with its own attention"
             )
 
@@ -125,14 +118,14 @@ def _pattern(
     if mask is not None:
         return pattern_of(mask, kv) if isinstance(mask, Tensor) else None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    # Without a mask a single query sees all; for several, torch's attention has causal order and eager has none.
-    if kv.new == 1 or (causal and stock != EAGER and (kv.window is None or kv.positions <= kv.window)):
+    # Without a mask a single query sees all. For several, torch's attention is causal and eager attention is not.
+    if kv.new == 1 or (causal and stock != stock_attention.EAGER and (kv.window is None or kv.positions <= kv.window)):
         return Pattern(None, kv.window)
     return None
 
 
 def _check_decoding(kv: LazyKV) -> None:
-    """Raises where attention would run on decoded keys and values, and what was asked for is attention on pages."""
+    """Raises if the settings require attention on pages, which this call does not allow."""
     if kv.prefill == EIGHT_BIT and kv.new > MAX_DECODE_QUERIES:
         raise UnsupportedError(
             "prefill='8bit' is for attention on pages, and this call's mask or arguments need decoded keys and values; "
@@ -147,7 +140,7 @@ def _check_decoding(kv: LazyKV) -> None:
 def _options(
     query: Tensor, scaling: object, pattern: Pattern, dropout: float, kwargs: dict[str, Any], kv: LazyKV
 ) -> AttendOptions | None:
-    """The options of ``attend``; None where it does not have what is asked for."""
+    """The options of ``attend``; None if it does not support the call."""
     if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
         return None
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
@@ -168,54 +161,39 @@ def _plain_options(
     return AttendOptions(scale, True, window, softcap, prefill=prefill, deterministic=deterministic)
 
 
-def _masked(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    output_attentions: bool | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """For modules whose own attention is not known: [batch, new, heads, value_dim]."""
-    for name, asked in (("dropout in attention", dropout), ("output_attentions", output_attentions)):
-        if asked:
-            raise UnsupportedError(f'{NAME} attention has no {name}; use attn_implementation="eager" for it')
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    return masked_attention(
-        query, key, value, mask, causal=causal, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, bias=position_bias
-    )
-
-
 def register() -> None:
     """Makes ``attn_implementation="slimkv"`` known; may be called any number of times."""
-    AttentionInterface.register(NAME, slimkv_attention)
-    AttentionMaskInterface.register(NAME, slimkv_mask)
+    compat.AttentionInterface.register(NAME, slimkv_attention)
+    compat.AttentionMaskInterface.register(NAME, slimkv_mask)
 
 
 @contextmanager
-def use_attn_implementation(model: Any, name: str) -> Iterator[None]:
-    """Inside it the text decoder of ``model`` attends with the registered function ``name``; afterwards as before."""
-    before = [(config, config._attn_implementation) for config in switchable_configs(model)]
+def observed_attention(model: Any, observe: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside it, ``observe`` sees every call of the attention of ``model``'s text decoder.
+
+    It is called with the arguments of ``slimkv_attention`` after the output [batch, new, heads, value_dim], and returns
+    the output that the model gets.
+    """
+    before = [(config, config._attn_implementation) for config in stock_attention.switchable_configs(model)]
     if not before:
         raise UnsupportedError(
             f"the attention of {type(model).__name__} does not go through transformers' attention interface"
         )
-    own = next((x for _, x in before if registered_by_user(x)), None)
+    own = next((x for _, x in before if stock_attention.registered_by_user(x)), None)
     if own is not None:
         raise UnsupportedError(
-            f"{type(model).__name__} attends with {own!r}, a function registered outside transformers, and a "
-            "calibration observes queries through a function of its own: calibrate with "
+            f"{type(model).__name__} attends with {own!r}, a function registered outside transformers, and "
+            "calibration observes queries through its own function: calibrate with "
             'attn_implementation="sdpa" or "eager", and pass the file as calibration'
         )
+
+    def attention(*call: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return observe(slimkv_attention(*call, **kwargs)[0], *call, **kwargs), None
+
+    compat.AttentionInterface.register(OBSERVED, attention)
+    compat.AttentionMaskInterface.register(OBSERVED, slimkv_mask)
     for config, _ in before:
-        config._attn_implementation_internal = name
+        config._attn_implementation_internal = OBSERVED
     try:
         yield
     finally:

@@ -30,9 +30,8 @@ class PackedIndexedLayer(PackedLayer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         companion = self.__dict__.get("companion")
-        owner = companion if companion is not None and name in _extras(companion) else None
-        if owner is not None:
-            setattr(owner, name, value)
+        if companion is not None and name in _extras(companion):
+            setattr(companion, name, value)
         else:
             super().__setattr__(name, value)
 
@@ -44,22 +43,13 @@ class PackedIndexedLayer(PackedLayer):
     def _both(self, name: str, *args: Any) -> None:
         """A method of the packed layer, then of the companion."""
         getattr(PackedLayer, name)(self, *args)
-        getattr(self.companion, name)(*args)
+        if self.is_initialized or name == "reset":
+            getattr(self.companion, name)(*args)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """See ``PackedLayer``."""
-        super().crop(tokens_to_remove)
-        if self.is_initialized:
-            self.companion.crop(tokens_to_remove)
-
-    def prefetch(self) -> None:
-        """See ``PackedLayer``."""
-        super().prefetch()
-        if self.is_initialized:
-            self.companion.prefetch()
-
+    crop = partialmethod(_both, "crop")
     reset = partialmethod(_both, "reset")
     offload = partialmethod(_both, "offload")
+    prefetch = partialmethod(_both, "prefetch")
     reorder_cache = partialmethod(_both, "reorder_cache")
     batch_repeat_interleave = partialmethod(_both, "batch_repeat_interleave")
     batch_select_indices = partialmethod(_both, "batch_select_indices")

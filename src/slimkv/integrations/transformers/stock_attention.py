@@ -81,20 +81,14 @@ def registered_by_user(name: str | None) -> bool:
     return function is not None and package not in ("transformers", "slimkv")
 
 
-def decoder_of(model: Any) -> torch.nn.Module:
-    """The text decoder of ``model``, without vision and audio towers and without the encoder."""
-    get = getattr(model, "get_decoder", None)
-    part = get() if get is not None else None
-    return part if isinstance(part, torch.nn.Module) else model
-
-
 def switchable_configs(model: Any) -> list[Any]:
     """The configs of the text decoder's attention modules whose attention name can be changed safely. A config that is
     shared with a module that compares the name with ``sdpa`` is left out.
     """
     text = type(model.config.get_text_config(decoder=True)) if hasattr(model.config, "get_text_config") else None
     found: dict[int, Any] = {}
-    decoder = decoder_of(model)
+    part = model.get_decoder() if hasattr(model, "get_decoder") else None  # without vision, audio and the encoder
+    decoder = part if isinstance(part, torch.nn.Module) else model
     for module in decoder.modules():
         config = getattr(module, "config", None)
         if config is None or not hasattr(config, "_attn_implementation") or not follows_interface(module):

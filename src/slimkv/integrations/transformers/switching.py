@@ -109,7 +109,7 @@ def switch_off(configs: list[Any]) -> None:
 
 
 def warn_if_decoded(model: Any, configs: list[Any], stacklevel: int) -> None:
-    """Warns if ``switch_on`` found nothing to switch, so that attention reads decoded keys and values."""
+    """Warns if ``switch_on`` found nothing to switch: attention then reads decoded keys and values."""
     if configs:
         return
     own = sorted({x._attn_implementation for x in switchable_configs(model)})
@@ -118,7 +118,7 @@ def warn_if_decoded(model: Any, configs: list[Any], stacklevel: int) -> None:
     else:
         why = f"the attention of {type(model).__name__} does not use transformers' attention interface"
     warnings.warn(
-        f"{why}: it runs unchanged, on decoded keys and values; the cache is packed all the same",
+        f"{why}: it runs unchanged on decoded keys and values; the cache is packed nevertheless",
         stacklevel=stacklevel + 1,
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,23 +22,10 @@ from torch import Tensor
 from slimkv.errors import InputError
 from slimkv.ops import AttentionBatch
 
+if TYPE_CHECKING:
+    from slimkv.integrations.transformers.layers import PackedLayer
+
 AHEAD = 64  # steps of one token whose tables are built together
-
-
-class Member(Protocol):
-    """A layer whose pages follow the tables."""
-
-    def grow(self, blocks: int) -> None:
-        """Appends blocks until there are ``blocks``."""
-
-    def relocate(self, source: Tensor, target: Tensor, blocks: int) -> None:
-        """Allocates new pages of ``blocks`` blocks and copies block ``source[i]`` to ``target[i]``."""
-
-    def move_tokens(self, source: Tensor, target: Tensor) -> None:
-        """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
-
-    def select_sequences(self, rows: int, batch: int, index: Tensor) -> None:
-        """Makes sequence ``index[i]`` of ``batch`` sequence i."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,7 @@ class StepsAhead:
 
 
 def lasting() -> Any:
-    """For tensors that outlive a call: they are written later, so they must not be inference tensors."""
+    """For tensors that outlive a call and are written later, so they must not be inference tensors."""
     return torch.inference_mode(False)
 
 
@@ -100,7 +87,7 @@ class TableSet:
 class SequenceTables:
     """Slots, block table and lengths of ``batch`` sequences; a window keeps only the last tokens.
 
-    ``exact``: no block more than needed, and members see to their pages themselves.
+    ``exact``: allocates no spare blocks, and members resize their pages themselves.
     """
 
     def __init__(
@@ -117,18 +104,18 @@ class SequenceTables:
         self.kept_from = 0  # earlier positions may be overwritten
         self.pads = [0] * batch
         self._pad = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._members: list[Member] = []
+        self._members: list[PackedLayer] = []
         self._step: Step | None = None
         self._ahead: StepsAhead | None = None
         self._starts: tuple[int, Tensor] | None = None  # ``cu_seqlens_q`` of the last number of queries
-        self._prefix: tuple[tuple[int, int, int], Step] | None = None  # (positions, of them held, rows), and its step
+        self._prefix: tuple[tuple[int, int, int], Step] | None = None  # (tokens, of the prefix, rows), its step
 
     @property
     def blocks(self) -> int:
         """The number of blocks in each member's pool."""
         return self.rows * self.batch
 
-    def join(self, member: Member) -> None:
+    def join(self, member: PackedLayer) -> None:
         """Registers a layer whose pool has ``blocks`` blocks."""
         self._members.append(member)
 
@@ -142,8 +129,8 @@ class SequenceTables:
             return self._step
         if seen != self.tokens:
             raise InputError(
-                f"a layer with {seen} tokens received {new} more while its siblings hold {self.tokens}; "
-                "every layer of a cache must see every forward pass"
+                f"a layer with {seen} tokens received {new} more while other layers hold {self.tokens}; "
+                "every layer of a cache must take part in every forward pass"
             )
         if self.window is not None and not self.record_past:
             upto = self.tokens if needs_past else self.tokens + new
@@ -288,7 +275,7 @@ class SequenceTables:
             if new < old:
                 raise InputError(
                     f"sequence {b} had {old} tokens of left padding, which were dropped, and now has {new}: "
-                    "the attention mask must keep hiding what it hid before"
+                    "the attention mask must keep hiding the same positions"
                 )
         pad = torch.tensor(pads, dtype=torch.int64, device=self.device)
         held = torch.arange(self.kept_from, self.tokens, device=self.device)

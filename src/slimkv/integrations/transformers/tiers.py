@@ -1,9 +1,10 @@
-"""A full-attention layer in tiers: first tokens as they are, then packed ones by age, then last tokens as they are."""
+"""A full-attention layer in tiers: raw first tokens, then packed ones by age, then raw last tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.integrations.transformers.decoded_attention import dense_attention
 from slimkv.integrations.transformers.ladder import Drop, Ladder, costs_of, tier_formats
-from slimkv.integrations.transformers.layers import RAW_FRESH_ABOVE, LayerSettings, PackedLayer, check_no_grad
-from slimkv.integrations.transformers.lazy_kv import PackedStates, PagedKV, packed_pair, token_rows
+from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, check_no_grad
+from slimkv.integrations.transformers.lazy_kv import PagedKV, token_rows
 from slimkv.integrations.transformers.tables import Step
 from slimkv.ops.attention.api import SIXTEEN_BIT
 from slimkv.ops.merge import merged
-from slimkv.spec import PageLayout, page_layout
+from slimkv.spec import page_layout
 
 Pair = tuple[Tensor, Tensor]
 NOTHING = -1e30  # the log-sum-exp of no keys
@@ -28,10 +29,10 @@ class TieredKV:
     """First tokens raw, then packed ones of several formats, then last tokens raw."""
 
     head: Pair  # K, V [batch, num_kv_heads, tokens, dim]
-    tiers: list[PagedKV]  # oldest first; a pass that brings ``fresh`` reads what was there before it
+    tiers: list[PagedKV]  # oldest first; with ``fresh``, without the new tokens
     tail: Pair
-    new: int = 0  # of these tokens, the last ones
-    fresh: Pair | None = None  # the new tokens, where they are read raw and stand behind the others
+    new: int = 0  # the number of last tokens that belong to queries
+    fresh: Pair | None = None  # the new tokens, if they are read raw; they follow the others
 
     first = 0
     window = None
@@ -40,12 +41,12 @@ class TieredKV:
 
     @property
     def positions(self) -> int:
-        """See ``LazyKV``."""
+        """See ``PagedKV``."""
         return self.shape[2]
 
     @property
     def pads(self) -> list[int]:
-        """See ``LazyKV``."""
+        """See ``PagedKV``."""
         return [0] * self.head[0].shape[0]
 
     @property
@@ -56,17 +57,17 @@ class TieredKV:
         return batch, heads, raw + sum(tier.positions for tier in self.tiers)
 
     def dense(self) -> Pair:
-        """See ``LazyKV``."""
+        """See ``PagedKV``."""
         parts = self.head, *(tier.dense() for tier in self.tiers), self.tail, *([self.fresh] if self.fresh else [])
         key, value = (torch.cat(side, 2) for side in zip(*parts, strict=True))
         return key, value
 
-    def refusal(self, pads: list[int] | None) -> str | None:
-        """See ``LazyKV``."""
-        return "padding beside tiers is masked on decoded keys and values" if pads and any(pads) else None
+    def attends(self, pads: list[int] | None) -> bool:
+        """See ``PagedKV``."""
+        return not (pads and any(pads))
 
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
-        """Each tier fused, raw tokens dense, joined by their log-sum-exps."""
+        """Each tier fused and raw tokens dense, merged by their log-sum-exps."""
         batch, heads, new, _ = query.shape
         plain = replace(options, causal=False, sinks=None, prefill=SIXTEEN_BIT)
         lse = query.new_full((batch, new, heads), NOTHING, dtype=torch.float32)
@@ -90,7 +91,7 @@ class TieredKV:
         begin = self.head[0].shape[2]
         for tier in self.tiers:
             end = begin + tier.positions
-            inside, after = max(begin - past, 0), max(end - past, 0)  # queries that are, and come after, its tokens
+            inside, after = (max(begin - past, 0), max(end - past, 0))  # the queries in it, and those after it
             if after > inside:
                 yield inside, after, _attend(tier, query[:, :, inside:after], causal, tier.step.batch)
             if new > after and tier.positions:
@@ -100,7 +101,7 @@ class TieredKV:
     def _raw(self, query: Tensor, raw: int, past: int, options: ops.AttendOptions) -> Pair:
         key, value = (torch.cat(part, 2) for part in zip(self.head, self.tail, strict=True))
         new, head, mask = query.shape[2], self.head[0].shape[2], None
-        if new > 1:  # a single query stands at the end and sees everything
+        if new > 1:  # a single query is last and sees everything
             position = torch.arange(raw, device=query.device)
             packed = sum(tier.positions for tier in self.tiers)
             position = torch.where(position < head, position, position + packed)
@@ -110,7 +111,7 @@ class TieredKV:
     def _fresh(self, query: Tensor, options: ops.AttendOptions) -> Pair:
         assert self.fresh is not None
         batch, new = query.shape[0], query.shape[2]
-        tier = max(self.tiers, key=lambda x: x.kv.pages.shape[0])  # any will do: nobody reads its pages
+        tier = max(self.tiers, key=lambda x: x.kv.pages.shape[0])  # any tier will do: its pages are not read
         table = torch.zeros(batch, tier.kv.layout.blocks_for(new), dtype=torch.int32, device=query.device)
         lengths = torch.full((batch,), new, dtype=torch.int32, device=query.device)
         step = replace(tier.step.batch, block_table=table, seq_lens=lengths, max_seq_len=new)
@@ -136,10 +137,6 @@ class Tier(PackedLayer):
         super().__init__(format, settings, number)
         self.tier = tier
 
-    def layout_of(self, key_states: Tensor, value_states: Tensor) -> PageLayout:
-        """The layout of its pages, for keys and values like these."""
-        return page_layout(self._spec(key_states, value_states), self.settings.block_size)
-
     def fit(self, dropped: int = 0) -> None:
         """Resizes the pages to the tables, without the first ``dropped`` rows of blocks."""
         have, skip = self.pool.pages.shape[0], dropped * self.tables.batch
@@ -155,10 +152,7 @@ class Tier(PackedLayer):
 
     def kv(self, tokens: int) -> PagedKV:
         """Its first ``tokens`` tokens."""
-        return PagedKV(
-            self.pool.kv, self.tables, self.tables.prefix(tokens), 0, tokens, self.dtype, None, False, None,
-            self.settings.config.backend, self.attend_codes, SIXTEEN_BIT,
-        )  # fmt: skip
+        return self._paged(self.tables.prefix(tokens), 0, tokens)
 
 
 class TieredLayer(PackedLayer):
@@ -184,25 +178,25 @@ class TieredLayer(PackedLayer):
 
     @property
     def tail_tokens(self) -> int:
-        """How many last tokens are outside of pages."""
+        """The number of raw last tokens."""
         return self._tail[0].shape[2]
 
     @property
     def raw_tokens(self) -> int:
-        """How many tokens are outside of pages."""
+        """The number of raw tokens."""
         return self._head[0].shape[2] + self.tail_tokens if self.is_initialized else 0
 
     @property
     def packed_tokens(self) -> int:
-        """How many tokens are in pages."""
+        """The number of tokens in pages."""
         return self.tokens - self.raw_tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """See ``PackedLayer``. Tiers get their pages when the first token comes to them, the newest one at once."""
+        """See ``PackedLayer``. A tier gets its pages with its first token, the newest one at once."""
         settings, ladder = self.settings, self.ladder
         formats = tier_formats(settings.config, self.finest, key_states.element_size())
         tiers = [Tier(name, settings, self.number, i) for i, name in enumerate(formats)]
-        layouts = [tier.layout_of(key_states, value_states) for tier in tiers]
+        layouts = [page_layout(tier._spec(key_states, value_states), settings.block_size) for tier in tiers]
         batch, heads, _, dim = key_states.shape
         raw = heads * (dim + value_states.shape[-1]) * key_states.element_size()
         ladder.start(
@@ -223,13 +217,13 @@ class TieredLayer(PackedLayer):
         return tier
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """See ``PackedLayer``; what leaves the last tokens is packed at once."""
+        """See ``PackedLayer``; tokens that leave the raw last ones are packed at once."""
         check_no_grad(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         new, past, packed = key_states.shape[2], self.tokens, self.packed_tokens
-        raw = self.settings.fresh_raw and new > RAW_FRESH_ABOVE
+        raw = self.settings.attends_raw(new)
         before = self._head, self._tail
         head, pending = self._head, _join(self._tail, (key_states, value_states))
         if (room := self.ladder.sink_tokens - head[0].shape[2]) > 0 and packed == 0:
@@ -249,10 +243,13 @@ class TieredLayer(PackedLayer):
             kv = TieredKV(before[0], self._tiers(packed), before[1], new, (key_states, value_states))
         else:
             kv = TieredKV(self._head, self._tiers(self.packed_tokens), self._tail, new)
-        return packed_pair(kv, self.pool.layout, self.dtype, self.device)
+        return self._states(kv)
 
     def demote(self, source: int, target: int, slots: Tensor, step: Step, first: int, drop: Drop) -> None:
-        """See ``ladder.Member``."""
+        """Re-encodes the first tokens of tier ``source``, in ``slots`` [batch, count], at the end of tier ``target``.
+
+        ``first``: the position of the first of them in all tiers together.
+        """
         old, batch = self._tier(source), slots.shape[0]
         pair = old.pool.gather(slots.reshape(-1))
         if drop.moved is not None:
@@ -270,11 +267,8 @@ class TieredLayer(PackedLayer):
         last = len(counts) - 1
         return [self._tier(i).kv(count) for i, count in enumerate(counts) if count or i == last]
 
-    def _view(self, side: int) -> PackedStates | None:
-        if not self.is_initialized or self.tokens == 0:
-            return None
-        kv = TieredKV(self._head, self._tiers(self.packed_tokens), self._tail)
-        return packed_pair(kv, self.pool.layout, self.dtype, self.device)[side]
+    def _whole(self) -> TieredKV:
+        return TieredKV(self._head, self._tiers(self.packed_tokens), self._tail)
 
     def reset(self) -> None:
         """See ``PackedLayer``."""
@@ -282,17 +276,12 @@ class TieredLayer(PackedLayer):
             del self._head, self._tail, self._like, self.tiers
         super().reset()
 
-    def offload(self) -> None:
-        """See ``PackedLayer``."""
-        self._each("offload")
-
-    def prefetch(self) -> None:
-        """See ``PackedLayer``."""
-        self._each("prefetch")
-
     def _each(self, method: str) -> None:
         for tier in self.tiers if self.is_initialized else ():
             getattr(tier, method)()
+
+    offload = partialmethod(_each, "offload")
+    prefetch = partialmethod(_each, "prefetch")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets tokens: of the tail, then packed ones (which stay packed as the window refills), then the first.
@@ -310,21 +299,18 @@ class TieredLayer(PackedLayer):
             if tier.is_initialized:
                 tier.fit()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """The raw tokens; the tables move the pages."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """See ``reorder_cache``."""
-        if self.is_initialized:
-            batch = self._like[0].shape[0]
-            self.batch_select_indices(torch.arange(batch, device=self.device).repeat_interleave(repeats))
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        """See ``reorder_cache``."""
+        """Selects sequences of the raw tokens; the tables move the pages."""
         if self.is_initialized:
             for name in ("_head", "_tail", "_like"):
                 setattr(self, name, tuple(x[indices.to(x.device)] for x in getattr(self, name)))
+
+    reorder_cache = batch_select_indices  # type: ignore[assignment]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """See ``batch_select_indices``."""
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(self._like[0].shape[0]).repeat_interleave(repeats))
 
 
 def _join(a: Pair, b: Pair) -> Pair:

@@ -1,4 +1,4 @@
-"""The model that vLLM serves, as slimkv sees it, and which of a calibration's matrices a token takes."""
+"""The model that vLLM serves, and the calibration matrices of its tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DUMMY = "dummy"  # vLLM's load format of random weights
 
 
 def served_model(vllm_config: Any, settings: KVCacheConfig | None = None) -> ServedModel:
-    """The model of an engine's configuration; ``settings`` are those of its cache unless others are given."""
+    """The model of an engine's configuration; ``settings``: by default those of its cache."""
     model = vllm_config.model_config
     return ServedModel(
         settings or parse(vllm_config.additional_config), str(model.model), model.hf_text_config, model.max_model_len,
@@ -26,7 +26,7 @@ def served_model(vllm_config: Any, settings: KVCacheConfig | None = None) -> Ser
 
 
 class MatrixIndex:
-    """Which matrix the new tokens of a step take: int32, in a buffer that stays where it is, as captured graphs ask."""
+    """The matrix index of a step's new tokens, int32, in a buffer with a fixed address for captured graphs."""
 
     def __init__(self, edges: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
         self._edges = edges

@@ -1,4 +1,4 @@
-"""Which backend class a name stands for: ``CUSTOM``, or on a CPU one of vLLM's own names.
+"""The backend classes behind ``CUSTOM`` and, on a CPU, behind vLLM's own names.
 
 vLLM looks these names up when it creates a layer, inside the engine's config context. ``CUSTOM`` is slimkv's backend
 for K and V, or for latents in MLA models. On a CPU, the names are slimkv's backends if the user chose CUSTOM, and
@@ -51,14 +51,8 @@ def _drafts(config: Any) -> bool:
 
 def _backend(latent: bool, config: Any) -> Any:
     """slimkv's backend for latents, dense or sparse, or for K and V."""
-    if latent and hasattr(config.model_config.hf_text_config, "index_topk"):
-        from slimkv.integrations.vllm.mla.sparse import SlimKVSparseMLABackend
-
-        return SlimKVSparseMLABackend
+    sparse = latent and hasattr(config.model_config.hf_text_config, "index_topk")
+    module, name = "backend", "SlimKVBackend"
     if latent:
-        from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
-
-        return SlimKVMLABackend
-    from slimkv.integrations.vllm.backend import SlimKVBackend
-
-    return SlimKVBackend
+        module, name = ("mla.sparse", "SlimKVSparseMLABackend") if sparse else ("mla.backend", "SlimKVMLABackend")
+    return getattr(import_module(f"slimkv.integrations.vllm.{module}"), name)

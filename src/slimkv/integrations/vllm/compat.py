@@ -1,40 +1,27 @@
-"""What differs between the supported vLLM versions (0.28 and later); nothing else looks at versions.
+"""The parts of vLLM (0.28 and later) that slimkv uses; no other module checks versions.
 
-Importing this module is the check: an installation that slimkv cannot work in is refused here, with its version.
+Importing this module checks the installation: an unsupported one raises an error with its version.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import fields, replace
+from dataclasses import fields
 from enum import Enum
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from slimkv.errors import MissingDependencyError, UnsupportedError
-from slimkv.versions import require_parts, version_numbers, version_text
+from slimkv.integrations.serving.versions import check_installed, unknown_version, warn_if_newer
+from slimkv.versions import require_parts
 
 OLDEST = (0, 28)
 NEWEST_TESTED = (0, 32)
 
-logger = logging.getLogger("vllm.slimkv")  # vLLM shows what is logged below its own name
+logger = logging.getLogger("vllm.slimkv")  # vLLM shows the logs of its child loggers
 
-
-try:
-    import vllm
-except ImportError as error:
-    raise MissingDependencyError(
-        'the vLLM integration needs vLLM, which is not installed: pip install "slimkv[vllm]"'
-    ) from error
-
-VERSION: str = vllm.__version__
-
-if version_numbers(VERSION, 2) < OLDEST:
-    raise MissingDependencyError(
-        f'slimkv works in vLLM {version_text(OLDEST)} and later, not in {VERSION}: pip install --upgrade "slimkv[vllm]"'
-    )
+VERSION = check_installed("vLLM", "vllm", OLDEST)
 
 try:
     from vllm.config import get_current_vllm_config
@@ -64,23 +51,15 @@ try:
     if "state_content_bytes" not in {f.name for f in fields(AttentionSpec)}:
         raise ImportError("AttentionSpec.state_content_bytes")
 except ImportError as error:
-    raise UnsupportedError(
-        f"vLLM {VERSION} is not known to slimkv (tested are {version_text(OLDEST)} to {version_text(NEWEST_TESTED)}): "
-        f"it lacks {error}; install a tested version"
-    ) from error
+    raise unknown_version("vLLM", VERSION, OLDEST, NEWEST_TESTED, error) from error
 
-if version_numbers(VERSION, 2) > NEWEST_TESTED:
-    logger.warning(
-        "slimkv was tested in vLLM up to %d.%d; this is %s. Its interfaces are the expected ones.",
-        *NEWEST_TESTED,
-        VERSION,
-    )
+warn_if_newer("vLLM", VERSION, NEWEST_TESTED, logger)
 
 
 class Rule(Enum):
     """How a KV connector of vLLM may be used with packed pages."""
 
-    IN_PROCESS = "what it writes only the same engine reads"
+    IN_PROCESS = "only the same engine reads the pages it writes"
     FOLDER = "it shares a folder, which is marked with the fingerprint"
     HANDSHAKE = "it talks to other processes, and its handshake carries the fingerprint"
     PEERS = "it talks to other processes, whose fingerprint the user states"
@@ -106,11 +85,11 @@ CONNECTORS: dict[str, tuple[Rule, str]] = {
         "it sizes its buffers as keys and values of the model's dtype; use LMCacheMPConnector "
         "(--kv-offloading-backend lmcache)",
     ),
-    "DecodeBenchConnector": (Rule.REFUSED, "it fills the cache with numbers that are no codes"),
-    "ExampleHiddenStatesConnector": (Rule.REFUSED, "it stores hidden states in a cache of its own layout"),
-    "HiSparseConnector": (Rule.REFUSED, "it serves sparse attention on a latent cache, which slimkv does not pack"),
+    "DecodeBenchConnector": (Rule.REFUSED, "it fills the cache with numbers that are not codes"),
+    "ExampleHiddenStatesConnector": (Rule.REFUSED, "it stores hidden states in its own cache layout"),
+    "HiSparseConnector": (Rule.REFUSED, "it copies single rows of unpacked latents between host memory and the GPU"),
 }
-_stated: dict[str, str] = {}  # what an engine adds to NIXL's handshake, by its id
+_stated: dict[str, str] = {}  # fingerprints in NIXL's handshakes, by engine id
 
 
 def state_in_handshake(engine_id: str, fingerprint: str) -> None:
@@ -132,7 +111,7 @@ FOLDER_KEYS = {"SlimKVPromptConnector": "shared_storage_path", "ExampleConnector
 NATIVE_OFFLOAD = "OffloadingConnector"
 IN_MEMORY_SPECS = ("CPUOffloadingSpec",)  # of the native offload; others have tiers that outlive the engine
 TIERING_SPEC = "TieringOffloadingSpec"
-COLD_SPEC = "SlimKVOffloadingSpec"  # slimkv's own: packs blocks on their way out of vLLM's cache
+COLD_SPEC = "SlimKVOffloadingSpec"  # slimkv's own: packs the blocks that leave vLLM's cache
 CROSS_LAYER_LAYOUT = "BLHNC"  # a block of all layers side by side, which the native offload copies as one piece
 
 _DELEGATED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
@@ -145,13 +124,8 @@ def is_delegated(spec: object) -> bool:
 
 
 def is_supported_spec(spec: object) -> bool:
-    """Whether slimkv knows how such layers use their cache; subclasses may use it in ways of their own."""
+    """Whether slimkv knows how such layers use their cache; subclasses may use it differently."""
     return type(spec) in _PACKS
-
-
-def with_packed_bytes(spec: AttentionSpec, bytes_per_token: int) -> AttentionSpec:
-    """``spec`` for pages of ``bytes_per_token`` opaque bytes per token and KV head."""
-    return replace(spec, dtype=torch.uint8, state_content_bytes=bytes_per_token)
 
 
 def _head_major_layouts() -> tuple[Any, ...] | None:
@@ -182,22 +156,22 @@ class PageShape:
     def get_kv_cache_shape(
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Before: the shape itself."""
+        """Before 0.30: the shape."""
         return num_blocks, num_kv_heads, block_size, cls.bytes_per_token
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Before: blocks outermost, then layers, heads, tokens, bytes."""
+        """Before 0.30: blocks outermost, then layers, heads, tokens, bytes."""
         return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:
-        """Before: heads before tokens."""
+        """Before 0.30: heads before tokens."""
         return "HND"
 
     @staticmethod
     def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
-        """Before: no separate pass over a prefix that all requests share."""
+        """Before 0.30: no separate pass over a prefix that all requests share."""
         return False
 
 
@@ -256,7 +230,7 @@ def dcp_group() -> Any:
 
 
 def forward_metadata() -> Any:
-    """What the step that runs shares, by layer name; None while vLLM measures memory."""
+    """The metadata of the running step, by layer name; None while vLLM profiles memory."""
     from vllm.forward_context import get_forward_context
 
     return get_forward_context().attn_metadata

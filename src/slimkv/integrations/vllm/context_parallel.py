@@ -8,7 +8,7 @@ attends to those. So all keys and values pass through the codec, as without cont
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +19,6 @@ from slimkv.ops.merge import merge_attention_states
 from slimkv.spec import page_layout
 
 NEW_BLOCK = 64  # block size of the pages of the current step
-
-
-class Group(Protocol):
-    """The ranks that share tokens, such as vLLM's ``GroupCoordinator``."""
-
-    world_size: int
-    rank_in_group: int
-
-    def all_gather(self, input_: Tensor, dim: int) -> Tensor:
-        """All-gather: the tensors of all ranks, concatenated along ``dim``."""
-
-    def reduce_scatter(self, input_: Tensor, dim: int) -> Tensor:
-        """Reduce-scatter: the sum over ranks, of which each rank gets its share along ``dim``."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +53,7 @@ class ShardTables:
 
 
 def shard_tables(
-    sharing: DCPConfig,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    queries: int,
-    max_query_len: int,
-    max_seq_len: int,
+    sharing: DCPConfig, seq_lens: Tensor, cu_seqlens_q: Tensor, queries: int, max_query_len: int, max_seq_len: int
 ) -> ShardTables:
     """Builds the tables with device operations only.
 
@@ -100,7 +82,7 @@ def attend_shards(
     kv: PackedKV,
     batch: AttentionBatch,
     tables: ShardTables,
-    group: Group,
+    group: Any,
     *,
     options: ops.AttendOptions,
     rounding: Rounding | None,
@@ -114,7 +96,8 @@ def attend_shards(
         query: [queries, heads, dim], this rank's heads.
         fresh: K and V of the step's tokens, [queries, num_kv_heads, dim], the same on every rank.
         kv, batch: the tokens that this rank holds.
-        raw: the step's tokens are attended unquantised, not through their codes.
+        group: vLLM's ``GroupCoordinator`` of the ranks that share tokens.
+        raw: the step's tokens are attended unquantised.
         out: [queries, heads, value_dim], written in place.
     """
     own = page_layout(kv.layout.spec, NEW_BLOCK)
@@ -137,7 +120,7 @@ def attend_shards(
     out.copy_(merge_attention_states(own_states, combined(*context, group)))
 
 
-def combined(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def combined(out: Tensor, lse: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     """Every rank's results for all heads, float32 [queries, all heads, dim] and [queries, all heads] -> this rank's."""
     total = torch.logsumexp(group.all_gather(lse[None].contiguous(), 0), 0)
     weight = torch.where(total == -torch.inf, 0.0, torch.exp(lse - total))

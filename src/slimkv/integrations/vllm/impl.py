@@ -10,20 +10,13 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
-from slimkv.calibration.guard import MIN_TOKENS, Guard
-from slimkv.calibration.learned_offset import LayerOffset, is_capturing
-from slimkv.codec import Codec
+from slimkv.calibration.guard import Guard
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.serving.layer import ServedLayer
 from slimkv.integrations.serving.model import ServedModel, shared_codec
+from slimkv.integrations.vllm import compat
 from slimkv.integrations.vllm.calibration import served_model
-from slimkv.integrations.vllm.compat import (
-    AttentionImpl,
-    AttentionType,
-    dcp_group,
-    get_current_vllm_config,
-    stock_backend,
-)
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
 from slimkv.integrations.vllm.key_offset import guard_of, layer_offset, whole_offset
@@ -33,12 +26,11 @@ from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, 
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import kernel_block, profile_run
-from slimkv.ops import PackedKV, Rounding
-from slimkv.ops.warmup import LayerKind
+from slimkv.ops import PackedKV
 from slimkv.spec import CodecSpec, Kind, PageLayout, page_layout
 
 
-class SlimKVImpl(AttentionImpl):
+class SlimKVImpl(compat.AttentionImpl):
     """Attention of one layer; encoder and cross attention are passed on to vLLM's own implementation."""
 
     can_return_lse_for_decode = True
@@ -55,7 +47,7 @@ class SlimKVImpl(AttentionImpl):
         sliding_window: int | None = None,
         kv_cache_dtype: str = "auto",
         logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
+        attn_type: str = compat.AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
         **others: Any,
@@ -71,16 +63,15 @@ class SlimKVImpl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.alibi_slopes = alibi_slopes
-        self._config = get_current_vllm_config()
+        self._config = compat.get_current_vllm_config()
         self._stock: Any = None
         self._spec: CodecSpec | None = None
         self._number: int | None = None
-        self._matrices: tuple[Tensor | None] | None = None
-        self._key_offset: tuple[LayerOffset | None] | None = None
+        self._layer: ServedLayer | None = None
         self._settings: KVCacheConfig = parse(self._config.additional_config)
         check_engine(self._config)
-        if attn_type != AttentionType.DECODER:
-            self._stock_backend = stock_backend(head_size, attn_type)
+        if attn_type != compat.AttentionType.DECODER:
+            self._stock_backend = compat.stock_backend(head_size, attn_type)
             if self._settings.deterministic and not self._stock_backend.supports_batch_invariance():
                 raise UnsupportedError(
                     f"deterministic: vLLM's {self._stock_backend.get_name()}, which runs {attn_type} attention beside "
@@ -97,7 +88,7 @@ class SlimKVImpl(AttentionImpl):
     def _refuse(self, others: dict[str, Any]) -> None:
         """Raises for attention features of the model that slimkv does not support."""
         if self.alibi_slopes is not None:
-            raise UnsupportedError("slimkv does not know ALiBi; serve this model with vLLM's own attention backend")
+            raise UnsupportedError("slimkv does not support ALiBi; serve this model with vLLM's own attention backend")
         if self.kv_cache_dtype not in CACHE_DTYPES:
             raise InputError(
                 f"slimkv stores its own formats, so kv_cache_dtype must be left at auto, not {self.kv_cache_dtype!r}"
@@ -106,7 +97,9 @@ class SlimKVImpl(AttentionImpl):
             raise UnsupportedError(f"slimkv takes head sizes that are multiples of 16 up to 512, not {self.head_size}")
         asked = [name for name, value in others.items() if value is not None and value is not False]
         if asked:
-            raise UnsupportedError(f"slimkv does not know what this model asks of its attention: {', '.join(asked)}")
+            raise UnsupportedError(
+                f"slimkv does not support these arguments of the model's attention: {', '.join(asked)}"
+            )
         if self.pcp_world_size > 1:
             raise UnsupportedError(
                 "slimkv does not run under prefill context parallelism; use decode context or tensor parallelism"
@@ -154,14 +147,24 @@ class SlimKVImpl(AttentionImpl):
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def _packed(self, kv_cache: Tensor, codec: Codec) -> PackedKV:
+    def _served(self, device: torch.device) -> ServedLayer:
+        """How this layer stores K and V. Created on first use: sleep mode may discard tensors created with weights."""
+        if self._layer is None:
+            assert self._spec is not None
+            codec, shared = shared_codec(self._spec, device), self.kv_sharing_target_layer_name
+            if shared is not None:  # the offset is that of the layer whose cache it shares
+                offset = self._config.compilation_config.static_forward_context[shared].impl._served(device).offset
+            else:
+                offset = layer_offset(self._model, self._config, self._number, self._spec, self.num_kv_heads, device)
+            matrices = self._model.matrices(self._number, codec, self.num_kv_heads)
+            self._layer = ServedLayer(codec, matrices, offset, self._settings.backend)
+        return self._layer
+
+    def _packed(self, kv_cache: Tensor) -> PackedKV:
         """vLLM's uint8 [blocks, num_kv_heads, tokens, bytes] as pages [blocks, num_kv_heads, page_bytes]."""
         blocks, heads, tokens, size = kv_cache.shape
-        offset = self._offset(kv_cache.device)
-        return PackedKV(
-            kv_cache.view(blocks, heads, tokens * size), codec, page_layout(codec.spec, tokens),
-            None if offset is None else offset.tensor,
-        )  # fmt: skip
+        served = self._served(kv_cache.device)
+        return served.packed(kv_cache.view(blocks, heads, tokens * size), page_layout(served.codec.spec, tokens))
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -171,49 +174,19 @@ class SlimKVImpl(AttentionImpl):
             if not self._stock_backend.forward_includes_kv_cache_update:
                 self._stock.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        assert self._spec is not None
         if kv_cache.numel() == 0:  # there is no cache while vLLM profiles memory
             return
-        count, codec = slot_mapping.shape[0], shared_codec(self._spec, key.device)
-        kv, offset = self._packed(kv_cache, codec), self._offset(key.device)
-        if offset is not None and not offset.known:
-            offset.learn(key[:count], slot_mapping >= 0, kv.pages, self._first_request(layer))
-            kv = replace(kv, key_offset=offset.tensor)
-        rounding = self._rounding(codec, layer, slice(0, count))
-        ops.store_kv(key[:count], value[:count], kv, slot_mapping, rounding, backend=self._settings.backend)
-
-    def _first_request(self, layer: Any) -> int | None:
-        """Where what is learnt must not depend on a batch: the new tokens of its first request. None: all."""
+        count, served = slot_mapping.shape[0], self._served(key.device)
         step = step_metadata(layer.layer_name) if self._settings.deterministic else None
-        return None if step is None else int(step.query_start_loc[1])
+        starts = None if step is None else step.query_start_loc
+        index = self._matrix_index(served, layer, slice(0, count))
+        served.store(key[:count], value[:count], self._packed(kv_cache), slot_mapping, index, starts)
 
-    def _rounding(self, codec: Codec, layer: Any, rows: slice) -> Rounding | None:
-        """The rounding of the new tokens' keys, with the matrix of their position range if there are several."""
-        matrices = self._query_aware(codec)
-        if matrices is None:
-            return None
-        step = step_metadata(layer.layer_name) if matrices.ndim == 4 else None
-        return Rounding(matrices, None if step is None or step.matrix_index is None else step.matrix_index[rows])
-
-    def _query_aware(self, codec: Codec) -> Tensor | None:
-        """The calibration's matrices, created on first use: sleep mode may discard tensors created with the weights."""
-        if self._number is None:
-            return None
-        if self._matrices is None:
-            self._matrices = (self._model.matrices(self._number, codec, self.num_kv_heads),)
-        return self._matrices[0]
-
-    def _offset(self, device: torch.device) -> LayerOffset | None:
-        """The key offset of this layer, or of the layer whose cache it shares."""
-        if self.kv_sharing_target_layer_name is not None:
-            target = self._config.compilation_config.static_forward_context[self.kv_sharing_target_layer_name]
-            return target.impl._offset(device)
-        if self._key_offset is None:
-            assert self._spec is not None
-            self._key_offset = (
-                layer_offset(self._model, self._config, self._number, self._spec, self.num_kv_heads, device),
-            )
-        return self._key_offset[0]
+    def _matrix_index(self, served: ServedLayer, layer: Any, rows: slice) -> Tensor | None:
+        """The position range of the new tokens, if the calibration has several."""
+        several = served.matrices is not None and served.matrices.ndim == 4
+        step = step_metadata(layer.layer_name) if several else None
+        return None if step is None or step.matrix_index is None else step.matrix_index[rows]
 
     @cached_property
     def _model(self) -> ServedModel:
@@ -224,20 +197,6 @@ class SlimKVImpl(AttentionImpl):
         if self._number is None or self._spec is None:
             return None
         return whole_offset(self._model, self._number, self._spec)
-
-    def _check_scores(self, query: Tensor, key: Tensor, kv: PackedKV, step: SlimKVMetadata) -> None:
-        """Compares scores from stored keys with exact ones, once, on a prompt that is long enough."""
-        count = step.num_actual_tokens
-        if self._guard is None or not self._guard.wants(self._name, count) or is_capturing(query.device):
-            return
-        rows = (step.slot_mapping[:count] >= 0).nonzero().flatten()
-        if rows.shape[0] < MIN_TOKENS:  # a warm-up step stores nothing; ranks may share the tokens
-            return
-
-        def stored(chosen: Tensor) -> Tensor:
-            return ops.gather_kv(kv, step.slot_mapping[rows[chosen]], backend=self._settings.backend)[0]
-
-        self._guard.compare(self._name, query[:count], key[rows], stored, self.scale)
 
     def forward(
         self,
@@ -261,21 +220,18 @@ class SlimKVImpl(AttentionImpl):
             )
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("slimkv does not quantise attention's output")
-        assert self._spec is not None
-        codec = shared_codec(self._spec, query.device)
+        served = self._served(query.device)
         if attn_metadata is None:  # vLLM profiles memory before there is a cache
-            layout = PageLayout(codec.spec, kernel_block(self._config))
-            offset = self._offset(query.device)
-            if offset is not None and self.kv_sharing_target_layer_name is None:
-                offset.provisional(key)
-            kind = LayerKind(
-                codec, layout, query.shape[1], self.num_kv_heads, query.dtype, self._options,
-                None if offset is None else offset.tensor, self._query_aware(codec), self._settings.backend,
-            )  # fmt: skip
+            if served.offset is not None and self.kv_sharing_target_layer_name is None:
+                served.offset.provisional(key)
+            layout = PageLayout(served.codec.spec, kernel_block(self._config))
+            kind = served.kind(query.shape[1], self.num_kv_heads, query.dtype, layout, self._options)
             profile_run(kind, query.shape[0], self._config)
             return output.zero_()
-        kv = self._packed(kv_cache, codec)
-        self._check_scores(query, key, kv, attn_metadata)
+        kv = self._packed(kv_cache)
+        if self._guard is not None:
+            slots = attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens]
+            served.check_scores(self._guard, self._name, query, key, kv, slots, self.scale)
         self._attend(layer, query, key, value, kv, attn_metadata, output)
         return output
 
@@ -285,7 +241,7 @@ class SlimKVImpl(AttentionImpl):
         if found is None:
             if not causal and self.sliding_window:
                 raise UnsupportedError(
-                    "slimkv has no sliding window that looks both ways, which this drafter asks for: give it another "
+                    "this drafter needs a bidirectional sliding window, which slimkv does not support: give it another "
                     "attention_backend in the speculative config"
                 )
             found = self._variants[causal, prompt] = replace(self._options, causal=causal, prompt=prompt)
@@ -294,6 +250,7 @@ class SlimKVImpl(AttentionImpl):
     def _attend(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv: PackedKV, step: SlimKVMetadata, output: Tensor
     ) -> None:
+        served = self._served(query.device)
         raw = self._settings.reads_fresh_raw(shared_pages=True) and self.kv_sharing_target_layer_name is None
         for part in step.parts:
             options = self._options_of(step.causal, part.prompt)
@@ -303,8 +260,8 @@ class SlimKVImpl(AttentionImpl):
                 batch = replace(batch, max_seq_len=held)
             if part.shard is not None:
                 attend_shards(
-                    query[rows], fresh, kv, batch, part.shard, dcp_group(), options=options,
-                    rounding=self._rounding(kv.codec, layer, rows), raw=raw, out=output[rows],
+                    query[rows], fresh, kv, batch, part.shard, compat.dcp_group(), options=options,
+                    rounding=served.rounding(self._matrix_index(served, layer, rows)), raw=raw, out=output[rows],
                     backend=self._settings.backend,
                 )  # fmt: skip
                 continue

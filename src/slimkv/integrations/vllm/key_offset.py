@@ -14,8 +14,8 @@ from slimkv.integrations.vllm.compat import logger
 from slimkv.integrations.vllm.connectors import pages_leave_the_engine
 from slimkv.spec import CodecSpec
 
-_guards: list[tuple[Any, Guard]] = []  # by engine; configurations of vLLM cannot be hashed
-_told: list[Any] = []  # engines that already logged that their keys are not centred
+_guards: dict[int, tuple[Any, Guard]] = {}  # by the id of an engine's config, which is kept alive
+_told: dict[int, Any] = {}  # engines that have logged that their keys are not centred
 
 
 def layer_offset(
@@ -30,10 +30,15 @@ def layer_offset(
         return model.layer_offset(layer, spec, held, device)
     codec = shared_codec(spec, device)
     known = model.calibrated_offset(layer, codec, held)
-    if known is None:
-        _tell(vllm_config)
-        return None
-    return LayerOffset(held, codec, known)
+    if known is not None:
+        return LayerOffset(held, codec, known)
+    if id(vllm_config) not in _told:
+        _told[id(vllm_config)] = vllm_config
+        logger.warning(
+            "slimkv: keys are not centred, which costs accuracy. Engines that exchange pages must subtract the same "
+            "vectors: run slimkv calibrate MODEL once and give every engine the file (calibration)."
+        )
+    return None
 
 
 def whole_offset(model: ServedModel, layer: int, spec: CodecSpec) -> Tensor | None:
@@ -44,21 +49,6 @@ def whole_offset(model: ServedModel, layer: int, spec: CodecSpec) -> Tensor | No
     return known.key_offset(layer, shared_codec(spec, torch.device("cpu")))
 
 
-def _tell(vllm_config: Any) -> None:
-    if not any(known is vllm_config for known in _told):
-        _told.append(vllm_config)
-        logger.warning(
-            "slimkv: keys are not centred, which costs accuracy: this engine exchanges pages with others, and all of "
-            "them must subtract the same vectors. Run slimkv calibrate MODEL once and give every engine the file "
-            "(calibration)."
-        )
-
-
 def guard_of(max_score_error: float, vllm_config: Any) -> Guard:
     """The guard of an engine's packed layers; one for all of them."""
-    for known, guard in _guards:
-        if known is vllm_config:
-            return guard
-    guard = Guard(max_score_error, say=logger.info)
-    _guards.append((vllm_config, guard))
-    return guard
+    return _guards.setdefault(id(vllm_config), (vllm_config, Guard(max_score_error, say=logger.info)))[1]

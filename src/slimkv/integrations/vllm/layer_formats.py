@@ -1,4 +1,4 @@
-"""Which layer an implementation belongs to, and the format that the settings give it."""
+"""The layer of an attention implementation, and its format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def find_layer(vllm_config: Any, impl: Any) -> tuple[str, Any]:
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         if getattr(layer, "impl", None) is impl:
             return name, layer
-    raise UnsupportedError("vLLM does not list the layer of this attention, so that its format is not known")
+    raise UnsupportedError("vLLM does not list the layer of this attention, so slimkv cannot find its format")
 
 
 def layer_spec(

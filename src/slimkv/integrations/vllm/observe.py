@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from slimkv.calibration import Calibration
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.serving.listener import STEPS, ListeningPlan, ObservedLayer, QueryListener, refuse_fixed
+from slimkv.integrations.serving.listener import (
+    STEPS,
+    ListeningPlan,
+    ObservedLayer,
+    Progress,
+    QueryListener,
+    refuse_fixed,
+)
 from slimkv.integrations.vllm.compat import AttentionType, forward_metadata, layer_number, tensor_parallel_rank
 
 EXTENSION = "slimkv.integrations.vllm.observe.Observer"
@@ -26,7 +31,6 @@ class Observer:
     def slimkv_attach(self) -> int:
         """Observes every decoder layer from now on; returns their number."""
         self._slimkv_listener = QueryListener()
-        self._slimkv_positions = torch.zeros(0, dtype=torch.int64)
         self.model_runner.get_model().register_forward_pre_hook(self._slimkv_before_model, with_kwargs=True)
         known = self.model_runner.vllm_config.compilation_config.static_forward_context
         for name, layer in known.items():
@@ -34,38 +38,26 @@ class Observer:
             decodes = getattr(layer, "attn_type", None) == AttentionType.DECODER and hasattr(layer, "head_size")
             if decodes and number is not None and getattr(layer, "kv_sharing_target_layer_name", None) is None:
                 window = getattr(layer, "sliding_window", None)
+                value_dim = int(getattr(layer, "head_size_v", None) or layer.head_size)
                 self._slimkv_listener.layers[number] = ObservedLayer(
-                    layer.num_kv_heads,
-                    layer.head_size,
-                    int(getattr(layer, "head_size_v", None) or layer.head_size),
-                    window if isinstance(window, int) else None,
+                    layer.num_kv_heads, layer.head_size, value_dim, window if isinstance(window, int) else None
                 )
                 layer.register_forward_pre_hook(self._slimkv_before_attention(number, name), with_kwargs=True)
         return len(self._slimkv_listener.layers)
 
-    def slimkv_probe(self, shift: int) -> None:
-        """See ``QueryListener.probe``."""
-        self._slimkv_listener.probe(shift)
+    def slimkv_ask(self, method: str, **given: Any) -> None:
+        """Calls a method of this worker's ``QueryListener``."""
+        getattr(self._slimkv_listener, method)(**given)
 
-    def slimkv_measure(self) -> None:
-        """See ``QueryListener.measure``."""
-        self._slimkv_listener.measure()
-
-    def slimkv_collect(self) -> dict[str, Any]:
+    def slimkv_collect(self) -> bytes:
         """See ``QueryListener.collect``."""
         return self._slimkv_listener.collect(*tensor_parallel_rank())
 
     def _slimkv_before_model(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's positions, shifted."""
-        shift = self._slimkv_listener.shift
+        shifted = self._slimkv_listener.shifted
         if "positions" in kwargs:
-            kwargs = {**kwargs, "positions": kwargs["positions"] + shift}
-            positions = kwargs["positions"]
-        else:
-            args = (args[0], args[1] + shift, *args[2:])
-            positions = args[1]
-        self._slimkv_positions = positions if positions.ndim == 1 else positions[0]  # the three axes are equal for text
-        return args, kwargs
+            return args, {**kwargs, "positions": shifted(kwargs["positions"])}
+        return (args[0], shifted(args[1]), *args[2:]), kwargs
 
     def _slimkv_before_attention(self, number: int, name: str) -> Any:
         def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -75,10 +67,8 @@ class Observer:
                 return
             query = kwargs["query"] if "query" in kwargs else args[0]
             key = kwargs["key"] if "key" in kwargs else args[1]
-            count = min(int(getattr(step, "num_actual_tokens", query.shape[0])), query.shape[0])
-            query = query.reshape(query.shape[0], layer.num_heads, layer.head_size)[:count]
-            key = key.reshape(key.shape[0], layer.num_kv_heads, layer.head_size)[:count]
-            self._slimkv_listener.take(number, query, key, self._slimkv_positions[:count])
+            count = min(int(getattr(step, "num_actual_tokens", len(query))), len(query))
+            self._slimkv_listener.take(number, query, key, count)
 
         return hook
 
@@ -89,17 +79,15 @@ def gather_calibration(
     samples: tuple[int, int] = (3, 1024),
     seed: int = 0,
     max_positions: int | None = None,
-    progress: Any = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
     **engine_options: Any,
 ) -> Calibration:
     """Starts vLLM with ``model`` and collects statistics while it generates windows x ids tokens (``samples``).
 
     Args:
-        model: a folder or a hub name, as vLLM takes it.
-        samples: number of windows and of ids in each; they are generated in fragments.
-        seed: of the sampling.
+        model: a folder or a hub name.
+        samples: number of windows and of ids in each; they are generated in fragments with ``seed``.
         max_positions: the longest context of the statistics; None: that of the model.
-        progress: called with a description of each stage.
         engine_options: of ``vllm.LLM``; give those that the model is served with.
     """
     from vllm import LLM, SamplingParams
@@ -109,22 +97,18 @@ def gather_calibration(
     refuse_fixed(fixed, engine_options)
     engine = LLM(model=model, **fixed, **engine_options)
     config = engine.llm_engine.vllm_config.model_config
-    text = config.hf_text_config
     if not sum(engine.collective_rpc("slimkv_attach")):
         raise UnsupportedError(f"vLLM runs no attention layer in {model} that calibration can see")
-    plan = ListeningPlan.of(text, config.max_model_len, samples, seed)
+    plan = ListeningPlan.of(config.hf_text_config, config.max_model_len, samples, seed)
     once = SamplingParams(max_tokens=1, temperature=0.0)
     asked = [
         SamplingParams(max_tokens=plan.fragment - 1, temperature=1.0, seed=own, ignore_eos=True, detokenize=False)
         for own in plan.seeds
     ]
-    plan.listen(
-        lambda method, **given: engine.collective_rpc(f"slimkv_{method}", kwargs=given),
-        lambda: engine.generate({"prompt_token_ids": plan.probe}, once, use_tqdm=False),
-        lambda: engine.generate([{"prompt_token_ids": [i]} for i in plan.first], asked, use_tqdm=False),
-        progress,
-    )
-    parts = engine.collective_rpc("slimkv_collect")
-    made = plan.calibration(text, parts, config.get_total_num_kv_heads(), max_positions, "vLLM")
-    progress("calibrated", STEPS, STEPS)
-    return made
+    return plan.calibrate(
+        "vLLM", config.get_total_num_kv_heads(), max_positions, progress,
+        ask=lambda method, **given: engine.collective_rpc("slimkv_ask", args=(method,), kwargs=given),
+        read=lambda: engine.generate({"prompt_token_ids": plan.probe}, once, use_tqdm=False),
+        say=lambda: engine.generate([{"prompt_token_ids": [i]} for i in plan.first], asked, use_tqdm=False),
+        collect=lambda: engine.collective_rpc("slimkv_collect"),
+    )  # fmt: skip

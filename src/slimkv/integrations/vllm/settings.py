@@ -1,4 +1,4 @@
-"""Where vLLM's users set slimkv: the ``slimkv`` entry of ``--additional-config``, the fields of ``KVCacheConfig``.
+"""Settings in vLLM: the ``slimkv`` entry of ``--additional-config`` holds the fields of ``KVCacheConfig``.
 
 {"slimkv": {"format": "k4v4", "layers": {"0-1": "fp8", "7": "raw", "-1": "k6v4"}}}
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError, SlimKVError
+from slimkv.errors import InputError
+from slimkv.integrations.serving.model import KEY, parse_settings
 
-KEY = "slimkv"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # vLLM's switch: a request's tokens do not depend on its neighbours
 EXAMPLE = '--attention-backend CUSTOM --additional-config \'{"slimkv": {"format": "k4v4"}}\''
 
@@ -28,11 +27,5 @@ def parse(additional_config: object) -> KVCacheConfig:
         raise InputError(
             f"the attention backend CUSTOM is slimkv's, but the additional config has no {KEY!r} entry; use {EXAMPLE}"
         )
-    config = KVCacheConfig.parse(additional_config[KEY])
-    config.refuse("vLLM", "sink_tokens", "recent_tokens", "age", "memory")
-    if not int(os.environ.get(BATCH_INVARIANT, "0")):
-        return config
-    try:
-        return replace(config, deterministic=True)
-    except SlimKVError as error:
-        raise type(error)(f"{BATCH_INVARIANT}=1 sets deterministic; {error}") from error
+    invariant = int(os.environ.get(BATCH_INVARIANT, "0"))
+    return parse_settings(additional_config[KEY], "vLLM", f"{BATCH_INVARIANT}=1" if invariant else None)

@@ -1,6 +1,6 @@
 """Runs each kind of step once on a scratch page, while vLLM profiles memory.
 
-vLLM runs the model once without a cache to measure its memory. That run would miss the workspaces of attention, and the
+vLLM runs the model once without a cache to measure its memory. That run would miss the workspaces of attention, and
 kernels would compile during the first requests, so the steps run here.
 """
 

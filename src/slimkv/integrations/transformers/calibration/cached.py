@@ -1,10 +1,11 @@
-"""Which calibration a cache uses: a given one, a file, or one made on first use and saved."""
+"""The calibration of a cache: a given one, a file, or one made on first use and saved."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slimkv.calibration import Calibration, ModelIdentity
 from slimkv.calibration.identity import parameter_digest
@@ -14,6 +15,7 @@ from slimkv.integrations.transformers.calibration.collect import gather_calibrat
 from slimkv.integrations.transformers.calibration.samples import Progress, silent
 from slimkv.paths import cache_dir
 
+T = TypeVar("T")
 _RECIPE = "sampled"  # the kind of tokens, part of a calibration's file name
 
 
@@ -26,8 +28,8 @@ def find_calibration(
     if calibration == AUTO:
         if model is None:
             raise InputError(
-                "calibration='auto' has to run the model once: give the model itself in place of its config, or a file "
-                "from slimkv calibrate"
+                "calibration='auto' runs the model once: give the model itself instead of its config, or a file from "
+                "slimkv calibrate"
             )
         return auto_calibration(model)
     found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
@@ -41,20 +43,31 @@ def auto_calibration(model: Any, folder: Path | None = None, progress: Progress 
     Its key is the model's configuration and a sample of its weights. By default the folder is
     ``slimkv.paths.cache_dir("calibrations")``.
     """
-    from filelock import FileLock
-
     folder = folder if folder is not None else cache_dir("calibrations")
     path = folder / f"{fingerprint(model)}-{_RECIPE}.safetensors"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # only one of several processes makes it
+
+    def make() -> Calibration:
+        gather_calibration(model, costs=False, progress=progress).save(path)
+        return Calibration.load(path)
+
+    return load_or_make(path, Calibration.load, make)
+
+
+def load_or_make(path: Path, load: Callable[[Path], T], make: Callable[[], T]) -> T:
+    """Loads a file, or calls ``make``, which writes it and returns its contents.
+
+    Only one of several processes makes it. A file that is damaged or of an older version is made again.
+    """
+    from filelock import FileLock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
         if path.is_file():
             try:
-                return Calibration.load(path)
-            except SlimKVError:
-                path.unlink()  # damaged or of an older version: it is made again
-        made = gather_calibration(model, costs=False, progress=progress)
-        made.save(path)
-    return Calibration.load(path)
+                return load(path)
+            except (SlimKVError, ValueError):
+                path.unlink()
+        return make()
 
 
 def fingerprint(model: Any) -> str:

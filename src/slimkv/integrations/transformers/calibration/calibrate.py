@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.calibration import Calibration
-from slimkv.calibration.bit_allocation import Solution, budget_bytes, profile_bytes, solve_widths
+from slimkv.calibration.bit_allocation import budget_bytes, profile_bytes, solve_widths
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 
@@ -30,21 +30,13 @@ def calibrate_model(
 
     Use it as ``SlimKVCache(model, calibration=...)``; with a budget, also ``format="calibrated"``.
     """
+    if budget is not None and profile is not None:
+        raise InputError(f"budget={budget} and profile={profile!r} both choose the widths; give one of them")
     options.setdefault("costs", budget is not None or profile is not None)
     made = gather_calibration(model, **options)
-    solution = choose_widths(made, budget, profile)
-    if solution is not None:
-        made = made.with_formats(solution.formats)
+    if budget is not None or profile is not None:
+        size = budget_bytes(made, budget) if budget is not None else profile_bytes(made, str(profile))
+        made = made.with_formats(solve_widths(made, size).formats)
     if path is not None:
         made.save(path)
     return made
-
-
-def choose_widths(calibration: Calibration, budget: float | None, profile: str | None) -> Solution | None:
-    """Formats per layer for a budget in bits per number or for a profile; None without either."""
-    if budget is not None and profile is not None:
-        raise InputError(f"budget={budget} and profile={profile!r} both choose the widths; give one of them")
-    if budget is None and profile is None:
-        return None
-    size = budget_bytes(calibration, budget) if budget is not None else profile_bytes(calibration, str(profile))
-    return solve_widths(calibration, size)

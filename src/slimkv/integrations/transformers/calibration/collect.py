@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimkv.calibration import Calibration, LayerStatistics, ModelIdentity
-from slimkv.calibration.gather import (
-    PROBE_TOKENS,
-    LayerSums,
-    MeasuredRotary,
-    common_range,
-    probe_shifts,
-    rotary_of_layer,
-)  # fmt: skip
+from slimkv.calibration import Calibration, LayerStatistics, ModelIdentity, gather
 from slimkv.calibration.rotary import CONTEXTS
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.transformers.calibration.samples import (
-    FRAGMENT,
-    TOKENS,
-    WINDOWS,
-    Progress,
-    random_windows,
-    sampled_windows,
-    silent,
-)
+from slimkv.integrations.transformers.calibration import samples as sampling
 from slimkv.integrations.transformers.calibration.sensitivity import layer_gains
-from slimkv.integrations.transformers.compat import AttentionInterface, AttentionMaskInterface
-from slimkv.integrations.transformers.mask import slimkv_mask
-from slimkv.integrations.transformers.plugin import slimkv_attention, use_attn_implementation
+from slimkv.integrations.transformers.decoded_attention import probabilities
+from slimkv.integrations.transformers.plugin import observed_attention
 
-NAME = "slimkv_statistics"
 _SAMPLED = 32  # queries per pass and head whose full attention is computed
 _PROBED = 128  # tokens on which the sensitivity of layers is measured
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
@@ -50,15 +31,15 @@ def gather_calibration(
     source: str | None = None,
     costs: bool = True,
     max_positions: int | None = None,
-    samples: tuple[int, int] = (WINDOWS, TOKENS),
+    samples: tuple[int, int] = (sampling.WINDOWS, sampling.TOKENS),
     seed: int = 0,
-    progress: Progress = silent,
+    progress: sampling.Progress = sampling.silent,
 ) -> Calibration:
     """Statistics of ``model`` on windows int64 [count, tokens], one at a time; by default on its own samples.
 
     Args:
         windows: None: ids are sampled from the model, and statistics are collected while it samples.
-        source: what was read, for the file.
+        source: a description of the tokens, for the file.
         costs: also measure the cost of noise in each layer, which takes a short pass per layer and is needed to choose
             widths.
         max_positions: the longest context of the statistics; None: that of the model.
@@ -70,13 +51,13 @@ def gather_calibration(
     """
     declared = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     wanted = _checked_range(model.config, max_positions, declared)
-    recorder = _Recorder(model)
-    with recorder.attached(), torch.no_grad():
+    recorder = _Recorder()
+    with observed_attention(model, recorder.observe), torch.no_grad():
         measured = _measure_positions(model, recorder, declared or wanted, progress)
         recorder.rotary = measured
-        read = FRAGMENT
+        read = sampling.FRAGMENT
         if windows is None:
-            windows = sampled_windows(model, *samples, seed, progress, recorder.at)
+            windows = sampling.sampled_windows(model, *samples, seed, progress, recorder.at)
             source = source or f"{windows.numel()} token ids sampled from the model, seed {seed}"
             recorder.moments = False
         else:
@@ -96,14 +77,14 @@ def gather_calibration(
         )
     progress("calibrated", 1, 1)
     statistics = {number: layer.statistics(gains.get(number)) for number, layer in layers.items()}
-    held = common_range(measured, wanted, declared or wanted, read)
+    held = gather.common_range(measured, wanted, declared or wanted, read)
     return Calibration(ModelIdentity.of(model.config), statistics, source or f"{windows.numel()} tokens", held)
 
 
 def _checked_range(config: Any, wanted: int | None, declared: int | None) -> int:
     text = config.get_text_config(decoder=True)
     if wanted is None:
-        return declared or FRAGMENT
+        return declared or sampling.FRAGMENT
     if wanted < 1:
         raise InputError(f"max_positions must be at least 1, not {wanted}")
     rope = getattr(text, "rope_parameters", None)
@@ -116,10 +97,12 @@ def _checked_range(config: Any, wanted: int | None, declared: int | None) -> int
     return wanted
 
 
-def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress: Progress) -> dict[int, MeasuredRotary]:
+def _measure_positions(
+    model: Any, recorder: _Recorder, declared: int, progress: sampling.Progress
+) -> dict[int, gather.MeasuredRotary]:
     """The rotary embedding of every layer's queries."""
-    ids = random_windows(model.config, 1, min(PROBE_TOKENS, declared)).to(model.device)
-    shifts = probe_shifts(declared) if declared > PROBE_TOKENS else ()
+    ids = sampling.random_windows(model.config, 1, min(gather.PROBE_TOKENS, declared)).to(model.device)
+    shifts = gather.probe_shifts(declared) if declared > gather.PROBE_TOKENS else ()
     seen: dict[int, dict[int, Tensor]] = {}
     for number, shift in enumerate((0, *shifts)):
         progress("measuring positions", number, len(shifts) + 1)
@@ -130,7 +113,8 @@ def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress:
     if not seen[0]:
         raise UnsupportedError(f"{type(model).__name__} has no attention layers that calibration can see")
     return {
-        layer: rotary_of_layer(plain, {s: seen[s][layer] for s in shifts}) for layer, plain in sorted(seen[0].items())
+        layer: gather.rotary_of_layer(plain, {s: seen[s][layer] for s in shifts})
+        for layer, plain in sorted(seen[0].items())
     }
 
 
@@ -138,7 +122,7 @@ def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress:
 class _Layer:
     """Sums over the inputs of one layer."""
 
-    sums: LayerSums
+    sums: gather.LayerSums
     value_dim: int
     sliding_window: int | None
     key_cost: Tensor | float = 0.0  # float64 [num_kv_heads], sums over sampled queries
@@ -161,8 +145,7 @@ class _Layer:
 class _Recorder:
     """Observes every attention call of a model."""
 
-    model: Any
-    rotary: Mapping[int, MeasuredRotary] = field(default_factory=dict)
+    rotary: Mapping[int, gather.MeasuredRotary] = field(default_factory=dict)
     moments: bool = True  # whether second moments are summed
     costs: bool = False  # whether costs are summed
     probe: dict[int, Tensor] | None = None  # by layer: queries [tokens * heads, dim] of the current pass
@@ -174,24 +157,16 @@ class _Recorder:
         """The next pass begins at ``position``."""
         self._first = position
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Records the model's attention inside the context."""
-        AttentionInterface.register(NAME, self._attention)
-        AttentionMaskInterface.register(NAME, slimkv_mask)
-        with use_attn_implementation(self.model, NAME):
-            yield
-
-    def _attention(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        out, _ = slimkv_attention(module, query, key, value, attention_mask, **kwargs)
+    def observe(
+        self, out: Tensor, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Tensor:
+        """Sums the inputs of one call of attention; see ``observed_attention``."""
         number = layer_number(module)
         if self.probe is not None:
             self.probe.setdefault(number, query[0].flatten(0, 1).float())
-            return out, None
+            return out
         if number not in self.layers:
-            sums = LayerSums(key.shape[1], key.shape[-1], self.rotary[number].rotary, query.device)
+            sums = gather.LayerSums(key.shape[1], key.shape[-1], self.rotary[number].rotary, query.device)
             self.layers[number] = _Layer(sums, value.shape[-1], kwargs.get("sliding_window"))
         layer = self.layers[number]
         if self.moments:
@@ -201,8 +176,8 @@ class _Recorder:
             layer.sums.add(tokens, keys, positions)
         gram = self._gram(module, query.shape[1], value.shape[-1]) if self.costs else None
         if gram is not None:
-            self._costs(layer, gram, query, key, value, attention_mask, kwargs)
-        return out, None
+            self._costs(layer, gram, query, key, value, mask, kwargs)
+        return out
 
     def _costs(
         self, layer: _Layer, gram: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Any
@@ -212,20 +187,21 @@ class _Recorder:
         An error s_t of the logit of token t moves the output by a_t s_t (v_t - o), an error of value t by a_t times it.
         """
         tokens, heads, num_kv_heads = query.shape[2], query.shape[1], key.shape[1]
-        at = _late_queries(tokens, query.device)
+        at = torch.linspace(tokens // 4, tokens - 1, min(_SAMPLED, tokens), device=query.device).long().unique()
         weights = _weights(query[:1, :, at], key[:1], mask, at, kwargs)[0]  # [heads, queries, tokens]
         values = value[0].float().repeat_interleave(heads // num_kv_heads, 0)
         centre = layer.sums.rotary.mean_of_contexts(layer.sums.key_mean(), max(CONTEXTS)).to(key.device, torch.float32)
         sizes = (key[0].float() - centre[:, None]).square().sum(-1).repeat_interleave(heads // num_kv_heads, 0)
         scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
         out = weights @ values  # [heads, queries, dim]
-        apart = _distances(values, out, gram)
+        projected = values @ gram
+        squares = (projected * values).sum(-1)[:, None, :] + ((out @ gram) * out).sum(-1)[..., None]
+        apart = (squares - 2 * out @ projected.mT).clamp(min=0)  # |v - o|^2 after the output projection
         squared = weights.square()
         keys = (squared * apart * sizes[:, None, :]).sum((1, 2)) * scale**2
         per_number = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
         plain = (squared * values.square().sum(-1)[:, None, :]).sum((1, 2)) * per_number
-        by_group = (x.double().reshape(num_kv_heads, -1).sum(1) for x in (keys, plain))
-        key_cost, value_cost = by_group
+        key_cost, value_cost = (x.double().reshape(num_kv_heads, -1).sum(1) for x in (keys, plain))
         layer.key_cost, layer.value_cost = layer.key_cost + key_cost, layer.value_cost + value_cost
         layer.output_energy += float(((out @ gram) * out).sum())
 
@@ -244,21 +220,6 @@ class _Recorder:
         return self._grams[id(module)]
 
 
-def _late_queries(count: int, device: torch.device) -> Tensor:
-    """Which of ``count`` queries are looked at in full: int64, up to ``_SAMPLED`` of the last three quarters."""
-    return torch.linspace(count // 4, count - 1, min(_SAMPLED, count), device=device).long().unique()
-
-
-def _distances(values: Tensor, out: Tensor, gram: Tensor) -> Tensor:
-    """|v - o|^2 after the output projection, of values [..., tokens, dim] and outputs [..., queries, dim].
-
-    ``gram`` [..., dim, dim]: of the projection. Returns [..., queries, tokens].
-    """
-    projected = values @ gram
-    squares = (projected * values).sum(-1)[..., None, :] + ((out @ gram) * out).sum(-1)[..., None]
-    return (squares - 2 * out @ projected.mT).clamp(min=0)
-
-
 def layer_number(module: Any) -> int:
     """The layer whose cache a module reads: its own, or an earlier layer's if they share one."""
     if getattr(module, "is_kv_shared_layer", False):
@@ -268,18 +229,9 @@ def layer_number(module: Any) -> int:
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None, at: Tensor, kwargs: Any) -> Tensor:
     """Attention weights of the queries ``at``: float32 [batch, heads, queries, tokens]."""
-    group = query.shape[1] // key.shape[1]
-    scores = query.float() @ key.float().repeat_interleave(group, 1).mT
-    scores = scores * (kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1]))
-    if softcap := kwargs.get("softcap"):
-        scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
-        hidden = torch.arange(key.shape[2], device=query.device)[None, :] > at[:, None]
-        scores = scores.masked_fill(hidden, -math.inf)
+        rows = torch.arange(key.shape[2], device=query.device)[None, :] <= at[:, None]
     else:
         rows = mask[: len(query), :, at, : key.shape[2]]
-        scores = scores.masked_fill(~rows, -math.inf) if rows.dtype == torch.bool else scores + rows
-    total = scores.logsumexp(-1, keepdim=True)
-    if (sinks := kwargs.get("s_aux")) is not None:
-        total = torch.logaddexp(total, sinks.float().reshape(1, -1, 1, 1).to(total.device))
-    return torch.exp(scores - total)
+    scale, softcap = kwargs.get("scaling"), kwargs.get("softcap") or 0.0
+    return probabilities(query, key, rows, scale=scale, softcap=softcap, sinks=kwargs.get("s_aux"))[0]

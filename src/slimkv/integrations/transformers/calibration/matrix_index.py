@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import Any
 
 import torch
@@ -30,23 +29,19 @@ class MatrixIndex:
         self._last = None
 
     def __call__(self, first: int, new: int, pads: list[int], device: torch.device) -> Tensor:
-        """The index of ``new`` tokens per sequence from the ``first``-th on, after ``pads`` of padding: int32 [batch *
-        new].
+        """The index of ``new`` tokens per sequence after ``first`` tokens (``pads`` of padding): int32 [batch * new].
 
         Without noted positions, they are counted from the end of the known padding, as ``generate`` does. In the first
         pass no padding is known yet, because attention reports it.
         """
         self._calibration.warn_beyond(first + new - min(pads))
-        if (noted := self._noted_positions(first, new, len(pads))) is not None:
-            key: tuple[Any, ...] = ("noted", first, new, device)
-            if self._last is None or self._last[0] != key:
-                self._last = key, matrix_index(noted.to(device), self._edges)
-            return self._last[1]
-        ends = {self._number(position - pad) for pad in set(pads) for position in (first, first + new - 1)}
-        same = len(ends) == 1
-        key = (min(ends), len(pads), new, device) if same else (first, tuple(pads), new, device)
+        key = first, new, tuple(pads), device
         if self._last is None or self._last[0] != key:
-            self._last = key, self._same(key) if same else self._made(first, new, pads, device)
+            positions = self._noted_positions(first, new, len(pads))
+            if positions is None:
+                counted = torch.arange(first, first + new, device=device) - torch.tensor(pads, device=device)[:, None]
+                positions = counted.clamp(min=0).reshape(-1)
+            self._last = key, matrix_index(positions.to(device), self._edges)
         return self._last[1]
 
     def _noted_positions(self, first: int, new: int, batch: int) -> Tensor | None:
@@ -57,18 +52,6 @@ class MatrixIndex:
         if not start <= first <= first + new <= start + ids.shape[1] or ids.shape[0] not in (1, batch):
             return None
         return ids[:, first - start : first - start + new].expand(batch, new).reshape(-1)
-
-    def _number(self, position: int) -> int:
-        return min(bisect_right(self._edges, max(position, 0)), len(self._edges) - 1)
-
-    def _same(self, key: tuple[Any, ...]) -> Tensor:
-        number, batch, new, device = key
-        return torch.full((batch * new,), number, dtype=torch.int32, device=device)
-
-    def _made(self, first: int, new: int, pads: list[int], device: torch.device) -> Tensor:
-        positions = torch.arange(first, first + new, device=device)
-        own = (positions[None, :] - torch.tensor(pads, device=device)[:, None]).clamp(min=0)
-        return matrix_index(own.reshape(-1), self._edges)
 
 
 def note_positions(model: Any) -> Any:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from slimkv.calibration import file
 from slimkv.calibration.learned_offset import FORMAT
-from slimkv.errors import SlimKVError
-from slimkv.integrations.transformers.calibration.cached import fingerprint
+from slimkv.integrations.transformers.calibration.cached import fingerprint, load_or_make
 from slimkv.integrations.transformers.calibration.samples import random_windows
 from slimkv.integrations.transformers.compat import DynamicCache, EncoderDecoderCache
 from slimkv.paths import cache_dir
@@ -33,25 +32,21 @@ def seen_keys(model: torch.nn.Module, folder: Path | None = None) -> Mapping[int
     prompt.
     """
     if model not in _known:
-        _known[model] = _kept_or_made(model, folder if folder is not None else cache_dir("offsets"))
+        folder = folder if folder is not None else cache_dir("offsets")
+        path = folder / f"{fingerprint(model)}.safetensors"
+        _known[model] = load_or_make(path, _load, lambda: _make(model, path))
     return _known[model]
 
 
-def _kept_or_made(model: Any, folder: Path) -> Mapping[int, Tensor]:
-    from filelock import FileLock
+def _load(path: Path) -> Mapping[int, Tensor]:
+    _, tensors = file.read(path, FORMAT)
+    return {int(name.removeprefix(f"{_NAME}.")): tensor for name, tensor in tensors.items()}
 
-    path = folder / f"{fingerprint(model)}.safetensors"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # only one of several processes makes them
-        if path.is_file():
-            try:
-                _, tensors = file.read(path, FORMAT)
-                return {int(name.removeprefix(f"{_NAME}.")): tensor for name, tensor in tensors.items()}
-            except (SlimKVError, ValueError):
-                path.unlink()  # damaged or of an older version: made again
-        found = keys_of_pass(model)
-        if found:
-            file.write(path, {}, {f"{_NAME}.{number}": keys for number, keys in found.items()}, FORMAT)
+
+def _make(model: Any, path: Path) -> Mapping[int, Tensor]:
+    found = keys_of_pass(model)
+    if found:
+        file.write(path, {}, {f"{_NAME}.{number}": keys for number, keys in found.items()}, FORMAT)
     return found
 
 

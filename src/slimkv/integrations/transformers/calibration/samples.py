@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from slimkv.errors import InputError
 
-WINDOWS, TOKENS = 8, 1024  # as many fragments as are sampled at a time
+WINDOWS, TOKENS = 8, 1024  # together one batch of fragments
 FRAGMENT = 128  # tokens per sampled fragment; a window has several
 _BATCH = 64  # sequences sampled at a time
 _BLOCK = 512  # probabilities that are summed before the sums are searched

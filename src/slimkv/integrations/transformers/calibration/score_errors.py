@@ -12,12 +12,8 @@ from slimkv.integrations.transformers.cache import SlimKVCache
 from slimkv.integrations.transformers.calibration.collect import layer_number
 from slimkv.integrations.transformers.calibration.offsets import TOKENS
 from slimkv.integrations.transformers.calibration.samples import random_windows
-from slimkv.integrations.transformers.compat import AttentionInterface, AttentionMaskInterface
 from slimkv.integrations.transformers.layers import PackedLayer
-from slimkv.integrations.transformers.mask import slimkv_mask
-from slimkv.integrations.transformers.plugin import slimkv_attention, use_attn_implementation
-
-NAME = "slimkv_score_errors"
+from slimkv.integrations.transformers.plugin import observed_attention
 
 
 def layer_score_errors(model: Any, cache: SlimKVCache, ids: Tensor | None = None) -> dict[int, float]:
@@ -29,10 +25,7 @@ def layer_score_errors(model: Any, cache: SlimKVCache, ids: Tensor | None = None
     """
     found: dict[int, float] = {}
 
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        out, _ = slimkv_attention(module, query, key, value, mask, **kwargs)
+    def observe(out: Tensor, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Tensor:
         number = layer_number(module)
         layer = cache.layers[number] if number < len(cache.layers) else None
         if isinstance(layer, PackedLayer) and number not in found:
@@ -44,13 +37,11 @@ def layer_score_errors(model: Any, cache: SlimKVCache, ids: Tensor | None = None
             queries, keys, kept = (x[0, :, -tokens:].transpose(0, 1) for x in (query, key, stored))
             scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
             found[number] = float(score_errors(queries, keys, kept, scale).max())
-        return out, None
+        return out
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, slimkv_mask)
     if ids is None:
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or TOKENS
         ids = random_windows(model.config, 1, min(TOKENS, longest))
-    with use_attn_implementation(model, NAME), torch.no_grad():
+    with observed_attention(model, observe), torch.no_grad():
         model(ids[:1].to(model.device), use_cache=False)
     return dict(sorted(found.items()))

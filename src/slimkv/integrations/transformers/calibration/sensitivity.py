@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv.integrations.transformers.compat import AttentionInterface, AttentionMaskInterface
-from slimkv.integrations.transformers.mask import slimkv_mask
-from slimkv.integrations.transformers.plugin import slimkv_attention, use_attn_implementation
+from slimkv.integrations.transformers.plugin import observed_attention
 
-NAME = "slimkv_sensitivity"
 NOISE = 0.1  # relative to the attention output: small enough for a linear response, large enough to measure
 
 
@@ -31,21 +28,16 @@ def layer_gains(
     """
     noisy: list[int] = []
 
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        out, _ = slimkv_attention(module, query, key, value, mask, **kwargs)
-        if layer_number(module) in noisy:
-            generator = torch.Generator(device=out.device).manual_seed(layer_number(module))
-            noise = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
-            size = out.float().square().mean((-2, -1), keepdim=True).sqrt()  # of each token
-            out = (out.float() + NOISE * size * noise).to(out.dtype)
-        return out, None
+    def add_noise(out: Tensor, module: Any, *_: Any, **__: Any) -> Tensor:
+        if layer_number(module) not in noisy:
+            return out
+        generator = torch.Generator(device=out.device).manual_seed(layer_number(module))
+        noise = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
+        size = out.float().square().mean((-2, -1), keepdim=True).sqrt()  # of each token
+        return (out.float() + NOISE * size * noise).to(out.dtype)
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, slimkv_mask)
     gains = {}
-    with use_attn_implementation(model, NAME), torch.no_grad():
+    with observed_attention(model, add_noise), torch.no_grad():
         base = _log_probabilities(model, ids)
         for number, layer in enumerate(layers):
             step(number)

@@ -1,4 +1,4 @@
-"""A cold tier for stock vLLM: the cache stays as vLLM's own attention keeps it, what goes to host memory is packed."""
+"""A cold tier for stock vLLM: vLLM's own cache is unchanged, and blocks that go to host memory are packed."""
 
 from slimkv.integrations.vllm.cold.spec import SlimKVOffloadingSpec
 

@@ -18,12 +18,12 @@ from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache
 from slimkv.integrations.vllm.cold.rows import LayerRows
 from slimkv.spec import PageLayout
 
-NO_SPREAD_LEFT = 1.0  # an error of keys as large as their own spread
+NO_SPREAD_LEFT = 1.0  # the error of keys over their spread
 
 
 @dataclass(frozen=True)
 class Band:
-    """What a block of such layers is in host memory."""
+    """Such layers, and the layout of their blocks in host memory."""
 
     layers: tuple[ColdLayer, ...]
     layout: PageLayout
@@ -110,7 +110,7 @@ class BandCodec:
         return zip(*(x.split(sizes, 1) for x in tensors), strict=True)
 
     def encode(self, blocks: Tensor, first_block: int, staging: Tensor) -> None:
-        """``blocks``, int64 [n] on the device, that follow one another from ``first_block`` of a prompt on."""
+        """Encodes ``blocks``, int64 [n] on the device, which are consecutive in a prompt from ``first_block`` on."""
         count = len(blocks) * self.tokens
         key, value = self._dense(count)
         if self._rows is not None:
@@ -130,7 +130,7 @@ class BandCodec:
             self._check(key, staging, slots)
 
     def decode(self, staging: Tensor, blocks: Tensor) -> None:
-        """The inverse: the pages of ``staging`` to ``blocks``."""
+        """Decodes the pages of ``staging`` into ``blocks``."""
         key, value = self._dense(len(blocks) * self.tokens)
         taken = torch.arange(len(key), device=blocks.device)
         ops.gather_kv(self._packed(staging), taken, out=(key, value), backend=self._settings.backend)
@@ -142,7 +142,7 @@ class BandCodec:
             cache.write(slots, k, v)
 
     def warm(self, staging: Tensor) -> None:
-        """Compiles what few and many blocks take, with vLLM's block 0, which is nobody's."""
+        """Compiles the kernels for few and for many blocks, on block 0, which vLLM reserves."""
         self._warming = True
         for n in (1, len(staging) // self.band.pages):
             blocks = torch.zeros(n, dtype=torch.int64, device=self.device)
@@ -151,7 +151,7 @@ class BandCodec:
         self._warming = False
 
     def _learn(self, key: Tensor) -> None:
-        """From the first blocks that leave, which begin a prompt; the offset never changes after."""
+        """Learns the offset from the first blocks that leave, which begin a prompt; it never changes again."""
         if self._offsets is None or all(x.known for x in self._offsets):
             return
         stored, nothing = torch.ones(len(key), dtype=torch.bool, device=key.device), key[:0]
@@ -161,7 +161,7 @@ class BandCodec:
         self._offset.copy_(torch.cat([x.tensor for x in self._offsets]))
 
     def _check(self, key: Tensor, staging: Tensor, slots: Tensor) -> None:
-        """Once: keys must come back closer than they are to their mean, or nothing of them is left."""
+        """Checks once that the error of keys is smaller than their spread."""
         self._unchecked = False
         back, _ = ops.gather_kv(self._packed(staging), slots, backend=self._settings.backend)
         for layer, (k, b) in zip(self.band.layers, self._by_layer(key, back), strict=True):
@@ -169,6 +169,6 @@ class BandCodec:
             if error > NO_SPREAD_LEFT * spread and len(k) > 1 and spread > 0:
                 raise InputError(
                     f"the cold tier would lose the keys of {layer.name} in {layer.spec.format}: their error is "
-                    f"{float(error / spread):.1f} times what tells them apart. Run slimkv calibrate MODEL and give the "
+                    f"{float(error / spread):.1f} times their spread. Run slimkv calibrate MODEL and give the "
                     "file as calibration, or give this layer more bits (layers)"
                 )

@@ -21,20 +21,3 @@ except ImportError as error:
         f"slimkv's cold tier works in vLLM {NEWEST_TESTED[0]}.{NEWEST_TESTED[1]}; vLLM {VERSION} lacks {error}: "
         "install a tested version"
     ) from error
-
-__all__ = [
-    "Attention",
-    "CPUOffloadingSpec",
-    "FileSystemTierManager",
-    "GPULoadStoreSpec",
-    "MLAAttention",
-    "OffloadKey",
-    "OffloadingWorker",
-    "SharedOffloadRegion",
-    "TieringOffloadingSpec",
-    "TransferJob",
-    "TransferResult",
-    "all_workers_barrier",
-    "get_current_vllm_config_or_none",
-    "pin_mmap_region",
-]

@@ -26,7 +26,7 @@ class SlimKVFileTier(FileSystemTierManager):
         ]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Host memory -> files; one that fails is a block that is not found later."""
+        """Host memory -> files; a block whose file fails is a miss later."""
         files, job = self._files(job_metadata), job_metadata.job_id
 
         def task() -> None:
@@ -39,7 +39,7 @@ class SlimKVFileTier(FileSystemTierManager):
         self._pool.enqueue_store(job, 1, [task])
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Files -> host memory, up to the first that is not whole."""
+        """Files -> host memory, up to the first incomplete one."""
         files, job = self._files(job_metadata), job_metadata.job_id
 
         def task() -> None:

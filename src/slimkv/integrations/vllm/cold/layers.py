@@ -1,8 +1,8 @@
-"""The layers of a cold tier: what each stores, and how K and V are read from and written to vLLM's own cache.
+"""The layers of a cold tier, and how K and V are read from and written to vLLM's own cache.
 
-Writing is the layer's own: the function with which its attention backend fills the cache. Where that function puts each
-number is found out once, by writing numbers that tell their place to a block beside the cache. So any backend is served
-whose cache is K and V in some order, and one that keeps something else is refused.
+K and V are written by the function with which the layer's attention backend fills its cache. The order in which it
+stores numbers is measured once: it writes numbered values to a scratch block. So every backend works whose cache holds
+K and V in some order; any other raises an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slimkv.integrations.vllm.cold.compat import Attention, MLAAttention
 from slimkv.integrations.vllm.layer_formats import layer_spec
 from slimkv.spec import BLOCK_SIZES, CodecSpec, PageLayout
 
-_DIGIT = 8  # numbers 0 to 7 survive every dtype of a cache, fp8 with any scale included
+_DIGIT = 8  # numbers 0 to 7 are exact in every cache dtype, also in fp8 with any scale
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -55,13 +55,12 @@ def find_layers(vllm_config: Any, names: Sequence[str], model: ServedModel) -> l
             continue
         if hasattr(getattr(module, "attn_backend", None), "codec_spec"):
             raise UnsupportedError(
-                f"{name} keeps slimkv's packed pages already: leave out spec_name, and vLLM's offload moves them as "
-                "they are"
+                f"{name} already has slimkv's packed pages: leave out spec_name; vLLM's own offload moves them"
             )
         if not isinstance(module, Attention | MLAAttention):
             raise UnsupportedError(
-                f"the cold tier packs K and V or latents; {name} is a {type(module).__name__}, whose cache is "
-                "something else: use vLLM's own CPUOffloadingSpec with this model"
+                f"the cold tier packs K and V or latents; {name} is a {type(module).__name__}, which caches something "
+                "else: use vLLM's own CPUOffloadingSpec with this model"
             )
         latent = isinstance(module, MLAAttention)
         dims = (module.kv_lora_rank, module.qk_rope_head_dim) if latent else (module.head_size, module.head_size_v)
@@ -97,7 +96,7 @@ class HotCache:
 
     @property
     def plain_sides(self) -> tuple[Tensor, Tensor] | None:
-        """``sides`` where they hold the model's dtype, so that copying is reading and writing."""
+        """``sides`` if they hold the model's dtype, so that plain copies suffice; otherwise None."""
         return self.sides if self._stored == self._dtype else None
 
     def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:
@@ -126,7 +125,7 @@ class HotCache:
             module.impl.do_kv_cache_update(module, key, value, cache, slots)
 
     def _scales(self) -> tuple[Tensor, Tensor] | None:
-        """What K and V of an fp8 cache are multiplied with."""
+        """The scales of K and V in an fp8 cache."""
         if self._stored in _FLOATS:
             return None
         module = self._layer.module
@@ -134,9 +133,9 @@ class HotCache:
         return module._k_scale.to(self._dtype), value.to(self._dtype)
 
     def _find_order(self) -> Tensor:
-        """Where each number of K [tokens, heads, dim] and then of V lies in a block: int64, on the cache's device."""
+        """The place in a block of each number of K [tokens, heads, dim] and then of V: int64, on the cache's device."""
         if not hasattr(self._layer.module.impl, "do_kv_cache_update"):
-            self._refuse("it does not write its cache apart from attending it")
+            self._refuse("its attention writes the cache itself")
         spec, heads = self._layer.spec, self._layer.num_kv_heads
         shapes = [(self._tokens, heads, dim) for dim in (spec.key_dim, spec.value_dim)]
         counts = [torch.Size(shape).numel() for shape in shapes]
@@ -161,12 +160,12 @@ class HotCache:
                 weight *= _DIGIT
             mine = place.nonzero().flatten()
             if len(mine) != counts[side] or not torch.equal(place[mine].sort().values, index):
-                self._refuse("numbers that were written do not come back one by one")
+                self._refuse("some of the numbers written to it are missing or changed")
             orders.append(mine[place[mine].argsort()])
         return torch.cat(orders)
 
     def _as_sides(self) -> tuple[Tensor, Tensor] | None:
-        """K and V as views [blocks, tokens, heads, dim] of the cache, where strides can say it; else None."""
+        """K and V as views [blocks, tokens, heads, dim] of the cache, if strides can express them; otherwise None."""
         block, spec, heads = self._blocks[0], self._layer.spec, self._layer.num_kv_heads
         place = torch.zeros((), dtype=torch.int64, device=self.device)  # of each number, from the start of its block
         for size, stride in zip(block.shape, block.stride(), strict=True):

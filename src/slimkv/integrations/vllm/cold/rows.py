@@ -1,4 +1,4 @@
-"""K and V of many layers between their caches and dense rows, in one launch: host time is what small pieces cost."""
+"""K and V of many layers between their caches and dense rows, in one launch, since host time dominates small pieces."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LayerRows:
 
     @classmethod
     def of(cls, layers: Sequence[tuple[Tensor, Tensor] | None]) -> LayerRows | None:
-        """None where the views are not alike, or one is missing."""
+        """None if the views differ, or one is missing."""
         known = [x for x in layers if x is not None]
         kinds = {tuple((x.stride(0), x.stride(1), x.shape[1], x.shape[3], x.dtype) for x in pair) for pair in known}
         return cls(known) if len(known) == len(layers) and len(kinds) == 1 else None

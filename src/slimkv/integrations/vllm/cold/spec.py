@@ -1,10 +1,10 @@
 """``SlimKVOffloadingSpec``: vLLM's tiered offload with packed blocks in its host memory and files.
 
 ``kv_connector_extra_config``: ``slimkv`` (the fields of ``KVCacheConfig``, or a format's name), ``cpu_bytes_to_use``,
-and what else vLLM's ``TieringOffloadingSpec`` takes; of its tiers ``fs``.
+and the other options of vLLM's ``TieringOffloadingSpec``, with tiers of type ``fs``.
 
-The workers know the layers, the scheduler only counts blocks. The workers start first: the one of rank 0 leaves a note
-of what a block takes and means in the folder through which vLLM shares the host memory itself; the scheduler takes it.
+The workers know the layers; the scheduler only counts blocks. The workers start first. The worker of rank 0 writes the
+size and the fingerprint of a block to a note in /dev/shm, where vLLM shares host memory too; the scheduler reads it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,15 @@ import torch
 
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.serving.model import ServedModel, shared_codec
+from slimkv.integrations.serving.model import KEY, ServedModel, parse_settings, shared_codec
 from slimkv.integrations.vllm.calibration import served_model
+from slimkv.integrations.vllm.cold import compat
 from slimkv.integrations.vllm.cold.band import Band, BandCodec, bands_of, block_bytes
-from slimkv.integrations.vllm.cold.compat import (
-    CPUOffloadingSpec,
-    OffloadingWorker,
-    SharedOffloadRegion,
-    TieringOffloadingSpec,
-    all_workers_barrier,
-    get_current_vllm_config_or_none,
-)
 from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache, find_layers
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.integrations.vllm.compat import layer_number, logger
 from slimkv.integrations.vllm.connectors import all_heads, engine_weights
 from slimkv.integrations.vllm.key_offset import layer_offset, whole_offset
-from slimkv.integrations.vllm.settings import KEY
 from slimkv.spec import LatentSpec
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
 from slimkv.wire.model import model_fields
@@ -53,23 +45,24 @@ def cold_settings(extra_config: Any) -> KVCacheConfig:
         raise InputError(
             f"the cold tier's format is missing: put {KEY!r} into kv_connector_extra_config, as in {EXAMPLE}"
         )
-    settings = KVCacheConfig.parse(extra_config[KEY])
-    settings.refuse("the cold tier", "sink_tokens", "recent_tokens")
-    return settings
+    return parse_settings(extra_config[KEY], "the cold tier")
 
 
-class SlimKVOffloadingSpec(TieringOffloadingSpec):
-    """In a worker (vLLM's configuration is at hand there) it knows the layers; in the scheduler what the note says."""
+class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
+    """A worker has vLLM's configuration and knows the layers; the scheduler reads the workers' note."""
 
     def __init__(self, config: Any) -> None:
         self._settings = cold_settings(config.extra_config)
         self._note = NOTES / f"slimkv_cold_{config.engine_id}.json"
-        self._vllm_config = get_current_vllm_config_or_none()
+        self._vllm_config = compat.get_current_vllm_config_or_none()
         self._cold_worker: ColdWorker | None = None
         _refuse(config)
         if self._vllm_config is not None:
             self._model = served_model(self._vllm_config, self._settings)
-            self._groups = self._find_groups(config)
+            self._groups = [
+                bands_of(find_layers(self._vllm_config, group.layer_names, self._model), group.tokens_per_block)
+                for group in config.groups
+            ]
             size = max(block_bytes(bands) for bands in self._groups)
             note: dict[str, Any] = {"block_bytes": size, "fingerprint": self._fingerprint(config)}
             if config.parallel.rank == 0:
@@ -97,12 +90,6 @@ class SlimKVOffloadingSpec(TieringOffloadingSpec):
             ) from error
         self._note.unlink()
         return note
-
-    def _find_groups(self, config: Any) -> list[tuple[Band, ...]]:
-        return [
-            bands_of(find_layers(self._vllm_config, group.layer_names, self._model), group.tokens_per_block)
-            for group in config.groups
-        ]
 
     def _fingerprint(self, config: Any) -> str | None:
         """The fingerprint of the blocks, if their files outlive the engine."""
@@ -132,10 +119,10 @@ class SlimKVOffloadingSpec(TieringOffloadingSpec):
         return out
 
     def get_manager(self) -> Any:
-        """The scheduler's side. With files it maps the host memory too; all workers have by now, and its name can go:
-        what is left of a killed engine then goes with its processes."""
+        """The scheduler's side. With files it maps the host memory as well. All workers have done so by now, so the
+        file is removed: a killed engine then leaves nothing behind."""
         if not self.secondary_tier_configs:
-            return CPUOffloadingSpec.get_manager(self)  # whose lookups have no tiers to ask
+            return compat.CPUOffloadingSpec.get_manager(self)  # whose lookups have no tiers to ask
         fresh = self._manager is None
         manager = super().get_manager()
         if fresh:
@@ -143,17 +130,17 @@ class SlimKVOffloadingSpec(TieringOffloadingSpec):
             self._scheduler_mmap._creator = False
         return manager
 
-    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+    def get_worker(self, kv_caches: Any) -> compat.OffloadingWorker:
         """A rank's side."""
         if self._cold_worker is None:
             blocks = kv_caches.tensors[0].tensor.shape[0]
             groups = [[self._codec(band, blocks) for band in bands] for bands in self._groups]
-            region = SharedOffloadRegion(
+            region = compat.SharedOffloadRegion(
                 engine_id=self.config.engine_id, num_chunks=self.num_chunks, rank=self.config.parallel.rank,
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk, cpu_page_size=self.cpu_page_size_per_worker,
-                barrier=None if self.secondary_tier_configs else all_workers_barrier,
+                barrier=None if self.secondary_tier_configs else compat.all_workers_barrier,
             )  # fmt: skip
-            region._creator = False  # with files the scheduler takes its name away
+            region._creator = False  # with files, the scheduler removes its name
             self._cold_worker = ColdWorker(groups, region, self.cpu_page_size_per_worker, self.blocks_per_chunk)
             logger.info(
                 "slimkv: the cold tier holds %d tokens in %.1f GiB of host memory.",
@@ -203,7 +190,8 @@ def _fingerprint(vllm_config: Any, served: ServedModel, layers: Sequence[ColdLay
 
 
 def _cache(config: Any) -> Any:
-    """Blocks are looked up by the chunk; vLLM's default is one block, which takes the scheduler longer than copying."""
+    """The scheduler looks up whole chunks. vLLM's default chunk is one block, and looking it up would take longer than
+    copying it."""
     if {"blocks_per_chunk", "block_size"} & set(config.extra_config):
         return config.cache
     longest = max(group.tokens_per_block for group in config.groups)
@@ -220,8 +208,6 @@ def _refuse(config: Any) -> None:
                 f"the cold tier does not run under {name} parallelism ({size}): use tensor parallelism"
             )
     if config.canonical_layout:
-        raise UnsupportedError(
-            "canonical_layout is an order of vLLM's own blocks, which packed ones are not: leave it out"
-        )
+        raise UnsupportedError("canonical_layout is a layout of vLLM's own blocks, not of packed ones: leave it out")
     if config.extra_config.get("store_threshold"):
         raise UnsupportedError("the cold tier has no store_threshold: leave it out")

@@ -1,7 +1,7 @@
 """``ColdWorker``: moves blocks between a rank's cache and host memory, encoded on the way out, decoded on the way in.
 
 Blocks move in pieces. On a GPU a piece is encoded (decoded) on one stream while its neighbour is copied on another,
-both beside the stream that serves; nothing waits on the host. On a CPU the same steps run one after the other.
+both beside the serving stream; the host does not wait. On a CPU the same steps run one after the other.
 """
 
 from __future__ import annotations
@@ -17,14 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimkv.integrations.vllm.cold import compat
 from slimkv.integrations.vllm.cold.band import BandCodec
-from slimkv.integrations.vllm.cold.compat import (
-    GPULoadStoreSpec,
-    OffloadingWorker,
-    SharedOffloadRegion,
-    TransferResult,
-    pin_mmap_region,
-)
 
 PIECE_BYTES = 256 << 20  # of K and V in the model's dtype that are encoded or decoded at a time
 
@@ -62,7 +56,7 @@ class _Direction:
         return torch.cuda.stream(stream) if self._cuda else nullcontext()
 
     def event(self, stream: Any, *, timing: bool = False) -> Any:
-        """Where ``stream`` is now."""
+        """An event at the current point of ``stream``."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=timing)
@@ -74,7 +68,7 @@ class _Direction:
             stream.wait_event(event)
 
     def buffers(self, group: int, filler: Any) -> tuple[list[Tensor], int]:
-        """A buffer for each band, which ``filler`` may fill once it was emptied."""
+        """A buffer for each band; the stream ``filler`` waits until it is empty."""
         self._turn ^= 1
         self.wait(filler, self._free[self._turn])
         return self._staging[self._turn][group], self._turn
@@ -83,7 +77,7 @@ class _Direction:
         self._free[turn] = self.event(stream)
 
     def begin(self, first: Any) -> Any:
-        """What serves has written the blocks, or zeroed them."""
+        """Waits until the serving stream has written or zeroed the blocks."""
         if self._cuda:
             now = torch.cuda.current_stream(self.device)
             self.codec.wait_stream(now)
@@ -93,11 +87,11 @@ class _Direction:
     def finish(self, job: int, size: int, started: Any, last: Any) -> None:
         self._jobs.append(_Job(job, size, started, self.event(last, timing=True)))
 
-    def finished(self) -> Iterator[TransferResult]:
+    def finished(self) -> Iterator[compat.TransferResult]:
         while self._jobs and (not self._cuda or self._jobs[0].ended.query()):
             job = self._jobs.popleft()
             took = job.started.elapsed_time(job.ended) / 1e3 if self._cuda else job.ended - job.started
-            yield TransferResult(job.id, True, job.bytes, took)
+            yield compat.TransferResult(job.id, True, job.bytes, took)
 
     def synchronize(self, jobs: set[int] | None = None) -> None:
         for job in self._jobs:
@@ -105,16 +99,20 @@ class _Direction:
                 job.ended.synchronize()
 
 
-class ColdWorker(OffloadingWorker):
-    """One rank's. ``groups``: for each cache group of vLLM, its bands; a host row holds the blocks of one group."""
+class ColdWorker(compat.OffloadingWorker):
+    """The worker of one rank. ``groups``: the bands of each cache group; a host row holds blocks of one group."""
 
     def __init__(
-        self, groups: Sequence[Sequence[BandCodec]], region: SharedOffloadRegion, row_bytes: int, blocks_per_chunk: int
+        self,
+        groups: Sequence[Sequence[BandCodec]],
+        region: compat.SharedOffloadRegion,
+        row_bytes: int,
+        blocks_per_chunk: int,
     ) -> None:
         device = groups[0][0].device
         self._region, self._chunk = region, blocks_per_chunk
         if device.type == "cuda":
-            pin_mmap_region(region)
+            compat.pin_mmap_region(region)
         rows = region.create_next_worker_view(row_bytes).view(torch.uint8)
         self._host = rows.unflatten(1, (blocks_per_chunk, -1))  # [chunks, blocks, bytes]
         blocks = []
@@ -124,8 +122,8 @@ class ColdWorker(OffloadingWorker):
         if device.type == "cuda":
             self._stores.warm()
 
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
-        """Cache -> host memory; returns when it is under way."""
+    def submit_store(self, job_id: int, src_spec: compat.GPULoadStoreSpec, dst_spec: Any) -> bool:
+        """Cache -> host memory; does not wait for the copies."""
         way = self._stores
         started, size = way.begin(way.codec), 0
         for group, first, blocks, chunks, subs in self._pieces(way, src_spec, dst_spec.block_ids):
@@ -140,8 +138,8 @@ class ColdWorker(OffloadingWorker):
         way.finish(job_id, size, started, way.copy)
         return True
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec) -> bool:
-        """Host memory -> cache; returns when it is under way."""
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: compat.GPULoadStoreSpec) -> bool:
+        """Host memory -> cache; does not wait for the copies."""
         way = self._loads
         started, size = way.begin(way.copy), 0
         for group, _, blocks, chunks, subs in self._pieces(way, dst_spec, src_spec.block_ids):
@@ -157,7 +155,7 @@ class ColdWorker(OffloadingWorker):
         return True
 
     def _pieces(
-        self, way: _Direction, cache: GPULoadStoreSpec, chunks: np.ndarray
+        self, way: _Direction, cache: compat.GPULoadStoreSpec, chunks: np.ndarray
     ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray, np.ndarray]]:
         """(group, number of its first block in the prompt, block ids, and of each its chunk and place in it)."""
         taken_blocks = taken_chunks = 0
@@ -179,7 +177,7 @@ class ColdWorker(OffloadingWorker):
     def _copy(
         self, way: _Direction, group: int, staging: list[Tensor], chunks: np.ndarray, subs: np.ndarray, *, out: bool
     ) -> int:
-        """Between the buffers of a piece and host memory; the bytes that travel."""
+        """Copies between the buffers of a piece and host memory; returns the number of bytes."""
         sources, targets, sizes = [], [], []
         for codec, pages in zip(way.groups[group], staging, strict=True):
             size, offset, n = codec.band.block_bytes, codec.band.offset, len(chunks)
@@ -205,17 +203,17 @@ class ColdWorker(OffloadingWorker):
                 _custom_ops.swap_blocks_batch(*pointers, is_src_access_order_any=False)
         return int(sum(x.sum() for x in sizes))
 
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[compat.TransferResult]:
         """The transfers that have finished since the last call."""
         return [*self._stores.finished(), *self._loads.finished()]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Until these are done: vLLM is about to reuse their blocks."""
+        """Waits for these jobs: vLLM is about to reuse their blocks."""
         self._stores.synchronize(job_ids)
         self._loads.synchronize(job_ids)
 
     def shutdown(self) -> None:
-        """Waits for what is under way and lets go of the host memory."""
+        """Waits for running transfers and releases the host memory."""
         self._stores.synchronize()
         self._loads.synchronize()
         del self._host

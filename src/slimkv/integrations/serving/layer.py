@@ -1,0 +1,77 @@
+"""``ServedLayer``: how the keys and values of one layer are stored and checked on this rank, in any serving engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimkv import ops
+from slimkv.calibration.guard import MIN_TOKENS, Guard
+from slimkv.calibration.learned_offset import LayerOffset, is_capturing
+from slimkv.codec import Codec
+from slimkv.ops import AttendOptions, PackedKV, Rounding
+from slimkv.ops.warmup import LayerKind
+from slimkv.spec import PageLayout
+
+
+@dataclass(frozen=True)
+class ServedLayer:
+    """The codec of a layer, with its query-aware matrices and key offset."""
+
+    codec: Codec
+    matrices: Tensor | None = None  # of query-aware rounding: one per KV head, or several by position
+    offset: LayerOffset | None = None  # of keys; it may still be learnt
+    backend: str | None = None  # of store and gather, by name
+    padding: int = 0  # slots below this one hold padding
+
+    def packed(self, pages: Tensor, layout: PageLayout) -> PackedKV:
+        """The layer's pages uint8 [blocks, num_kv_heads, page_bytes]."""
+        return PackedKV(pages, self.codec, layout, None if self.offset is None else self.offset.tensor)
+
+    def rounding(self, index: Tensor | None) -> Rounding | None:
+        """The rounding of new keys. ``index``: int32 [tokens], their position ranges, if there are several matrices."""
+        if self.matrices is None:
+            return None
+        return Rounding(self.matrices, index if self.matrices.ndim == 4 else None)
+
+    def store(
+        self, key: Tensor, value: Tensor, kv: PackedKV, slots: Tensor, index: Tensor | None, starts: Tensor | None
+    ) -> None:
+        """key, value [tokens, num_kv_heads, dim] -> ``slots`` [tokens] of ``kv``.
+
+        ``index``: see ``rounding``. ``starts``: int32 [requests + 1], the first token of each request, if an
+        offset is to be learnt from the first request alone.
+        """
+        if self.offset is not None and not self.offset.known:
+            real = kv.pages[self.padding // kv.layout.block_size :]
+            self.offset.learn(key, slots >= self.padding, real, None if starts is None else int(starts[1]))
+        ops.store_kv(key, value, kv, slots, self.rounding(index), backend=self.backend)
+
+    def check_scores(
+        self, guard: Guard, name: str, query: Tensor, key: Tensor, kv: PackedKV, slots: Tensor, scale: float
+    ) -> None:
+        """Compares scores from stored keys with exact ones, once, on a prompt that is long enough.
+
+        query [tokens, num_heads, dim] and key [tokens, num_kv_heads, dim] of the tokens in ``slots`` [tokens].
+        """
+        if not guard.wants(name, len(slots)) or is_capturing(query.device):
+            return
+        rows = (slots >= self.padding).nonzero().flatten()
+        if len(rows) < MIN_TOKENS:  # a warm-up step stores nothing; ranks may share the tokens
+            return
+
+        def stored(chosen: Tensor) -> Tensor:
+            return ops.gather_kv(kv, slots[rows[chosen]], backend=self.backend)[0]
+
+        guard.compare(name, query[: len(slots)], key[rows], stored, scale)
+
+    def kind(
+        self, num_heads: int, num_kv_heads: int, dtype: torch.dtype, layout: PageLayout, options: AttendOptions
+    ) -> LayerKind:
+        """The properties for which the layer's kernels are compiled; ``dtype``: of queries."""
+        return LayerKind(
+            self.codec, layout, num_heads, num_kv_heads, dtype, options,
+            None if self.offset is None else self.offset.tensor, self.matrices, self.backend,
+        )  # fmt: skip

@@ -1,0 +1,47 @@
+"""Checks of an engine's version. Every process of an engine imports this module, so it is light."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+
+from slimkv.errors import MissingDependencyError, UnsupportedError
+from slimkv.versions import version_numbers, version_text
+
+Version = tuple[int, ...]
+
+
+def check_installed(engine: str, module: str, oldest: Version) -> str:
+    """The version of an engine, from one of its modules; raises if it is missing or older than ``oldest``."""
+    extra = f'"slimkv[{engine.lower()}]"'
+    try:
+        version: str = import_module(module).__version__
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the {engine} integration needs {engine}, which is not installed: pip install {extra}"
+        ) from error
+    if version_numbers(version, len(oldest)) < oldest:
+        raise MissingDependencyError(
+            f"slimkv works in {engine} {version_text(oldest)} and later, not in {version}: "
+            f"pip install --upgrade {extra}"
+        )
+    return version
+
+
+def unknown_version(
+    engine: str, version: str, oldest: Version, newest: Version, error: ImportError
+) -> UnsupportedError:
+    """The error for a version without some part that slimkv uses; ``error`` names the part."""
+    return UnsupportedError(
+        f"{engine} {version} is not known to slimkv (tested are {version_text(oldest)} to {version_text(newest)}): "
+        f"it lacks {error}; install a tested version"
+    )
+
+
+def warn_if_newer(engine: str, version: str, newest: Version, logger: logging.Logger) -> None:
+    """Warns about a version beyond the tested ones whose parts are the expected ones."""
+    if version_numbers(version, len(newest)) > newest:
+        logger.warning(
+            "slimkv was tested in %s up to %s; this is %s. Its interfaces are the expected ones.",
+            engine, version_text(newest), version,
+        )  # fmt: skip
