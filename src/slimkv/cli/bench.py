@@ -51,7 +51,7 @@ def _add_operation(name: str, told: str) -> None:
         from slimkv.cli.bench_tables import report_table
         from slimkv.cli.output import emit
         from slimkv.lab.bench.attention import bench_attend
-        from slimkv.lab.bench.options import Options, silent
+        from slimkv.lab.bench.run import Options
         from slimkv.lab.bench.store import bench_store
         from slimkv.ops.cuda.device import hold_to
 
@@ -60,7 +60,7 @@ def _add_operation(name: str, told: str) -> None:
         )
         if as_device:
             hold_to(as_device)
-        report = (bench_attend if name == "attend" else bench_store)(options, silent if quiet else _say)
+        report = (bench_attend if name == "attend" else bench_store)(options, (lambda step: None) if quiet else _say)
         if plot is not None:
             from slimkv.lab.bench.plot import plot as draw
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,16 +42,6 @@ class Row:
     error: float | None  # relative, of the output against float64 on the same codes
     over_k4v4_by_bytes: float | None  # time per byte over that of the k4v4 cell of this shape
     baselines: list[Baseline]
-
-    @classmethod
-    def timed(
-        cls, cell: Any, shape: Sequence[str], backend: str, ms: float, moved: int, copy: float,
-        baselines: list[Baseline], **more: float | None,
-    ) -> Row:  # fmt: skip
-        """A cell that took ``ms`` to move ``moved`` bytes; ``shape``: the names of what decides its size."""
-        found = {"tflops": None, "error": None, "over_k4v4_by_bytes": None, **more}
-        sizes, share = {name: getattr(cell, name) for name in shape}, moved / (1e-3 * ms) / copy
-        return cls(cell.name, cell.format, sizes, backend, ms, moved, share, baselines=baselines, **found)
 
     def baseline(self, name: str) -> Baseline | None:
         """The baseline called ``name``."""

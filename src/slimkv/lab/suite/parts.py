@@ -297,7 +297,7 @@ def _attend(bench: Workbench, notes: list[str]) -> list[Part]:
         import json
 
         from slimkv.lab.bench.attention import bench_attend
-        from slimkv.lab.bench.options import Options
+        from slimkv.lab.bench.run import Options
 
         report = bench_attend(Options(cells=cells, device=settings.device, small=small), lambda step: None)
         return json.loads(report.to_json())
