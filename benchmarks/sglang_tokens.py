@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slimkv.lab.bench.serve import ServeSettings, engine_plan, write_model
+from slimkv.lab.bench.serve_settings import ServeSettings, engine_plan, write_model
 from slimkv.lab.bench.serve_shapes import shape_config, text_field
 
 LENGTHS = (3, 17, 64, 65, 128, 301, 512, 1000, 2049, 3001, 8200)

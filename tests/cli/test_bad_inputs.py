@@ -84,7 +84,7 @@ ROWS = {
     "bench generate --rounds 0": "must be at least 1, not 0",
     "bench serve": "vllm is not installed here: pip install 'slimkv[vllm]'",
     "bench serve --engine sglang": "sglang is not installed here: pip install 'slimkv[sglang]'",
-    "bench serve --engine ollama": "--engine 'ollama' is not one of vllm, sglang",
+    "bench serve --engine ollama": "unknown engine 'ollama'; known are vllm, sglang",
     "bench serve --systems int4": "unknown format 'int4'",
     "bench serve --phases sprint": "unknown phase 'sprint'",
     "bench serve --shape gpt-9": "unknown shape 'gpt-9'",

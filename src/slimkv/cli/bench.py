@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +20,9 @@ from slimkv.cli.options import (
     count,
     one_of,
     require_engine,
+    takes,
 )
+from slimkv.lab.bench.serve_settings import ServeSettings
 
 app = typer.Typer(name="bench", help="Time slimkv and the baselines that run on this machine.", no_args_is_help=True)
 
@@ -117,39 +119,9 @@ def generate(
 
 
 @app.command()
+@takes(ServeSettings)
 def serve(
-    engine: Annotated[
-        str, typer.Option(help="vllm or sglang.", callback=one_of("--engine", "vllm", "sglang"))
-    ] = "vllm",
-    systems: Annotated[
-        str, typer.Option(help="Caches to compare: bf16, fp32, fp8, turboquant_*, formats of slimkv; +host, +cold.")
-    ] = "bf16,fp8,k4v4",
-    phases: Annotated[str, typer.Option(help="decode, full, poisson, offload, sessions.")] = "decode,full,poisson",
-    shape: Annotated[
-        str, typer.Option(help="Model shape: llama-3.1-8b, qwen2.5-7b, ..., or a config.json or its folder.")
-    ] = "llama-3.1-8b",
-    dtype: Annotated[str, typer.Option(help="Data type of the model: bfloat16, or float32 on most CPUs.")] = "bfloat16",
-    requests: Annotated[int, count("Requests of the decode phase.")] = 16,
-    context: Annotated[int, count("Tokens of each prompt.")] = 16384,
-    new_tokens: Annotated[int, count("Tokens generated for each request.", 2)] = 96,
-    most_requests: Annotated[int, typer.Option(help="Limit of the full phase; 0: as many as the cache holds.")] = 0,
-    arrivals: Annotated[int, count("Requests of the Poisson phase.")] = 80,
-    rate: Annotated[float, typer.Option(help="Arrivals per second.")] = 5.0,
-    memory: Annotated[float, typer.Option(help="Fraction of the device's memory for each engine.")] = 0.85,
-    max_num_seqs: Annotated[int, count("Requests that an engine runs at once.")] = 256,
-    max_num_batched_tokens: Annotated[int, count("Tokens of a step.")] = 8192,
-    prefill: Annotated[str, typer.Option(help="Arithmetic of slimkv's prefill: 16bit, 8bit or auto.")] = AUTO,
-    drafts: Annotated[int, count("Tokens drafted for each step from n-grams of the text; 0: none.", 0)] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
-    limit_seconds: Annotated[int, count("Time limit of each system.")] = 600,
-    offload_gib: Annotated[float, typer.Option(help="Host memory of the offload phase.")] = 40.0,
-    short_context: Annotated[int, typer.Option(help="Tokens of a second prompt of the offload phase; 0: none.")] = 0,
-    rounds: Annotated[int, count("Rounds of the offload phase to take the median of.")] = 5,
-    users: Annotated[int, count("Users of the sessions phase.")] = 32,
-    turns: Annotated[int, count("Turns of each user.")] = 4,
-    think: Annotated[float, typer.Option(help="Mean seconds between an answer and the user's next turn.")] = 4.0,
-    held: Annotated[float, typer.Option(help="Share of the bf16 bytes of all sessions that the cache gets.")] = 0.2,
-    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile and CUDA graphs.")] = False,
+    options: dict[str, Any],
     plot: Annotated[Path | None, typer.Option(help="Draw the sessions phase as SVG.")] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Keep each system's JSON and log in this folder.", callback=check_folder)
@@ -160,16 +132,11 @@ def serve(
     """Load an engine with stock caches and with slimkv's: capacity, decoding, full memory, arrivals."""
     from slimkv.cli.bench_tables import serving_table
     from slimkv.cli.output import emit
-    from slimkv.lab.bench.serve import ServeSettings, bench_serve
+    from slimkv.lab.bench.serve import bench_serve
     from slimkv.lab.provenance import provenance
 
-    settings = ServeSettings(
-        engine, tuple(comma_list(systems, str)), tuple(comma_list(phases, str)), shape, dtype, requests, context,
-        new_tokens, most_requests, arrivals, rate, memory, max_num_seqs, max_num_batched_tokens, prefill, drafts, eager,
-        seed,
-        limit_seconds, offload_gib, short_context, rounds, users, turns, think, held,
-    )  # fmt: skip
-    require_engine(engine)
+    settings = ServeSettings(**options)
+    require_engine(settings.engine)
     report = bench_serve(settings, _say, provenance().command, folder)
     if plot is not None:
         from slimkv.lab.bench.plot import plot_sessions

@@ -24,8 +24,10 @@ from slimkv.cli.options import (
     Text,
     Threads,
     comma_list,
+    command_like,
     count,
     numbers,
+    option_parameters,
     several,
 )
 from slimkv.cli.output import make_table
@@ -107,14 +109,7 @@ def _command(formats: str, *, text: bool = True, plot: bool = True) -> Callable[
         after |= {"plot": (Plot, None)} if plot else {}
         after |= {"output": (Output, None), "as_json": (Json, False)}
 
-        def parameters(of: dict[str, Any]) -> list[inspect.Parameter]:
-            kind = inspect.Parameter.KEYWORD_ONLY
-            return [inspect.Parameter(name, kind, default=d, annotation=a) for name, (a, d) in of.items()]
-
-        own_options = [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in found]
-        command.__signature__ = inspect.Signature([*parameters(before), *own_options, *parameters(after)])  # type: ignore[attr-defined]
-        command.__annotations__, command.__doc__, command.__name__ = {}, measure.__doc__, measure.__name__
-        return command
+        return command_like(measure, command, [*option_parameters(before), *found, *option_parameters(after)])
 
     return decorate
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -120,6 +122,49 @@ def check_folder(path: Path | None) -> Path | None:
     if not os.access(first, os.W_OK):
         raise InputError(f"the folder {first} cannot be written to; choose another")
     return path
+
+
+def command_like(
+    function: Callable[..., Any], run: Callable[..., None], parameters: Iterable[inspect.Parameter]
+) -> Callable[..., None]:
+    """``run`` as a command with the name and the help of ``function`` and these options."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    run.__signature__ = inspect.Signature([x.replace(kind=keyword) for x in parameters])  # type: ignore[attr-defined]
+    run.__annotations__, run.__doc__, run.__name__ = {}, function.__doc__, function.__name__
+    return run
+
+
+def option_parameters(options: dict[str, tuple[Any, Any]]) -> list[inspect.Parameter]:
+    """Parameters of a command from ``{name: (annotation, default)}``."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, keyword, default=d, annotation=a) for name, (a, d) in options.items()]
+
+
+def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options of a settings dataclass (``slimkv.lab.settings``): the fields that have a help.
+
+    The command's first argument is a dict of their values. A tuple is written as a comma-separated list.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        _, *rest = inspect.signature(function, eval_str=True).parameters.values()
+        hints, options, lists = get_type_hints(kind), dict[str, tuple[Any, Any]](), set[str]()
+        for one in fields(kind):
+            if one.metadata.get("help"):
+                default, hint = one.default, hints[one.name]
+                if isinstance(default, tuple):
+                    default, hint = ",".join(default), str
+                    lists.add(one.name)
+                option = typer.Option(f"--{one.name.replace('_', '-')}", help=one.metadata["help"])
+                options[one.name] = Annotated[hint, option], default
+
+        def run(**given: Any) -> None:
+            values = {name: given.pop(name) for name in options}
+            function(values | {name: tuple(comma_list(values[name], str)) for name in lists}, **given)
+
+        return command_like(function, run, [*option_parameters(options), *rest])
+
+    return decorate
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]

@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimkv.cli.options import DEFAULT_MODEL, Json, Output, check_folder, require_engine
+from slimkv.cli.options import DEFAULT_MODEL, Json, Output, check_folder, count, require_engine, takes
+from slimkv.lab.soak.settings import SoakSettings
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slimkv.lab.soak import SoakReport
+    from slimkv.lab.soak.run import SoakReport
 
 
+@takes(SoakSettings)
 def soak(
+    options: dict[str, Any],
     model: Annotated[
         str, typer.Argument(help="A packaged model, a folder, or a name that vLLM finds.")
     ] = DEFAULT_MODEL,
-    format: Annotated[str, typer.Option(help="Format of the packed cache; stock: vLLM's own cache.")] = "k4v4",
-    seconds: Annotated[float, typer.Option(help="Duration of the load.")] = 300.0,
-    requests: Annotated[int, typer.Option(help="Maximum number of requests.")] = 100_000,
-    concurrency: Annotated[int, typer.Option(help="Maximum number of requests in flight.")] = 12,
-    rate: Annotated[float, typer.Option(help="Arrivals per second outside bursts.")] = 2.0,
-    cancelled: Annotated[float, typer.Option(help="Fraction of requests whose client disconnects.")] = 0.3,
-    cache_tokens: Annotated[
-        int, typer.Option(help="Size of the KV cache in tokens; small, so that vLLM preempts.")
-    ] = 2048,
-    max_model_len: Annotated[int, typer.Option(help="Maximum tokens of one request.")] = 768,
-    answers: Annotated[int, typer.Option(help="Number of greedy answers that must not change.")] = 8,
-    request_seconds: Annotated[
-        float, typer.Option(help="Time after which an unanswered request counts as failed.")
-    ] = 300.0,
-    growth_mib: Annotated[float, typer.Option(help="MiB by which memory may grow after a third of the load.")] = 32.0,
-    dtype: Annotated[str, typer.Option(help="Data type of weights and activations.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Seed of the random load.")] = 0,
     faults: Annotated[
         int,
-        typer.Option(
-            min=0, help="Serve nothing; damage files of stores so often, kill their writers, fill their disk."
-        ),
+        count("Start no server; inject this many faults (damaged files, killed writers, full disks) into stores.", 0),
     ] = 0,
     output: Output = None,
     logs: Annotated[
@@ -52,15 +36,12 @@ def soak(
     from dataclasses import asdict
 
     from slimkv.cli.output import console, emit
-    from slimkv.lab.soak import SoakSettings, soak_server
+    from slimkv.lab.soak.run import soak_server
 
     if faults:
-        _soak_faults(faults, seed, as_json, output)
+        _soak_faults(faults, options["seed"], as_json, output)
         return
-    settings = SoakSettings(
-        model, format, seconds, requests, concurrency, rate, cancelled, cache_tokens, max_model_len,
-        answers=answers, request_seconds=request_seconds, growth_mib=growth_mib, dtype=dtype, seed=seed,
-    )  # fmt: skip
+    settings = SoakSettings(model, **options)
     require_engine("vllm")
     report = soak_server(settings, console(stderr=True).print, logs)
     emit({"passed": report.passed, **asdict(report)}, as_json, *([] if as_json else _tables(report)), output=output)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from slimkv.errors import InputError
 from slimkv.lab.bench.results import Report
-from slimkv.lab.bench.serve import DTYPES, ServeReport
+from slimkv.lab.bench.serve import ServeReport
+from slimkv.lab.bench.serve_settings import DTYPES
 from slimkv.lab.evals.plots import figure
 from slimkv.lab.report.charts import Bar, bars
 from slimkv.lab.report.page import stacked

@@ -92,14 +92,14 @@ class Load(ABC):
         self.generate(prompts, 1)
         prefill = time.perf_counter() - start
         before = self.counters()
-        answers = self.generate(prompts, self.plan["output"])
+        answers = self.generate(prompts, self.plan["new_tokens"])
         after = self.counters()
         more = {name: after[name] - before[name] for name in after}
         rates = [(a.tokens - 1) / (a.last_token - a.first_token) for a in answers]
         return {
             "requests": count,
             "context": self.plan["context"],
-            "output": self.plan["output"],
+            "output": self.plan["new_tokens"],
             "prefill_seconds": prefill,
             "decode_tokens_per_second": sum(rates),
             "milliseconds_per_token": 1000 / statistics.median(rates),
@@ -123,7 +123,7 @@ class Load(ABC):
 
     def phase_full(self) -> dict[str, Any]:
         """As many requests as the cache holds at once."""
-        each = -(-(self.plan["context"] + self.plan["output"]) // self.block_size) * self.block_size
+        each = -(-(self.plan["context"] + self.plan["new_tokens"]) // self.block_size) * self.block_size
         fit = min(self.kv_tokens // each - 1, self.plan["max_num_seqs"])
         if self.plan["most_requests"]:
             fit = min(fit, self.plan["most_requests"])
@@ -171,7 +171,7 @@ class Load(ABC):
     def _served(self, arrivals: list[Any], follow: Follow | None = None) -> dict[str, Any]:
         """The waiting times of arrivals and follow-ups."""
         start = time.perf_counter()
-        answers = self.serve_arrivals(arrivals, self.plan["output"], follow)
+        answers = self.serve_arrivals(arrivals, self.plan["new_tokens"], follow)
         total = time.perf_counter() - start
         waits = sorted(a.first_token - a.due for a in answers)
         between = sorted((a.last_token - a.first_token) / (a.tokens - 1) for a in answers)

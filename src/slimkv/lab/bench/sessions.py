@@ -43,7 +43,7 @@ class Sessions:
     def __init__(self, plan: dict[str, Any]) -> None:
         self.turns, source = plan["turns"], random.Random(f"sessions-{plan['seed']}")
         words = range(3, plan["vocabulary"])
-        sizes = lengths(plan["context"], plan["turns"], plan["output"])
+        sizes = lengths(plan["context"], plan["turns"], plan["new_tokens"])
         texts = [source.choices(words, k=sizes[0]) for _ in range(-(-plan["users"] // USERS_PER_TEXT))]
         popularity = [1 / (rank + 1) for rank in range(len(texts))]
         self.users = []
@@ -75,20 +75,22 @@ class Sessions:
         return due, number, prompt
 
 
-def lengths(context: int, turns: int, output: int) -> tuple[int, int]:
+def lengths(context: int, turns: int, new_tokens: int) -> tuple[int, int]:
     """Tokens of a shared text, and of what a user says in one turn, so that the last answer ends at ``context``."""
     shared = int(context * SHARED)
-    return shared, max(1, (context - shared) // turns - output)
+    return shared, max(1, (context - shared) // turns - new_tokens)
 
 
-def held_tokens(users: int, context: int, turns: int, output: int) -> int:
+def held_tokens(users: int, context: int, turns: int, new_tokens: int) -> int:
     """Tokens of all conversations at their end, shared texts once."""
-    shared, ask = lengths(context, turns, output)
-    return -(-users // USERS_PER_TEXT) * shared + users * turns * (ask + output)
+    shared, ask = lengths(context, turns, new_tokens)
+    return -(-users // USERS_PER_TEXT) * shared + users * turns * (ask + new_tokens)
 
 
 def session_bytes(settings: Any, shape: ModelShape) -> int:
     """Bytes of the cache in the sessions phase: a share of what all sessions take in the model's dtype."""
-    tokens = held_tokens(settings.users, settings.context, settings.turns, settings.output)
-    tokens = max(int(tokens * settings.held), settings.context + settings.output + 128)  # one must fit, with its blocks
+    tokens = held_tokens(settings.users, settings.context, settings.turns, settings.new_tokens)
+    tokens = max(
+        int(tokens * settings.held), settings.context + settings.new_tokens + 128
+    )  # one must fit, with its blocks
     return sequence_bytes(shape, "raw", tokens, 16) * getattr(torch, settings.dtype).itemsize // BF16_BYTES

@@ -12,6 +12,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from slimkv.lab import models
+from slimkv.lab.engine_process import EngineError, log_tail
 from slimkv.lab.evals.texts import load_text
 from slimkv.lab.provenance import provenance
 from slimkv.lab.soak import checks
@@ -19,7 +20,7 @@ from slimkv.lab.soak.checks import Answers, Check, Memory, Sample
 from slimkv.lab.soak.client import Ask, BadReplyError, Client
 from slimkv.lab.soak.load import Counts, Load
 from slimkv.lab.soak.metrics import parse_metrics, session_memory
-from slimkv.lab.soak.server import Server, ServerError, log_tail, serving
+from slimkv.lab.soak.server import Server, serving
 from slimkv.lab.soak.settings import SoakSettings
 
 _SETTLE_SECONDS = 60.0
@@ -83,7 +84,7 @@ class _Sampler:
 
 def soak_server(settings: SoakSettings, step: Callable[[str], None], folder: Path | None = None) -> SoakReport:
     """Starts the server, loads it and runs the checks. ``folder`` gets the server's log; ``step`` is called with each
-    stage. Raises ``ServerError`` if the server does not start or dies; other problems are in the report's checks.
+    stage. Raises ``EngineError`` if the server does not start or dies; other problems are in the report's checks.
     """
     model = models.source(settings.model)
     with tempfile.TemporaryDirectory(prefix="slimkv-soak-") as scratch:
@@ -95,7 +96,7 @@ def soak_server(settings: SoakSettings, step: Callable[[str], None], folder: Pat
                 return _soak(server, settings, step)
             except (BadReplyError, OSError) as error:
                 server.check_alive()
-                raise ServerError(
+                raise EngineError(
                     f"the server does not answer as it should: {error}\n{log_tail(server.log)}"
                 ) from error
 

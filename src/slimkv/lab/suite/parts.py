@@ -309,14 +309,14 @@ def _attend(bench: Workbench, notes: list[str]) -> list[Part]:
 
 def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
     """Engines under load with a model of random weights: the memory and the speed are those of its shape."""
-    from slimkv.lab.bench.serve import DTYPES
+    from slimkv.lab.bench.serve_settings import DTYPES
 
     settings, on_gpu = bench.settings, bench.settings.device != "cpu"
     plain = [f for f in settings.formats if f != RAW and not f.endswith(WITH_CALIBRATION)]
     sizes: Data = {"dtype": settings.dtype}
     if not on_gpu:
         sizes |= {
-            "shape": "tiny", "context": 512, "requests": 3, "output": 8, "most_requests": 4, "arrivals": 6,
+            "shape": "tiny", "context": 512, "requests": 3, "new_tokens": 8, "most_requests": 4, "arrivals": 6,
             "rate": 4.0, "eager": True,
         }  # fmt: skip
         if dropped := [f for f in plain if f == "fp8" or f.startswith("turboquant")]:
@@ -327,8 +327,9 @@ def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
         def run(bench: Workbench, progress: Progress) -> Data:
             import json
 
-            from slimkv.lab.bench.serve import ServeSettings, bench_serve
-            from slimkv.lab.suite.vllm_engine import EngineError
+            from slimkv.lab.bench.serve import bench_serve
+            from slimkv.lab.bench.serve_settings import ServeSettings
+            from slimkv.lab.engine_process import EngineError
 
             bench.release()
             wanted = ServeSettings(systems=(system,), **sizes)
