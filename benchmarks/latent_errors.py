@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.lab.evals.attention import relative_error
-from slimkv.lab.evals.synthetic import student
+from slimkv.lab.evals.samples import student
 from slimkv.lab.report.markdown import table_line
 from slimkv.spec import Kind, LatentSpec, PageLayout
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,14 +16,24 @@ from slimkv.cli.options import (
     Plot,
     Threads,
     check_folder,
+    choice,
     comma_list,
     count,
-    one_of,
+    option,
     require_engine,
     takes,
 )
+from slimkv.cli.output import emit, make_table
 from slimkv.lab.bench.serve_settings import ServeSettings
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from slimkv.lab.bench.generate import GenerateReport
+    from slimkv.lab.bench.results import Report
+    from slimkv.lab.bench.serve import ServeReport
+
+_TIMES = "\N{MULTIPLICATION SIGN}"
 app = typer.Typer(name="bench", help="Time slimkv and the baselines that run on this machine.", no_args_is_help=True)
 
 
@@ -34,24 +44,20 @@ def _say(message: str) -> None:
 def _add_operation(name: str, told: str) -> None:
     @app.command(name, help=told)
     def command(
-        cells: Annotated[str, typer.Option(help="Cells by name or pattern, such as decode-*,prefill-*, or all.")] = "",
-        backend: Annotated[
-            str, typer.Option(help="Backends to time, such as cuda,triton; default: the device's own.")
-        ] = "",
+        cells: Annotated[str, option("Cells by name or pattern, such as decode-*,prefill-*, or all.")] = "",
+        backend: Annotated[str, option("Backends to time, such as cuda,triton; default: the device's own.")] = "",
         device: Device = AUTO,
         page: Annotated[int | None, count("Tokens per page; default: the cell's own.")] = None,
-        no_baselines: Annotated[bool, typer.Option("--no-baselines", help="Time slimkv alone.")] = False,
-        small: Annotated[bool, typer.Option("--small", help="Use the small cells of a CPU, even on a GPU.")] = False,
+        no_baselines: Annotated[bool, option("Time slimkv alone.", "--no-baselines")] = False,
+        small: Annotated[bool, option("Use the small cells of a CPU, even on a GPU.", "--small")] = False,
         as_device: Annotated[
-            str, typer.Option(help="Hold the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090.")
+            str, option("Hold the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090.")
         ] = "",
         plot: Plot = None,
-        quiet: Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")] = False,
+        quiet: Annotated[bool, option("No progress on standard error.", "--quiet")] = False,
         output: Output = None,
         as_json: Json = False,
     ) -> None:
-        from slimkv.cli.bench_tables import report_table
-        from slimkv.cli.output import emit
         from slimkv.lab.bench.attention import bench_attend
         from slimkv.lab.bench.run import Options
         from slimkv.lab.bench.store import bench_store
@@ -76,22 +82,16 @@ _add_operation("store", "Time writing K and V to packed pages: a prefill chunk, 
 
 @app.command()
 def generate(
-    model: Annotated[str | None, typer.Option(help="A model; default: a Llama with random weights.")] = None,
-    formats: Annotated[str, typer.Option("--format", help="Formats to time, such as k4v4,k6v6.")] = "k4v4",
+    model: Annotated[str | None, option("A model; default: a Llama with random weights.")] = None,
+    formats: Annotated[str, option("Formats to time, such as k4v4,k6v6.", "--format")] = "k4v4",
     context: Annotated[
-        int | None, count("Tokens in the cache before decoding; default: 32768 on a GPU, 1024 on a CPU.")
+        int | None, count("Tokens in the cache at first; default: 32768 on a GPU, 1024 on a CPU.")
     ] = None,
     batch: Annotated[int, count("Sequences in the batch.")] = 1,
     new_tokens: Annotated[int, count("Decode steps to time.")] = 64,
     layers: Annotated[int | None, count("Layers of the random-weight model; default: 8 on a GPU, 2 on a CPU.")] = None,
     rounds: Annotated[int, count("Rounds to take the median of.")] = 3,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Data type of the model: auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16.",
-            callback=one_of("--dtype", AUTO, *DTYPES),
-        ),
-    ] = AUTO,
+    dtype: Annotated[str, choice("Data type; auto is bfloat16 on a GPU, float32 on a CPU", AUTO, *DTYPES)] = AUTO,
     device: Device = AUTO,
     threads: Threads = None,
     output: Output = None,
@@ -100,8 +100,6 @@ def generate(
     """Time decoding through transformers with a packed cache and with DynamicCache."""
     import torch
 
-    from slimkv.cli.bench_tables import generation_table
-    from slimkv.cli.output import emit
     from slimkv.lab.bench.generate import GenerateSettings, time_generation
     from slimkv.lab.evals.harness import check_formats
 
@@ -122,16 +120,12 @@ def generate(
 @takes(ServeSettings)
 def serve(
     options: dict[str, Any],
-    plot: Annotated[Path | None, typer.Option(help="Draw the sessions phase as SVG.")] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Keep each system's JSON and log in this folder.", callback=check_folder)
-    ] = None,
+    plot: Annotated[Path | None, option("Draw the sessions phase as SVG.")] = None,
+    folder: Annotated[Path | None, option("Folder for each system's JSON and log.", callback=check_folder)] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Load an engine with stock caches and with slimkv's: capacity, decoding, full memory, arrivals."""
-    from slimkv.cli.bench_tables import serving_table
-    from slimkv.cli.output import emit
     from slimkv.lab.bench.serve import bench_serve
     from slimkv.lab.provenance import provenance
 
@@ -145,3 +139,45 @@ def serve(
     emit(report, as_json, *([] if as_json else serving_table(report)), output=output)
     if any("error" in system for system in report.systems.values()):
         raise typer.Exit(1)
+
+
+def report_table(report: Report) -> list[Table | str]:
+    """``bench attend`` and ``bench store``."""
+    names = list(dict.fromkeys(b.name for row in report.rows for b in row.baselines))
+    title = f"{report.operation} on {report.device}, copy {report.copy_bytes_per_second / 1e12:.3f} TB/s"
+    header = ("cell", "backend", "format", "ms", "of copy", "TFLOP/s", "error", *names)
+    table = make_table(f"{title}; {_TIMES} is the baseline's time over slimkv's", *header, left=3)
+    for row in report.rows:
+        found = [row.baseline(name) for name in names]
+        table.add_row(
+            row.cell, row.backend, row.format, f"{row.ms:.4f}", f"{row.fraction_of_copy:.1%}",
+            "" if row.tflops is None else f"{row.tflops:.1f}", "" if row.error is None else f"{row.error:.1e}",
+            *("-" if b is None or b.ratio is None else f"{b.ratio:.2f}{_TIMES}" for b in found),
+        )  # fmt: skip
+    lines = [f"rotation ({r.backend}): {r.without_ms:.4f} ms without, {r.with_ms:.4f} ms with" for r in report.rotation]
+    absent = {b.name: b.detail for row in report.rows for b in row.baselines if b.ms is None}
+    lines += [f"{name} is absent: {detail}" for name, detail in absent.items()]
+    return [table, *lines, "  ".join(f"{name} {version}" for name, version in report.versions.items())]
+
+
+def generation_table(report: GenerateReport) -> Table:
+    """``bench generate``."""
+    settings = report.settings
+    title = f"decoding at {settings.context} tokens, batch {settings.batch}, {report.run.device}"
+    header = ("cache", "tokens/s", "ms/step", "over stock", "lengths met before: ms/step", "over stock", "cache bytes")
+    table = make_table(title, *header, "of bf16", "prefill s")
+    for row in report.rows:
+        table.add_row(
+            row.cache, f"{row.tokens_per_second:.1f}", f"{row.milliseconds_per_step:.2f}", f"{row.over_stock:.2f}x",
+            f"{row.milliseconds_per_step_again:.2f}", f"{row.over_stock_again:.2f}x", f"{row.cache_bytes:,}",
+            f"{row.bytes_of_bf16:.3f}", f"{row.prefill_seconds:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def serving_table(report: ServeReport) -> list[Table | str]:
+    """``bench serve``."""
+    from slimkv.lab.bench.serve import notes, table_rows
+
+    header, *rows = table_rows(report)
+    return [make_table(f"serving {report.settings.shape}, {report.device}", *header, rows=rows), *notes(report)]

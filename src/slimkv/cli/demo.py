@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from slimkv.cli.options import AUTO, DEFAULT_MODEL, Device, Dtype, Json, Model, Threads, check_folder
+from slimkv.cli.options import AUTO, DEFAULT_MODEL, Device, Dtype, Json, Model, Threads, check_folder, option
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -21,14 +19,10 @@ _SHOWN = 2  # the stock cache and the best one; the page has all of them
 
 
 def demo(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the report.", callback=check_folder)
-    ] = Path("out"),
+    output: Annotated[Path, option("Folder for the report.", "--output", "-o", callback=check_folder)] = Path("out"),
     model: Model = DEFAULT_MODEL,
-    format: Annotated[str, typer.Option("--format", help="The packed cache shown beside the stock one.")] = "k4v4+cal",
-    calibration: Annotated[
-        str, typer.Option(help="A file from slimkv calibrate; auto: made once for each model and kept.")
-    ] = AUTO,
+    format: Annotated[str, option("The packed cache shown beside the stock one.", "--format")] = "k4v4+cal",
+    calibration: Annotated[str, option("A file from slimkv calibrate; auto: made once per model and kept.")] = AUTO,
     threads: Threads = None,
     device: Device = AUTO,
     dtype: Dtype = "float32",
@@ -82,14 +76,12 @@ def _panels(question: str, texts: Mapping[str, str]) -> Group:
 
 def _tables(showcase: Showcase) -> list[Table]:
     from slimkv.cli.output import make_table
+    from slimkv.lab.demo.report import QUALITY, quality_rows
 
     quality = showcase.quality
     title = f"{quality.mode}, {quality.windows} windows of {quality.window_tokens} tokens"
-    header = ("cache", "bytes/token", "smaller than bf16", "perplexity", "over plain", "same next token", "KL")
-    formats = make_table(f"{title}; plain perplexity {quality.raw_perplexity:.3f}", *header)
-    for r in quality.rows:
-        size = f"{r.bytes_per_token:,.0f}", f"{quality.raw_bytes_per_token / r.bytes_per_token:.2f}x"
-        formats.add_row(r.format, *size, f"{r.perplexity:.3f}", f"{r.over_raw:+.2%}", f"{r.top1:.1%}", f"{r.kl:.4f}")
+    title = f"{title}; plain perplexity {quality.raw_perplexity:.3f}"
+    formats = make_table(title, *QUALITY, rows=quality_rows(quality))
     asked = [question for question in (showcase.short, showcase.long) if question is not None]
     return [*(_answers(question) for question in asked), formats]
 

@@ -6,15 +6,13 @@ from typing import Annotated
 
 import typer
 
-from slimkv.cli.options import AUTO, Device, Json, comma_list
+from slimkv.cli.options import AUTO, Device, Json, comma_list, option
 
 
 def doctor(
-    require: Annotated[str, typer.Option(help="What must work, such as triton,cuda,transformers,vllm,sglang.")] = "",
-    model: Annotated[
-        str | None, typer.Option(help="Also measure the noise of quantised keys in each layer of this model.")
-    ] = None,
-    format: Annotated[str, typer.Option(help="The format whose noise is measured.")] = "k4v4",
+    require: Annotated[str, option("What must work, such as triton,cuda,transformers,vllm,sglang.")] = "",
+    model: Annotated[str | None, option("Also measure the noise of quantized keys in each layer of a model.")] = None,
+    format: Annotated[str, option("The format whose noise is measured.")] = "k4v4",
     device: Device = AUTO,
     as_json: Json = False,
 ) -> None:

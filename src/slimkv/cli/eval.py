@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimkv.cli.options import AUTO, Device, Json, Output, Text, Threads, comma_list, count
+from slimkv.cli.options import AUTO, Device, Json, Output, Text, Threads, comma_list, count, option
 
 if TYPE_CHECKING:
-    from slimkv.lab.evals.synthetic import AttentionSample
+    from slimkv.lab.evals.samples import AttentionSample
 
 app = typer.Typer(name="eval", help="Measure the quality loss of a format.", no_args_is_help=True)
 
@@ -22,12 +22,10 @@ def root() -> None:
 @app.command()
 def attention(
     head_dim: Annotated[int, count("Head size of the synthetic samples.", 16)] = 128,
-    model: Annotated[str | None, typer.Option(help="A model instead of synthetic samples: a name or a folder.")] = None,
+    model: Annotated[str | None, option("A model instead of synthetic samples: a name or a folder.")] = None,
     text: Text = "shipped",
     tokens: Annotated[int, count("Tokens of the text that the model reads.", 2)] = 1024,
-    formats: Annotated[
-        str, typer.Option("--format", help="Formats to compare.")
-    ] = "ku4vu4,kur4vur4,k4v4,turboquant_4bit_nc,fp8",
+    formats: Annotated[str, option("Formats to compare.", "--format")] = "ku4vu4,kur4vur4,k4v4,turboquant_4bit_nc,fp8",
     seeds: Annotated[int, count("Synthetic samples to average over.")] = 4,
     threads: Threads = None,
     device: Device = AUTO,
@@ -39,7 +37,7 @@ def attention(
 
     from slimkv.cli.output import emit, make_table
     from slimkv.lab.evals.attention import average, compare_formats, compare_policies
-    from slimkv.lab.evals.synthetic import heavy_tailed
+    from slimkv.lab.evals.samples import heavy_tailed
 
     if model is None:
         samples = [heavy_tailed(heads=4, tokens=1024, dim=head_dim, seed=seed) for seed in range(seeds)]
@@ -65,7 +63,7 @@ def attention(
 
 def _real_samples(model: str, text: str, tokens: int, threads: int | None, device: str) -> list[AttentionSample]:
     from slimkv.cli.eval_model import load_quietly, progress_bar
-    from slimkv.lab.evals.capture import capture_attention
+    from slimkv.lab.evals.samples import capture_attention
     from slimkv.lab.evals.texts import load_text, token_windows
 
     read = load_text(text)

@@ -27,6 +27,7 @@ from slimkv.cli.options import (
     command_like,
     count,
     numbers,
+    option,
     option_parameters,
     several,
 )
@@ -40,17 +41,13 @@ if TYPE_CHECKING:
     from slimkv.lab.evals.harness import Progress
     from slimkv.lab.models import Loaded
 
-Formats = Annotated[
-    str, typer.Option("--format", help="Formats to measure, such as k4v4,k5v4; with a calibration also k4v4+cal.")
-]
+Formats = Annotated[str, option("Formats to measure, such as k4v4,k5v4; with a calibration also k4v4+cal.", "--format")]
 Offset = Annotated[int, count("Skip this many tokens of the text.", 0)]
-Serving = Annotated[
-    bool, typer.Option("--serving", help="Attend new chunks unquantized, as engines do; default: strict.")
-]
+Serving = Annotated[bool, option("Attend new chunks unquantized, as engines do; default: strict.", "--serving")]
 Windows = Annotated[int, count("Number of windows of the text.")]
 Tokens = Annotated[int, count("Tokens per window.", 2)]
-Strict = Annotated[bool, typer.Option("--strict", help="Read every token through the codec.")]
-Result = tuple[Any, list[Any], Callable[[Path], None] | None]  # a report, what is shown of it, what plots it
+Strict = Annotated[bool, option("Read every token through the codec.", "--strict")]
+Result = tuple[Any, list[Any], Callable[[Path], None] | None]  # a report, its renderables, a function that plots it
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Subject:
     tokenizer: Any
     text: str
     formats: list[str]
-    options: dict[str, Any]  # of every measurement: the model's name, its calibration, what is told of progress
+    options: dict[str, Any]  # of every eval: ``harness.Common``
 
     def windows(self, count: int, tokens: int, stride: int | None = None, offset: int = 0) -> Tensor:
         """Windows of the text, int64 [count, tokens]."""
@@ -76,7 +73,7 @@ class Subject:
 
 
 def _command(formats: str, *, text: bool = True, plot: bool = True) -> Callable[[Callable[..., Result]], Any]:
-    """The frame of every command: the options that all have, the model with its calibration, what is printed.
+    """The frame of every eval command: shared options, loading the model and its calibration, printing.
 
     ``formats``: the default of ``--format``. ``text``, ``plot``: whether it has these options.
     """
@@ -122,7 +119,7 @@ def add_to(app: typer.Typer) -> None:
 
 @contextmanager
 def progress_bar(enter: bool = True) -> Iterator[tuple[Callable[[], None], Progress]]:
-    """A progress bar on standard error: a function that starts it (at once with ``enter``) and one that advances it."""
+    """A progress bar on standard error: what starts it (``enter``: it starts now), and what advances it."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
@@ -208,10 +205,6 @@ def _check_prompts(path: Path | None) -> Path | None:
     return path
 
 
-def _mode(serving: bool) -> str:
-    return "serving" if serving else "strict"
-
-
 def _over_raw(row: Any) -> str:
     """With the larger half of its 95% interval."""
     half = max(row.over_raw_high - row.over_raw, row.over_raw - row.over_raw_low)
@@ -228,16 +221,16 @@ def perplexity(
     serving: Serving = False,
 ) -> Result:
     """Measure perplexity, compared with the stock cache."""
-    from slimkv.lab.evals.model_plots import plot_quality
     from slimkv.lab.evals.perplexity import measure_perplexity
+    from slimkv.lab.evals.plots import plot_quality
 
     ids = subject.windows(windows, tokens, stride, offset)
     report = measure_perplexity(
-        subject.model, ids, subject.formats, mode=_mode(serving), stride=stride, **subject.options
+        subject.model, ids, subject.formats, mode="serving" if serving else "strict", stride=stride, **subject.options
     )
-    table = make_table(f"perplexity, {report.mode}, {subject.name}", "format", "perplexity", "over raw", "bytes/token")
-    for row in report.rows:
-        table.add_row(row.format, f"{row.perplexity:.4f}", _over_raw(row), f"{row.bytes_per_token:.0f}")
+    rows = ((r.format, f"{r.perplexity:.4f}", _over_raw(r), f"{r.bytes_per_token:.0f}") for r in report.rows)
+    header = ("format", "perplexity", "over raw", "bytes/token")
+    table = make_table(f"perplexity, {report.mode}, {subject.name}", *header, rows=rows)
     return report, [table], lambda path: plot_quality(report.rows, path)
 
 
@@ -249,17 +242,17 @@ def agreement(
     offset: Offset = 0,
     serving: Serving = False,
     prefill: Annotated[
-        str, typer.Option(help="Arithmetic of long passes: auto, 16bit, 8bit, or 16bit,8bit.", callback=_check_prefill)
+        str, option("Arithmetic of long passes: auto, 16bit, 8bit, or 16bit,8bit.", callback=_check_prefill)
     ] = "auto",
 ) -> Result:
     """Measure KL divergence and top-1 agreement of predictions, compared with the stock cache."""
     from slimkv.lab.evals.agreement import measure_agreement
-    from slimkv.lab.evals.model_plots import plot_quality
+    from slimkv.lab.evals.plots import plot_quality
 
     ids = subject.windows(windows, tokens, offset=offset)
     ways = comma_list(prefill, str)
     report = measure_agreement(
-        subject.model, ids, subject.formats, mode=_mode(serving), prefill=ways, **subject.options
+        subject.model, ids, subject.formats, mode="serving" if serving else "strict", prefill=ways, **subject.options
     )
     title = f"against the stock cache, {report.mode}, {subject.name}; raw perplexity {report.raw_perplexity:.4f}"
     table = make_table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
@@ -295,9 +288,10 @@ def score_table(report: Any) -> Any:
 def positions(subject: Subject, windows: Windows = 1, tokens: Tokens = 8192, offset: Offset = 0) -> Result:
     """Measure KL divergence and top-1 agreement by position in long windows.
 
-    A format may be a budget: memory=90MiB, memory=50% of bfloat16 at the end, or memory=k4v4, what that takes there.
+    A format may be a memory budget: memory=90MiB, memory=50% (of bfloat16), or memory=k4v4 (as much as k4v4 takes).
     """
-    from slimkv.lab.evals.positions import measure_positions, plot_positions
+    from slimkv.lab.evals.plots import plot_positions
+    from slimkv.lab.evals.positions import measure_positions
 
     ids = subject.windows(windows, tokens, offset=offset)
     report = measure_positions(subject.model, ids, subject.formats, **subject.options)
@@ -312,23 +306,20 @@ def positions(subject: Subject, windows: Windows = 1, tokens: Tokens = 8192, off
 @_command("k4v4")
 def needle(
     subject: Subject,
-    contexts: Annotated[
-        str, typer.Option(help="Context lengths in tokens, such as 512,1024.", callback=several(int))
-    ] = "512,1024",
-    depths: Annotated[
-        str, typer.Option(help="Depths of the needle in the text, 0 to 1.", callback=several(float))
-    ] = "0.1,0.5,0.9",
+    contexts: Annotated[str, option("Context lengths in tokens.", callback=several(int))] = "512,1024",
+    depths: Annotated[str, option("Depths of the needle, 0 to 1.", callback=several(float))] = "0.1,0.5,0.9",
     offset: Offset = 0,
     strict: Strict = False,
 ) -> Result:
     """Measure needle retrieval over depth and context length."""
     from slimkv.lab.evals.intervals import wilson
-    from slimkv.lab.evals.model_plots import plot_needle
     from slimkv.lab.evals.needle import measure_needle
+    from slimkv.lab.evals.plots import plot_needle
 
     report = measure_needle(
         subject.model, subject.tokenizer, subject.text, subject.formats, contexts=numbers("--contexts", contexts, int),
-        depths=numbers("--depths", depths, float), mode=_mode(not strict), offset=offset, **subject.options,
+        depths=numbers("--depths", depths, float), mode="strict" if strict else "serving", offset=offset,
+        **subject.options,
     )  # fmt: skip
     table = make_table(f"needles found, {report.mode}, {subject.name}", "format", "context", "depth", "found")
     for cell in report.cells:
@@ -344,10 +335,8 @@ def needle(
 @_command("k4v4", text=False)
 def generation(
     subject: Subject,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeat for more. Default: four prompts.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="A text file with one prompt per line.", callback=_check_prompts)
-    ] = None,
+    prompt: Annotated[list[str] | None, option("A prompt; repeat for more. Default: four prompts.")] = None,
+    prompts: Annotated[Path | None, option("A text file with one prompt per line.", callback=_check_prompts)] = None,
     new_tokens: Annotated[int, count("Tokens to generate per prompt.")] = 64,
     strict: Strict = False,
 ) -> Result:
@@ -356,12 +345,12 @@ def generation(
 
     from slimkv.lab.evals.generation import PROMPTS, measure_generation
     from slimkv.lab.evals.harness import RAW
-    from slimkv.lab.evals.model_plots import plot_generation
+    from slimkv.lab.evals.plots import plot_generation
 
     asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])] or list(PROMPTS)
     report = measure_generation(
         subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens,
-        mode=_mode(not strict), **subject.options,
+        mode="strict" if strict else "serving", **subject.options,
     )  # fmt: skip
     title = f"greedy text, {report.mode}, {subject.name}"
     table = make_table(title, "format", "prompt", "first difference", "same tokens")

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from slimkv.cli.options import Json, comma_list
+from slimkv.cli.options import Json, comma_list, option
 from slimkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,17 +15,16 @@ if TYPE_CHECKING:
 
 
 def plan(
-    config: Annotated[Path | None, typer.Option(help="A model's config.json, or the folder it is in.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Without --config: number of layers.")] = None,
-    num_kv_heads: Annotated[int | None, typer.Option(help="Without --config: KV heads per layer.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Without --config: head size.")] = None,
-    memory: Annotated[str, typer.Option(help="Memory for the cache, such as 40GiB.")] = "16GiB",
+    config: Annotated[Path | None, option("A model's config.json, or the folder it is in.")] = None,
+    layers: Annotated[int | None, option("Without --config: number of layers.")] = None,
+    num_kv_heads: Annotated[int | None, option("Without --config: KV heads per layer.")] = None,
+    head_dim: Annotated[int | None, option("Without --config: head size.")] = None,
+    memory: Annotated[str, option("Memory for the cache, such as 40GiB.")] = "16GiB",
     formats: Annotated[
-        str | None,
-        typer.Option("--format", help="Formats, such as k4v4,k3v3, or c4,c4r8 of latents (MLA). Default: a choice."),
+        str | None, option("Formats, such as k4v4,k3v3, or c4,c4r8 of latents (MLA). Default: a choice.", "--format")
     ] = None,
-    sequences: Annotated[int, typer.Option(help="Sequences that share the memory.")] = 1,
-    block: Annotated[int, typer.Option(help="Tokens per page: 1, 16, 32, 64 or 128.")] = 16,
+    sequences: Annotated[int, option("Sequences that share the memory.")] = 1,
+    block: Annotated[int, option("Tokens per page: 1, 16, 32, 64 or 128.")] = 16,
     as_json: Json = False,
 ) -> None:
     """Print bytes per token and tokens that fit, for each format and kind of layer."""

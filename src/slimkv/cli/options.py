@@ -1,4 +1,4 @@
-"""Options that several commands share. Each is checked when it is read, before any work starts."""
+"""Options that several commands share; each is checked when it is parsed, before any work starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def numbers(option: str, text: str, kind: Callable[[str], T]) -> list[T]:
 
 
 def several(kind: Callable[[str], T]) -> Callable[[typer.CallbackParam, str], str]:
-    """A check that an option is such numbers, separated by commas."""
+    """A callback that checks a comma-separated list of numbers."""
 
     def check(param: typer.CallbackParam, given: str) -> str:
         numbers(param.opts[0], given, kind)
@@ -47,31 +47,31 @@ def several(kind: Callable[[str], T]) -> Callable[[typer.CallbackParam, str], st
     return check
 
 
-def one_of(option: str, *known: str) -> Callable[[str], str]:
-    """A check that an option has one of the known values."""
+def option(told: str, *names: str, **more: Any) -> Any:
+    """An option; ``told``: its help."""
+    return typer.Option(*names, help=told, **more)
 
-    def check(given: str) -> str:
+
+def choice(told: str, *known: str) -> Any:
+    """An option that takes one of the ``known`` values, which its help lists after ``told``."""
+
+    def check(param: typer.CallbackParam, given: str) -> str:
         if given not in known:
-            raise InputError(f"{option} {given!r} is not one of {', '.join(known)}")
+            raise InputError(f"{param.opts[0]} {given!r} is not one of {', '.join(known)}")
         return given
 
-    return check
-
-
-def at_least(smallest: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
-    """A check that a number is not too small."""
-
-    def check(param: typer.CallbackParam, given: int | None) -> int | None:
-        if given is not None and given < smallest:
-            raise InputError(f"{param.opts[0]} must be at least {smallest}, not {given}")
-        return given
-
-    return check
+    return option(f"{told}: {', '.join(known)}.", callback=check)
 
 
 def count(told: str, least: int = 1) -> Any:
     """An option that is a number of at least ``least``; ``told``: its help."""
-    return typer.Option(help=told, callback=at_least(least))
+
+    def check(param: typer.CallbackParam, given: int | None) -> int | None:
+        if given is not None and given < least:
+            raise InputError(f"{param.opts[0]} must be at least {least}, not {given}")
+        return given
+
+    return option(told, callback=check)
 
 
 def check_device(name: str) -> str:
@@ -113,7 +113,7 @@ def check_file(path: Path | None) -> Path | None:
 
 
 def check_folder(path: Path | None) -> Path | None:
-    """A folder to write into; it is made when there is something to write."""
+    """A folder to write into; it is created when there is something to write."""
     if path is None:
         return None
     first = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
@@ -155,8 +155,8 @@ def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None
                 if isinstance(default, tuple):
                     default, hint = ",".join(default), str
                     lists.add(one.name)
-                option = typer.Option(f"--{one.name.replace('_', '-')}", help=one.metadata["help"])
-                options[one.name] = Annotated[hint, option], default
+                named = option(one.metadata["help"], f"--{one.name.replace('_', '-')}")
+                options[one.name] = Annotated[hint, named], default
 
         def run(**given: Any) -> None:
             values = {name: given.pop(name) for name in options}
@@ -167,24 +167,14 @@ def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None
     return decorate
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
-Model = Annotated[str, typer.Option(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
-ModelArgument = Annotated[str, typer.Argument(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
-Device = Annotated[
-    str, typer.Option(help="auto (CUDA if available, else the CPU), cpu, cuda or cuda:1.", callback=check_device)
-]
-Dtype = Annotated[
-    str, typer.Option(help="Data type of the weights: float32, bfloat16 or float16.",
-                      callback=one_of("--dtype", *DTYPES)),
-]  # fmt: skip
+_MODEL = "A packaged model, a folder, or a name on the Hugging Face hub."
+Json = Annotated[bool, option("Print one JSON document instead of tables.", "--json")]
+Model = Annotated[str, option(_MODEL)]
+ModelArgument = Annotated[str, typer.Argument(help=_MODEL)]
+Device = Annotated[str, option("auto (CUDA if available, else the CPU), cpu, cuda or cuda:1.", callback=check_device)]
+Dtype = Annotated[str, choice("Data type of the weights", *DTYPES)]
 Threads = Annotated[int | None, count("CPU threads; default: chosen by torch.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Also write the JSON document to this file.", callback=check_file)
-]
-Plot = Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.", callback=check_file)]
-Text = Annotated[
-    str, typer.Option(help="A text file, a data set on the Hugging Face hub (name:config:split), or shipped.")
-]
-CalibrationFile = Annotated[
-    str | None, typer.Option("--calibration", help="A file from slimkv calibrate, or auto; default: none.")
-]
+Output = Annotated[Path | None, option("Also write the JSON to this file.", "--output", "-o", callback=check_file)]
+Plot = Annotated[Path | None, option("Write a plot to this PNG file.", callback=check_file)]
+Text = Annotated[str, option("A text file, a data set on the Hugging Face hub (name:config:split), or shipped.")]
+CalibrationFile = Annotated[str | None, option("A calibration file, or auto; default: none.", "--calibration")]

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slimkv.cli.options import ModelArgument, option
 from slimkv.errors import InputError, MissingDependencyError
 
 AUTO, NONE = "auto", "none"
@@ -41,14 +42,12 @@ SET_HERE = {
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A packaged model, a folder, or a name on the Hugging Face hub.")],
+    model: ModelArgument,
     options: Annotated[list[str] | None, typer.Argument(help="The engine's own options, after --.")] = None,
-    engine: Annotated[str | None, typer.Option(help="vllm or sglang; default: the one that is installed.")] = None,
-    format: Annotated[str, typer.Option(help="How keys and values are stored: k4v4, k5v4, ...")] = AUTO,
-    calibration: Annotated[
-        str, typer.Option(help="auto (made the first time and kept), none, or a file from slimkv calibrate.")
-    ] = AUTO,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
+    engine: Annotated[str | None, option("vllm or sglang; default: the one that is installed.")] = None,
+    format: Annotated[str, option("How keys and values are stored: k4v4, k5v4, ...")] = AUTO,
+    calibration: Annotated[str, option("auto (made once and kept), none, or a file from slimkv calibrate.")] = AUTO,
+    dry_run: Annotated[bool, option("Print the commands and run nothing.", "--dry-run")] = False,
 ) -> None:
     """Serve a model with a packed cache: slimkv serve MODEL -- --port 8000."""
     from slimkv.lab import models

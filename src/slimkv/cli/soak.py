@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimkv.cli.options import DEFAULT_MODEL, Json, Output, check_folder, count, require_engine, takes
+from slimkv.cli.options import DEFAULT_MODEL, Json, Output, check_folder, count, option, require_engine, takes
 from slimkv.lab.soak.settings import SoakSettings
 
 if TYPE_CHECKING:
@@ -19,17 +19,10 @@ if TYPE_CHECKING:
 @takes(SoakSettings)
 def soak(
     options: dict[str, Any],
-    model: Annotated[
-        str, typer.Argument(help="A packaged model, a folder, or a name that vLLM finds.")
-    ] = DEFAULT_MODEL,
-    faults: Annotated[
-        int,
-        count("Start no server; inject this many faults (damaged files, killed writers, full disks) into stores.", 0),
-    ] = 0,
+    model: Annotated[str, typer.Argument(help="A packaged model, folder, or name that vLLM knows.")] = DEFAULT_MODEL,
+    faults: Annotated[int, count("Without a server: inject this many faults into stores of packed blocks.", 0)] = 0,
     output: Output = None,
-    logs: Annotated[
-        Path | None, typer.Option(help="Keep the server's log in this folder.", callback=check_folder)
-    ] = None,
+    logs: Annotated[Path | None, option("Folder for the server's log.", callback=check_folder)] = None,
     as_json: Json = False,
 ) -> None:
     """Load-test a local vllm serve with a packed cache; exit code 1 if a check fails."""
@@ -78,7 +71,7 @@ def _tables(report: SoakReport) -> list[Table]:
     for check in report.checks:
         mark = "[green]ok[/]" if check.passed else "[red]FAILED[/]"
         table.add_row(mark, check.name, check.detail.replace("[", r"\["))
-    header = ("served", "answered", "streamed", "given up", "failed", "tokens", "p50 s", "p99 s", "sleeps")
+    header = ("served", "answered", "streamed", "cancelled", "failed", "tokens", "p50 s", "p99 s", "sleeps")
     numbers = make_table("load", *header, left=0)
     latency = [f"{report.latency_seconds[p]:.2f}" if p in report.latency_seconds else "-" for p in ("p50", "p99")]
     fields = ("finished", "streamed", "cancelled", "failed", "tokens")

@@ -18,8 +18,7 @@ from slimkv.lab.bench import serve, serve_settings
 from slimkv.lab.bench.plot import plot_sessions
 from slimkv.lab.bench.serve import bench_serve, over_stock, table_rows
 from slimkv.lab.bench.serve_engine import percentile
-from slimkv.lab.bench.serve_settings import ServeSettings, cache_arguments, engine_plan
-from slimkv.lab.bench.serve_shapes import SHAPES
+from slimkv.lab.bench.serve_settings import SHAPES, ServeSettings, cache_arguments, engine_plan
 from slimkv.lab.bench.sessions import Sessions, held_tokens
 from slimkv.memory_plan import read_config
 

@@ -46,7 +46,7 @@ class DenseInputs:
 
 
 def cell_options(cell: AttendCell, device: torch.device) -> AttendOptions:
-    """The arguments of ``attend`` in this cell."""
+    """The options of ``attend`` for this cell."""
     sinks = torch.linspace(-1, 1, cell.num_heads, device=device) if cell.sinks else None
     return AttendOptions(
         sliding_window=cell.sliding_window, softcap=cell.softcap, sinks=sinks, prefill=cell.prefill,
@@ -57,7 +57,7 @@ def cell_options(cell: AttendCell, device: torch.device) -> AttendOptions:
 def _refuse_options(cell: AttendCell, *names: str) -> None:
     given = [name for name in names if getattr(cell, name)]
     if given:
-        raise UnsupportedError(f"it has no {' or '.join(given)}")
+        raise UnsupportedError(f"does not support {' or '.join(given)}")
 
 
 def sdpa(inputs: DenseInputs) -> Candidates:
@@ -105,7 +105,7 @@ def flash_attention_3() -> Any:
 def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
     """Paged FlashAttention-3 as vLLM calls it, with and without a precomputed schedule, in pages of 16 and 128.
 
-    Deterministic: one split, as VLLM_BATCH_INVARIANT=1 asks for.
+    Deterministic cells use one split, as vLLM does with VLLM_BATCH_INVARIANT=1.
     """
     module, cell = flash_attention_3(), inputs.cell
     query, key, value = inputs.query, inputs.key, inputs.value
@@ -146,7 +146,7 @@ def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
 
 @dataclass(frozen=True)
 class TurboQuant:
-    """vLLM's stock turboquant_4bit_nc kernels and the constants its backend gives them."""
+    """vLLM's stock turboquant_4bit_nc kernels, and the constants that its backend passes."""
 
     config: Any
     rotation: Tensor
@@ -175,7 +175,7 @@ class TurboQuant:
         )
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Its store, as its backend calls it."""
+        """The store, called as its backend calls it."""
         from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
 
         triton_turboquant_store(

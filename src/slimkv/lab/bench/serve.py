@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +27,6 @@ class ServeReport:
     versions: dict[str, str]
     date: str
     command: str
-
-    def to_json(self) -> str:
-        """Indented JSON."""
-        return json.dumps(asdict(self), indent=2)
 
 
 def bench_serve(
@@ -75,9 +70,9 @@ def _run_system(
 
 
 class Figure(NamedTuple):
-    """A figure of a system: its column in the table, where it is, and its name among ratios to the unquantised cache.
+    """A figure of a system: its column in the table, its path in the result, and the name of its ratio to bf16.
 
-    Without a column or a ratio where that is empty.
+    An empty column or ratio is left out.
     """
 
     column: str
@@ -120,22 +115,16 @@ FIGURES = (
 
 def over_stock(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Each system's figures relative to the unquantised cache in the same run (start-up: difference in seconds)."""
-    stock = next((name for name in systems if name.partition(":")[0] in DTYPES.values()), "")
-    base = systems.get(stock)
-    if base is None:
+    stock = next((name for name in systems if name.partition(":")[0] in DTYPES.values()), None)
+    if stock is None:
         return {}
     out: dict[str, dict[str, float]] = {}
     for name, system in systems.items():
-        if name == stock:
-            continue
-        row = {}
-        for figure in FIGURES:
-            ours, theirs = _at(system, figure.path), _at(base, figure.path)
-            if figure.ratio and ours is not None and theirs:
-                row[figure.ratio] = ours / theirs
-        if "start_seconds" in system and "start_seconds" in base:
-            row["start_seconds_more"] = system["start_seconds"] - base["start_seconds"]
-        out[name] = row
+        if name != stock:
+            pairs = [(f.ratio, _at(system, f.path), _at(systems[stock], f.path)) for f in FIGURES if f.ratio]
+            out[name] = {ratio: ours / theirs for ratio, ours, theirs in pairs if ours is not None and theirs}
+            if "start_seconds" in system and "start_seconds" in systems[stock]:
+                out[name]["start_seconds_more"] = system["start_seconds"] - systems[stock]["start_seconds"]
     return out
 
 
@@ -148,20 +137,24 @@ def _at(system: dict[str, Any], path: tuple[str, ...]) -> float | None:
 
 def table_rows(report: ServeReport) -> list[list[str]]:
     """A header and a row per system; a dash for a missing figure; empty columns are left out."""
-    columns = [figure for figure in FIGURES if figure.column]
+    found = report.systems
+    columns = [
+        figure for n, figure in enumerate(FIGURES)
+        if figure.column and (n == 0 or any(_at(system, figure.path) is not None for system in found.values()))
+    ]  # fmt: skip
     rows = [["cache", *(figure.column for figure in columns)]]
-    for name, system in report.systems.items():
+    for name, system in found.items():
         values = [(_at(system, figure.path), figure.format) for figure in columns]
         rows.append([name, *("-" if value is None else fmt.format(value) for value, fmt in values)])
-    measured = [i for i in range(len(rows[0])) if i < 2 or any(row[i] != "-" for row in rows[1:])]
-    return [[row[i] for i in measured] for row in rows]
+    return rows
 
 
 def notes(report: ServeReport) -> list[str]:
     """Lines below the table: the ratios, failures, and where it was measured."""
-    lines = []
-    for name, row in report.over_bf16.items():
-        stock = DTYPES[report.settings.dtype]
-        lines.append(f"{name} over {stock}: " + ", ".join(f"{label} {value:.2f}" for label, value in row.items()))
+    stock = DTYPES[report.settings.dtype]
+    lines = [
+        f"{name} over {stock}: " + ", ".join(f"{label} {value:.2f}" for label, value in row.items())
+        for name, row in report.over_bf16.items()
+    ]
     lines += [f"{name} failed: {s['error'].splitlines()[0]}" for name, s in report.systems.items() if "error" in s]
     return [*lines, f"{report.device}, {report.date}", "  ".join(f"{k} {v}" for k, v in report.versions.items())]

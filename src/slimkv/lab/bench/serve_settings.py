@@ -3,7 +3,7 @@
 Every engine gets the same share of the device's memory, a model of one shape with dummy weights and random tokens.
 Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or ``k4v4:triton`` for
 one implementation); ``bf16:FLASHMLA`` names the stock attention backend, ``k4v4@LBHNC`` the memory layout as well.
-``k4v4+host`` has host memory behind it, ``bf16+cold`` host memory that packs what it holds as ``k4v4``.
+``k4v4+host`` offloads to host memory; ``bf16+cold`` offloads to host memory and packs blocks there as ``k4v4``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 
 from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError
-from slimkv.lab.bench.serve_shapes import shape_config, text_field
 from slimkv.lab.bench.sessions import SHARED, session_bytes
 from slimkv.lab.settings import check_limits, setting
 from slimkv.memory_plan import shape_of
@@ -37,6 +37,38 @@ _STOCK = {
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # dtype of the model, and the system with an unquantised cache
 NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}  # sizes of the n-grams that drafts are looked up by
 _SGLANG_PAGE = 64
+# Weights are dummies, so a shape needs only what determines the work and the cache: layers, heads, windows, experts.
+SHAPES: dict[str, dict[str, Any]] = json.loads(
+    resources.files("slimkv.lab.bench").joinpath("shapes.json").read_text(encoding="utf-8")
+)
+
+
+def shape_config(shape: str) -> dict[str, Any]:
+    """The configuration of a shape: one of ``SHAPES``, or a ``config.json`` (or the folder it is in)."""
+    if shape in SHAPES:
+        return SHAPES[shape]
+    path = Path(shape)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(
+            f"unknown shape {shape!r}; known are {', '.join(SHAPES)}, or give a model's config.json or its folder"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise InputError(f"{file} does not name an architecture, as a model's configuration does")
+    return config
+
+
+def text_field(config: dict[str, Any], name: str) -> int:
+    """A field of the text model, which composite models keep in a nested configuration."""
+    nested = (config.get(part) or {} for part in ("text_config", "llm_config", "language_config"))
+    found = next((part[name] for part in (config, *nested) if part.get(name)), None)
+    if found is None:
+        raise InputError(f"the configuration of {config['architectures'][0]} has no {name}")
+    return int(found)
 
 
 @dataclass(frozen=True)
@@ -132,7 +164,7 @@ def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> d
 
 
 def tier_arguments(system: str, gib: float) -> dict[str, Any]:
-    """vLLM's arguments of what is behind a system's cache: ``+host`` or ``+cold`` memory, or nothing."""
+    """vLLM's arguments for the tier behind a system's cache: ``+host``, ``+cold`` or none."""
     tier = system.partition("@")[0].partition("+")[2]
     if tier not in ("", "host", "cold"):
         raise InputError(f"the system {system!r} names a tier {tier!r}; known are +host and +cold")
@@ -164,7 +196,7 @@ def write_model(folder: Path, shape: str) -> None:
 
 
 def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str, Any]:
-    """What ``serve_engine`` runs."""
+    """The plan that ``serve_engine`` runs."""
     shape = shape_config(settings.shape)
     longest = min(settings.context + settings.new_tokens + 64, text_field(shape, "max_position_embeddings"))
     own = _vllm_arguments if settings.engine == "vllm" else _sglang_arguments

@@ -1,6 +1,6 @@
-"""Stores under faults: files that are damaged, cut or mixed up, writers that are killed, disks that are full.
+"""Stores under faults: damaged, truncated or swapped files, killed writers, full disks.
 
-Whatever happens, a reader gets exactly what was stored, or nothing; and nothing that it gets breaks it.
+A reader must get exactly the bytes that were stored, or a miss; no fault may raise an unexpected error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import random
 import resource
 import signal
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,25 +27,7 @@ from slimkv.wire.store import PromptStore
 ENTRIES, CHUNK_BYTES, TOKENS = 6, 40_000, 64
 
 
-class Store(ABC):
-    """A folder of entries, numbered from 0."""
-
-    folder: Path
-
-    @abstractmethod
-    def save(self, entry: int) -> None:
-        """Stores an entry that is not there."""
-
-    @abstractmethod
-    def load(self, entry: int) -> bytes | None:
-        """The bytes found for an entry; None is a miss."""
-
-    @abstractmethod
-    def truth(self, entry: int) -> bytes:
-        """The bytes that an entry must have."""
-
-
-class Chunks(Store):
+class Chunks:
     """Chunks of a cold tier."""
 
     def __init__(self, folder: Path) -> None:
@@ -55,14 +36,17 @@ class Chunks(Store):
     def _place(self, entry: int) -> tuple[str, bytes]:
         return str(self.folder / f"{entry}.bin"), str(entry).encode()
 
-    def truth(self, entry: int) -> bytes:  # noqa: D102
+    def truth(self, entry: int) -> bytes:
+        """The bytes that an entry must have."""
         return random.Random(entry).randbytes(CHUNK_BYTES)
 
-    def save(self, entry: int) -> None:  # noqa: D102
+    def save(self, entry: int) -> None:
+        """Stores an entry that is not there."""
         path, key = self._place(entry)
         store_file(path, memoryview(self.truth(entry)), key, self._mark)
 
-    def load(self, entry: int) -> bytes | None:  # noqa: D102
+    def load(self, entry: int) -> bytes | None:
+        """The bytes found for an entry; None is a miss."""
         into = memoryview(bytearray(CHUNK_BYTES))
         path, key = self._place(entry)
         try:
@@ -72,8 +56,8 @@ class Chunks(Store):
         return bytes(into)
 
 
-class Prompts(Store):
-    """Prompt-cache files, found by the tokens they begin with."""
+class Prompts:
+    """Prompt-cache files, found by the tokens they begin with; the same methods as ``Chunks``."""
 
     def __init__(self, folder: Path) -> None:
         layers = [LayerFingerprint.of(n, CodecSpec.parse("k4v4", 32), 2, "float32") for n in range(2)]
@@ -110,15 +94,18 @@ class Prompts(Store):
             return None
 
 
+Store = Chunks | Prompts  # a folder of entries, numbered from 0
+
+
 @dataclass(frozen=True)
 class FaultReport:
-    """What happened: how many faults of each kind, and what readers got in all."""
+    """The number of faults of each kind, and what readers got in total."""
 
     faults: dict[str, int]
     right: int
     missed: int
     wrong: int
-    broken: tuple[str, ...]  # errors that no reader or writer may see
+    broken: tuple[str, ...]  # unexpected errors of readers and writers
 
     @property
     def passed(self) -> bool:
@@ -127,7 +114,7 @@ class FaultReport:
 
 
 def soak_faults(count: int, folder: Path, seed: int = 0) -> FaultReport:
-    """Faults of every kind in turn, at random places of the empty ``folder``; after each, every entry is read."""
+    """Injects ``count`` faults, kind by kind, at random places in ``folder``; after each, reads every entry."""
     source, faults, got = random.Random(seed), Counter[str](), Counter[str]()
     broken: list[str] = []
     stores: list[Store] = [Chunks(folder / "chunks"), Prompts(folder / "prompts")]
@@ -142,7 +129,7 @@ def soak_faults(count: int, folder: Path, seed: int = 0) -> FaultReport:
             for entry in range(ENTRIES):
                 found = store.load(entry)
                 got["missed" if found is None else "right" if found == store.truth(entry) else "wrong"] += 1
-        except Exception as error:  # whatever it is, a server would have stopped
+        except Exception as error:  # any error here would stop a server
             broken.append(f"{fault.__name__[1:]}: {error!r}")
     return FaultReport(dict(sorted(faults.items())), got["right"], got["missed"], got["wrong"], tuple(broken))
 
@@ -160,6 +147,8 @@ def _rewrite(store: Store, source: random.Random, change: Callable[[bytearray], 
 
 
 def _flip(store: Store, source: random.Random) -> None:
+    """One bit."""
+
     def change(data: bytearray) -> None:
         data[source.randrange(len(data))] ^= 1 << source.randrange(8)
 

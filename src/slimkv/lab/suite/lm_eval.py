@@ -7,6 +7,7 @@ requested kind, and attention reads all keys and values through the codec.
 from __future__ import annotations
 
 from functools import lru_cache
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,17 +109,10 @@ def _numbers(scores: dict[str, Any]) -> dict[str, float]:
     out = {}
     for name, value in scores.items():
         metric, _, filtered = name.partition(",")
-        if not filtered or metric.endswith("_stderr") or isinstance(value, (str, bool)) or not _is_number(value):
-            continue
-        out[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value)
+        number = isinstance(value, Real) and type(value) is not bool and value == value
+        if filtered and number and not metric.endswith("_stderr"):
+            out[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value)
     return out
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return float(value) == float(value)
-    except (TypeError, ValueError):
-        return False
 
 
 def _each(rows: list[dict[str, Any]]) -> dict[str, list[float]]:

@@ -69,7 +69,7 @@ SIZES: dict[tuple[str, bool], Size] = {  # by name and whether there is a GPU
     ),
 }  # fmt: skip
 NAMES = (SMOKE, QUICK, FULL)
-CPU_PARAMETERS = 150_000_000  # of a model that a CPU takes through the sizes as they are
+CPU_PARAMETERS = 150_000_000  # of the largest model for which a CPU keeps the sizes
 PARTS = ("memory", "agreement", "positions", "needle", "tasks", "lm-eval", "drafts", "generate", "attend", "serve")
 
 
@@ -153,5 +153,5 @@ def lighter(settings: SuiteSettings, parameters: int) -> tuple[SuiteSettings, li
         "position_tokens": max(512, int(size.position_tokens * share) // 256 * 256),
     }  # fmt: skip
     told = ", ".join(f"{name} {value} in place of {getattr(size, name)}" for name, value in less.items())
-    note = f"a CPU and {parameters / 1e6:,.0f} million parameters: {told}; name one of them to choose it yourself"
+    note = f"on a CPU with {parameters / 1e6:,.0f} million parameters: {told}; set one of them to choose it yourself"
     return replace(settings, size=replace(size, **less)), [note]

@@ -6,16 +6,20 @@ answered if greedy decoding begins with exactly the answer's tokens.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from slimkv.errors import InputError
 from slimkv.lab.evals.texts import wants_bos
-from slimkv.lab.suite.vocabulary import ADJECTIVES, CITIES, FIRST_NAMES, JOBS, LAST_NAMES, LETTERS, NOUNS
 
+_VOCABULARY = resources.files("slimkv.lab.suite").joinpath("vocabulary.json").read_text(encoding="utf-8")
+WORDS = {kind: words.split() for kind, words in json.loads(_VOCABULARY).items()}
+LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 _SENTENCE = re.compile("[^.!?]+[.!?]+[\"'\u201d\u2019]?", re.S)
 _FACTS_SHARE = 0.5  # of a context at most; the rest is text
 
@@ -65,7 +69,7 @@ def _number(source: random.Random) -> str:
 
 
 def _keys(source: random.Random, count: int) -> list[str]:
-    pairs = [f"{a}-{b}" for a in ADJECTIVES for b in NOUNS]
+    pairs = [f"{a}-{b}" for a in WORDS["adjectives"] for b in WORDS["nouns"]]
     return source.sample(pairs, min(count, len(pairs)))
 
 
@@ -132,7 +136,7 @@ def common_words(source: random.Random, room: int, questions: int) -> Draft:
     size = max(8, 3 * room // count)  # words of a list
     blocks, asks = [], []
     for number in range(count):
-        common, *others = source.sample(NOUNS, len(NOUNS))
+        common, *others = source.sample(WORDS["nouns"], len(WORDS["nouns"]))
         words = [common] * (size // 2) + [others[i % len(others)] for i in range(size - size // 2)]
         source.shuffle(words)
         letter = LETTERS[number]
@@ -144,10 +148,12 @@ def common_words(source: random.Random, room: int, questions: int) -> Draft:
 
 def documents(source: random.Random, room: int, questions: int) -> Draft:
     """Documents about people in random order; the questions ask for birthplaces and professions."""
-    people = source.sample([f"{a} {b}" for a in FIRST_NAMES for b in LAST_NAMES], max(1, min(room // 2, 500)))
+    people = source.sample(
+        [f"{a} {b}" for a in WORDS["first_names"] for b in WORDS["last_names"]], max(1, min(room // 2, 500))
+    )
     blocks, asks = [], []
     for number, name in enumerate(people):
-        city, job = source.choice(CITIES), source.choice(JOBS)
+        city, job = source.choice(WORDS["cities"]), source.choice(WORDS["jobs"])
         blocks.append(f"\nDocument {number + 1}: {name} was born in the city of {city} and works as a {job}.")
         if number % 2:
             question = f"\nQuestion: In which city was {name} born?\nAnswer: {name} was born in the city of"

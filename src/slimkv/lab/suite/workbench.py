@@ -22,7 +22,7 @@ from slimkv.lab.suite.tasks import TaskMaker
 
 
 class Workbench:
-    """Everything is loaded on first use, so that a run whose parts are all finished loads nothing."""
+    """Loads everything on first use: a run whose parts are all finished loads nothing."""
 
     def __init__(self, settings: SuiteSettings, folder: Path) -> None:
         self.settings, self.folder = settings, folder
@@ -53,8 +53,6 @@ class Workbench:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, without loading the model."""
-        if self._loaded is not None:
-            return self._loaded.tokenizer
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.model_source)
@@ -68,10 +66,18 @@ class Workbench:
 
     @cached_property
     def config(self) -> Any:
-        """The model's configuration."""
+        """The model's configuration; raises if it cannot be read."""
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.model_source)
+        from slimkv.lab import models
+
+        try:
+            return AutoConfig.from_pretrained(self.model_source)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"the model {self.settings.model!r} cannot be read ({str(error).splitlines()[0]}); give a folder with "
+                f"a transformers model, a name on the hub, or a packaged model: {', '.join(models.PACKAGED)}"
+            ) from error
 
     @cached_property
     def parameters(self) -> int:
@@ -163,7 +169,7 @@ class Workbench:
         )  # fmt: skip
         return asdict(report)
 
-    # -- what a stored result belongs to -----------------------------------------------------------------------------
+    # -- digests -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def model_digest(self) -> str:
@@ -182,15 +188,3 @@ class Workbench:
     def text_digest(self) -> str:
         """A digest of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
-
-    def check(self) -> None:
-        """Raises if the model's configuration cannot be read."""
-        from slimkv.lab import models
-
-        try:
-            _ = self.config
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"the model {self.settings.model!r} cannot be read ({str(error).splitlines()[0]}); give a folder with "
-                f"a transformers model, a name on the hub, or a packaged model: {', '.join(models.PACKAGED)}"
-            ) from error
