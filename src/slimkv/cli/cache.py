@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slimkv.cli.options import Json
+from slimkv.cli.output import emit
 
 if TYPE_CHECKING:
     from slimkv.wire.prompt_file import PromptHeader
@@ -21,7 +22,6 @@ def info(file: File, as_json: Json = False) -> None:
     """Show the metadata of a file; its contents are not checked (see verify)."""
     from rich.table import Table
 
-    from slimkv.cli.output import emit
     from slimkv.wire.prompt_file import read_header
 
     facts = _facts(read_header(file))
@@ -35,7 +35,6 @@ def info(file: File, as_json: Json = False) -> None:
 @app.command()
 def verify(file: File, as_json: Json = False) -> None:
     """Verify the checksum of a file and the hash of every block; exit code 2 if something is wrong."""
-    from slimkv.cli.output import emit
     from slimkv.wire import prompt_file
 
     header = prompt_file.verify(file)

@@ -21,6 +21,7 @@ from slimkv.cli.options import (
     option,
     require_engine,
 )
+from slimkv.cli.output import emit, make_table
 from slimkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,7 +58,6 @@ def calibrate(
     """Run a model once and write the statistics of its queries that query-aware rounding needs."""
     from slimkv.calibration.bit_allocation import budget_bytes, profile_bytes, solve_widths
     from slimkv.calibration.cache import cached_path
-    from slimkv.cli.output import emit
     from slimkv.integrations.transformers.calibration.collect import gather_calibration
     from slimkv.integrations.transformers.calibration.samples import random_windows
     from slimkv.lab import models
@@ -180,8 +180,6 @@ def _result(
 
 
 def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
-    from slimkv.cli.output import make_table
-
     gains, started = result["logit_error_reduction"], result["engine_start_seconds"]
     rows = [
         ("read", result["source"]),

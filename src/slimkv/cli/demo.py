@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from slimkv.cli.eval_model import check_calibration, load_calibration, load_quietly, progress_bar
 from slimkv.cli.options import AUTO, DEFAULT_MODEL, Device, Dtype, Json, Model, Threads, check_folder, option
+from slimkv.cli.output import console, emit, make_table
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -31,8 +33,6 @@ def demo(
     """Let a model answer from stock and packed caches side by side; write quality and bytes to out/report.html."""
     from rich.live import Live
 
-    from slimkv.cli.eval_model import check_calibration, load_calibration, load_quietly, progress_bar
-    from slimkv.cli.output import console, emit
     from slimkv.lab.demo.report import write_report
     from slimkv.lab.demo.showcase import run_showcase
     from slimkv.lab.evals.harness import check_formats
@@ -75,7 +75,6 @@ def _panels(question: str, texts: Mapping[str, str]) -> Group:
 
 
 def _tables(showcase: Showcase) -> list[Table]:
-    from slimkv.cli.output import make_table
     from slimkv.lab.demo.report import QUALITY, quality_rows
 
     quality = showcase.quality
@@ -87,8 +86,6 @@ def _tables(showcase: Showcase) -> list[Table]:
 
 
 def _answers(question: Question) -> Table:
-    from slimkv.cli.output import make_table
-
     title = f"{question.text} ({question.context_tokens:,} tokens of context)"
     table = make_table(title, "cache", "answer", "bytes", "of bf16", "tokens/s", left=2)
     for a in question.answers:

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from slimkv.cli.eval_model import load_quietly, progress_bar, score_table
 from slimkv.cli.options import AUTO, Device, Json, comma_list, option
+from slimkv.cli.output import emit, make_table
 
 
 def doctor(
@@ -23,7 +25,6 @@ def doctor(
     if model is not None:
         _doctor_model(model, format, device, as_json)
         return
-    from slimkv.cli.output import emit, make_table
     from slimkv.doctor import diagnose
 
     result = diagnose(comma_list(require, str))
@@ -38,8 +39,6 @@ def doctor(
 
 
 def _doctor_model(model: str, format: str, device: str, as_json: bool) -> None:
-    from slimkv.cli.eval_model import load_quietly, progress_bar, score_table
-    from slimkv.cli.output import emit
     from slimkv.integrations.transformers.calibration.offsets import TOKENS
     from slimkv.integrations.transformers.calibration.samples import random_windows
     from slimkv.lab.evals.scores import measure_scores

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slimkv.cli.eval_model import load_quietly, progress_bar
 from slimkv.cli.options import AUTO, Device, Json, Output, Text, Threads, comma_list, count, option
+from slimkv.cli.output import emit, make_table
 
 if TYPE_CHECKING:
     from slimkv.lab.evals.samples import AttentionSample
@@ -35,7 +37,6 @@ def attention(
     """Measure the error of the attention output, by format and scale policy."""
     from dataclasses import asdict
 
-    from slimkv.cli.output import emit, make_table
     from slimkv.lab.evals.attention import average, compare_formats, compare_policies
     from slimkv.lab.evals.samples import heavy_tailed
 
@@ -62,7 +63,6 @@ def attention(
 
 
 def _real_samples(model: str, text: str, tokens: int, threads: int | None, device: str) -> list[AttentionSample]:
-    from slimkv.cli.eval_model import load_quietly, progress_bar
     from slimkv.lab.evals.samples import capture_attention
     from slimkv.lab.evals.texts import load_text, token_windows
 

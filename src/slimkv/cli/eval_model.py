@@ -31,7 +31,7 @@ from slimkv.cli.options import (
     option_parameters,
     several,
 )
-from slimkv.cli.output import make_table
+from slimkv.cli.output import console, emit, make_table
 from slimkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ def _command(formats: str, *, text: bool = True, plot: bool = True) -> Callable[
 
     def decorate(measure: Callable[..., Result]) -> Any:
         def command(**given: Any) -> None:
-            from slimkv.cli.output import emit
             from slimkv.lab.evals.texts import load_text
             from slimkv.lab.provenance import with_provenance
 
@@ -122,8 +121,6 @@ def progress_bar(enter: bool = True) -> Iterator[tuple[Callable[[], None], Progr
     """A progress bar on standard error: what starts it (``enter``: it starts now), and what advances it."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
-
-    from slimkv.cli.output import console
 
     screen = console(stderr=True)
     if not screen.is_terminal:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from slimkv.cli.options import Json, comma_list, option
+from slimkv.cli.output import emit, make_table
 from slimkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Print bytes per token and tokens that fit, for each format and kind of layer."""
-    from slimkv.cli.output import emit
     from slimkv.memory_plan import make_plan, parse_size
 
     shape = _shape(config, layers, num_kv_heads, head_dim)
@@ -55,7 +55,6 @@ def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, he
 
 
 def _tables(result: Plan) -> list[Table]:
-    from slimkv.cli.output import make_table
     from slimkv.memory_plan import USEFUL_MATCH
 
     memory = f"{result.memory_bytes / 2**30:.2f} GiB"

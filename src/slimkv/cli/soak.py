@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slimkv.cli.options import DEFAULT_MODEL, Json, Output, check_folder, count, option, require_engine, takes
+from slimkv.cli.output import console, emit, make_table
 from slimkv.lab.soak.settings import SoakSettings
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ def soak(
     """Load-test a local vllm serve with a packed cache; exit code 1 if a check fails."""
     from dataclasses import asdict
 
-    from slimkv.cli.output import console, emit
     from slimkv.lab.soak.run import soak_server
 
     if faults:
@@ -48,7 +48,6 @@ def _soak_faults(count: int, seed: int, as_json: bool, output: Path | None) -> N
     from dataclasses import asdict
     from tempfile import TemporaryDirectory
 
-    from slimkv.cli.output import emit, make_table
     from slimkv.lab.soak.faults import soak_faults
 
     with TemporaryDirectory() as folder:
@@ -63,8 +62,6 @@ def _soak_faults(count: int, seed: int, as_json: bool, output: Path | None) -> N
 
 
 def _tables(report: SoakReport) -> list[Table]:
-    from slimkv.cli.output import make_table
-
     settings, counts = report.settings, report.requests
     title = f"{settings.model}, {settings.format}, on {report.platform}: {report.seconds:.0f} s of load"
     table = make_table(title, "", "check", "detail", left=3)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slimkv.cli.eval_model import check_calibration
 from slimkv.cli.options import (
     AUTO,
     DEFAULT_MODEL,
@@ -25,6 +26,7 @@ from slimkv.cli.options import (
     option,
     require_engine,
 )
+from slimkv.cli.output import console, emit, make_table
 from slimkv.lab.suite.progress import Watcher
 
 if TYPE_CHECKING:
@@ -74,7 +76,6 @@ def _add(name: str, told: str) -> None:
         threads: Threads = None,
         as_json: Json = False,
     ) -> None:
-        from slimkv.cli.eval_model import check_calibration
         from slimkv.lab.evals.texts import load_text
         from slimkv.lab.suite.settings import NO_CALIBRATION, make_settings
 
@@ -110,7 +111,6 @@ def compare_runs(
     """Compare two runs: their settings, and all figures that both contain."""
     from rich.markdown import Markdown
 
-    from slimkv.cli.output import emit
     from slimkv.lab.suite import compare
     from slimkv.lab.suite.written import read_results
 
@@ -128,7 +128,6 @@ def _list(text: str | None) -> tuple[str, ...] | None:
 def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
     import torch
 
-    from slimkv.cli.output import emit, make_table
     from slimkv.lab.suite.runner import run_suite
     from slimkv.lab.suite.written import table_rows
 
@@ -149,8 +148,6 @@ class Screen(Watcher):
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
-
-        from slimkv.cli.output import console
 
         self.console = console(stderr=True)
         columns = (TextColumn("{task.description:<44}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),

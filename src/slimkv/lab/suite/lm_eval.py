@@ -109,7 +109,7 @@ def _numbers(scores: dict[str, Any]) -> dict[str, float]:
     out = {}
     for name, value in scores.items():
         metric, _, filtered = name.partition(",")
-        number = isinstance(value, Real) and type(value) is not bool and value == value
+        number = not isinstance(value, (str, bool)) and isinstance(value, Real) and value == value
         if filtered and number and not metric.endswith("_stderr"):
             out[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value)
     return out
