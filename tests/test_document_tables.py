@@ -10,7 +10,7 @@ import pytest
 from slimkv.cli.output import to_json
 from slimkv.errors import InputError
 from slimkv.lab.bench.results import Baseline, Report, Rotation, Row
-from slimkv.lab.report.markdown import END
+from slimkv.lab.report.page import END
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("documents", ROOT / "benchmarks" / "documents.py")

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich.table import Table
 
-from slimkv.cli.options import (
-    AUTO,
-    DTYPES,
-    Device,
-    Json,
-    Output,
-    Plot,
-    Threads,
-    check_folder,
-    choice,
-    comma_list,
-    count,
-    option,
-    require_engine,
-    takes,
-)
+from slimkv.cli.options import DTYPES, Device, Json, Output, Plot, Threads
 from slimkv.cli.output import emit, make_table
+from slimkv.cli.parsing import check_folder, choice, comma_list, count, option, require_engine, takes
+from slimkv.config import AUTO
+from slimkv.lab.bench.attention import bench_attend
+from slimkv.lab.bench.generate import GenerateReport, GenerateSettings, time_generation
+from slimkv.lab.bench.plot import plot as draw
+from slimkv.lab.bench.plot import plot_sessions
+from slimkv.lab.bench.results import Report
+from slimkv.lab.bench.run import Options
+from slimkv.lab.bench.serve import ServeReport, bench_serve, notes, table_rows
 from slimkv.lab.bench.serve_settings import ServeSettings
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from slimkv.lab.bench.generate import GenerateReport
-    from slimkv.lab.bench.results import Report
-    from slimkv.lab.bench.serve import ServeReport
+from slimkv.lab.bench.store import bench_store
+from slimkv.lab.evals.harness import check_formats
+from slimkv.lab.provenance import provenance
+from slimkv.ops.cuda.device import hold_to
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 app = typer.Typer(name="bench", help="Time slimkv and the baselines that run on this machine.", no_args_is_help=True)
@@ -58,11 +51,6 @@ def _add_operation(name: str, told: str) -> None:
         output: Output = None,
         as_json: Json = False,
     ) -> None:
-        from slimkv.lab.bench.attention import bench_attend
-        from slimkv.lab.bench.run import Options
-        from slimkv.lab.bench.store import bench_store
-        from slimkv.ops.cuda.device import hold_to
-
         options = Options(
             comma_list(cells, str), comma_list(backend, str), device, page, not no_baselines, small, as_device or None
         )
@@ -70,8 +58,6 @@ def _add_operation(name: str, told: str) -> None:
             hold_to(as_device)
         report = (bench_attend if name == "attend" else bench_store)(options, (lambda step: None) if quiet else _say)
         if plot is not None:
-            from slimkv.lab.bench.plot import plot as draw
-
             draw(report, plot)
         emit(report, as_json, *([] if as_json else report_table(report)), output=output)
 
@@ -98,11 +84,6 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Time decoding through transformers with a packed cache and with DynamicCache."""
-    import torch
-
-    from slimkv.lab.bench.generate import GenerateSettings, time_generation
-    from slimkv.lab.evals.harness import check_formats
-
     names, gpu = comma_list(formats, str), device != "cpu"
     check_formats(names, calibrated=False)
     if threads is not None:
@@ -126,15 +107,10 @@ def serve(
     as_json: Json = False,
 ) -> None:
     """Load an engine with stock caches and with slimkv's: capacity, decoding, full memory, arrivals."""
-    from slimkv.lab.bench.serve import bench_serve
-    from slimkv.lab.provenance import provenance
-
     settings = ServeSettings(**options)
     require_engine(settings.engine)
     report = bench_serve(settings, _say, provenance().command, folder)
     if plot is not None:
-        from slimkv.lab.bench.plot import plot_sessions
-
         plot_sessions(report, plot)
     emit(report, as_json, *([] if as_json else serving_table(report)), output=output)
     if any("error" in system for system in report.systems.values()):
@@ -177,7 +153,5 @@ def generation_table(report: GenerateReport) -> Table:
 
 def serving_table(report: ServeReport) -> list[Table | str]:
     """``bench serve``."""
-    from slimkv.lab.bench.serve import notes, table_rows
-
     header, *rows = table_rows(report)
     return [make_table(f"serving {report.settings.shape}, {report.device}", *header, rows=rows), *notes(report)]

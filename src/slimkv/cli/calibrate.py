@@ -5,28 +5,21 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from slimkv.cli.eval_model import load_quietly, progress_bar
-from slimkv.cli.options import (
-    AUTO,
-    Device,
-    Dtype,
-    Json,
-    ModelArgument,
-    Threads,
-    check_file,
-    choice,
-    count,
-    option,
-    require_engine,
-)
+from slimkv.calibration import Calibration
+from slimkv.calibration.bit_allocation import PROFILES, WIDTHS, Solution, budget_bytes, profile_bytes, solve_widths
+from slimkv.calibration.cache import cached_path
+from slimkv.calibration.predict import logit_noise
+from slimkv.cli.loading import load_quietly, progress_bar
+from slimkv.cli.options import Device, Dtype, Json, ModelArgument, Threads
 from slimkv.cli.output import emit, make_table
+from slimkv.cli.parsing import check_file, choice, count, option, require_engine
+from slimkv.config import AUTO
 from slimkv.errors import InputError
-
-if TYPE_CHECKING:
-    from slimkv.calibration import Calibration
-    from slimkv.calibration.bit_allocation import Solution
+from slimkv.lab import models
+from slimkv.lab.evals.harness import Stopwatch
+from slimkv.lab.evals.texts import load_text, token_windows
 
 SAMPLED, RANDOM = "sampled", "random"
 IDS = (SAMPLED, RANDOM)
@@ -56,13 +49,8 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Run a model once and write the statistics of its queries that query-aware rounding needs."""
-    from slimkv.calibration.bit_allocation import budget_bytes, profile_bytes, solve_widths
-    from slimkv.calibration.cache import cached_path
     from slimkv.integrations.transformers.calibration.collect import gather_calibration
     from slimkv.integrations.transformers.calibration.samples import random_windows
-    from slimkv.lab import models
-    from slimkv.lab.evals.harness import Stopwatch
-    from slimkv.lab.evals.texts import load_text, token_windows
 
     chooses = _chooses_widths(budget, profile)
     if engine in SERVING and (chooses or text is not None or ids != SAMPLED):
@@ -103,8 +91,6 @@ def calibrate(
 
 def _chooses_widths(budget: float | None, profile: str | None) -> bool:
     """Whether widths per layer are requested; raises if that is not possible."""
-    from slimkv.calibration.bit_allocation import PROFILES, WIDTHS
-
     if budget is not None and profile is not None:
         raise InputError("--budget and --profile both choose the widths; give one of them")
     if profile is not None and profile not in PROFILES:
@@ -121,9 +107,6 @@ def _gather_serving(
     engine: str, name: str, samples: tuple[int, int], seed: int, max_positions: int | None, options: str | None
 ) -> tuple[Calibration, float]:
     """The calibration, and the seconds that the engine took to start."""
-    from slimkv.lab import models
-    from slimkv.lab.evals.harness import Stopwatch
-
     try:
         given = json.loads(options) if options else {}
     except ValueError as error:
@@ -150,8 +133,6 @@ def _gather_serving(
 def _result(
     model: str, made: Calibration, solution: Solution | None, out: Path, seconds: float, started: float | None
 ) -> dict[str, Any]:
-    from slimkv.calibration.predict import logit_noise
-
     gains = []
     for layer in made.layers.values():
         plain, query_aware = logit_noise(layer, made.seed, query_aware=False), logit_noise(layer, made.seed)

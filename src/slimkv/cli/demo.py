@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from slimkv.cli.eval_model import check_calibration, load_calibration, load_quietly, progress_bar
-from slimkv.cli.options import AUTO, DEFAULT_MODEL, Device, Dtype, Json, Model, Threads, check_folder, option
+from rich.console import Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from slimkv.cli.loading import check_calibration, load_calibration, load_quietly, progress_bar
+from slimkv.cli.options import DEFAULT_MODEL, Device, Dtype, Json, Model, Threads
 from slimkv.cli.output import console, emit, make_table
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-
-    from slimkv.lab.demo.questions import Question
-    from slimkv.lab.demo.showcase import Showcase
+from slimkv.cli.parsing import check_folder, option
+from slimkv.config import AUTO
+from slimkv.lab.demo.questions import Question
+from slimkv.lab.demo.report import QUALITY, quality_rows, write_report
+from slimkv.lab.demo.showcase import Showcase, run_showcase
+from slimkv.lab.evals.harness import check_formats
 
 _SHOWN = 2  # the stock cache and the best one; the page has all of them
 
@@ -31,12 +36,6 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Let a model answer from stock and packed caches side by side; write quality and bytes to out/report.html."""
-    from rich.live import Live
-
-    from slimkv.lab.demo.report import write_report
-    from slimkv.lab.demo.showcase import run_showcase
-    from slimkv.lab.evals.harness import check_formats
-
     check_formats([format], calibrated=True)
     check_calibration(calibration)
     screen = console(stderr=as_json)
@@ -61,11 +60,6 @@ def demo(
 
 
 def _panels(question: str, texts: Mapping[str, str]) -> Group:
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
     grid = Table.grid(expand=True)
     shown = list(texts.items())[:_SHOWN]
     for _ in shown:
@@ -75,8 +69,6 @@ def _panels(question: str, texts: Mapping[str, str]) -> Group:
 
 
 def _tables(showcase: Showcase) -> list[Table]:
-    from slimkv.lab.demo.report import QUALITY, quality_rows
-
     quality = showcase.quality
     title = f"{quality.mode}, {quality.windows} windows of {quality.window_tokens} tokens"
     title = f"{title}; plain perplexity {quality.raw_perplexity:.3f}"

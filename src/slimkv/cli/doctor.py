@@ -6,9 +6,14 @@ from typing import Annotated
 
 import typer
 
-from slimkv.cli.eval_model import load_quietly, progress_bar, score_table
-from slimkv.cli.options import AUTO, Device, Json, comma_list, option
+from slimkv.cli.eval import score_table
+from slimkv.cli.loading import load_quietly, progress_bar
+from slimkv.cli.options import Device, Json
 from slimkv.cli.output import emit, make_table
+from slimkv.cli.parsing import comma_list, option
+from slimkv.config import AUTO
+from slimkv.doctor import diagnose
+from slimkv.lab.evals.scores import measure_scores
 
 
 def doctor(
@@ -25,7 +30,6 @@ def doctor(
     if model is not None:
         _doctor_model(model, format, device, as_json)
         return
-    from slimkv.doctor import diagnose
 
     result = diagnose(comma_list(require, str))
     table = make_table("slimkv doctor", "", "what", "version", "detail", left=4)
@@ -41,7 +45,6 @@ def doctor(
 def _doctor_model(model: str, format: str, device: str, as_json: bool) -> None:
     from slimkv.integrations.transformers.calibration.offsets import TOKENS
     from slimkv.integrations.transformers.calibration.samples import random_windows
-    from slimkv.lab.evals.scores import measure_scores
 
     with progress_bar() as (_, progress):
         loaded = load_quietly(model, None, device, "float32", progress)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from slimkv.cli.options import Json, comma_list, option
+from rich.table import Table
+
+from slimkv.cli.options import Json
 from slimkv.cli.output import emit, make_table
+from slimkv.cli.parsing import comma_list, option
 from slimkv.errors import InputError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from slimkv.memory_plan import ModelShape, Plan
+from slimkv.memory_plan import FULL, USEFUL_MATCH, LayerGroup, ModelShape, Plan, make_plan, parse_size, read_config
 
 
 def plan(
@@ -29,8 +28,6 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Print bytes per token and tokens that fit, for each format and kind of layer."""
-    from slimkv.memory_plan import make_plan, parse_size
-
     shape = _shape(config, layers, num_kv_heads, head_dim)
     budget = parse_size(memory)
     wanted = None if formats is None else comma_list(formats, str)
@@ -39,8 +36,6 @@ def plan(
 
 
 def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, head_dim: int | None) -> ModelShape:
-    from slimkv.memory_plan import FULL, LayerGroup, ModelShape, read_config
-
     given = {"--layers": layers, "--num-kv-heads": num_kv_heads, "--head-dim": head_dim}
     if config is not None:
         if clash := [name for name, value in given.items() if value is not None]:
@@ -55,8 +50,6 @@ def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, he
 
 
 def _tables(result: Plan) -> list[Table]:
-    from slimkv.memory_plan import USEFUL_MATCH
-
     memory = f"{result.memory_bytes / 2**30:.2f} GiB"
     table = make_table(
         f"{result.model}: {memory}, {result.sequences} sequence(s), pages of {result.block_size} tokens",

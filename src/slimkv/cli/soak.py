@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from slimkv.cli.options import DEFAULT_MODEL, Json, Output, check_folder, count, option, require_engine, takes
+from slimkv.cli.options import DEFAULT_MODEL, Json, Output
 from slimkv.cli.output import console, emit, make_table
+from slimkv.cli.parsing import check_folder, count, option, require_engine, takes
+from slimkv.lab.soak.faults import soak_faults
+from slimkv.lab.soak.run import SoakReport, soak_server
 from slimkv.lab.soak.settings import SoakSettings
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from slimkv.lab.soak.run import SoakReport
 
 
 @takes(SoakSettings)
@@ -27,10 +28,6 @@ def soak(
     as_json: Json = False,
 ) -> None:
     """Load-test a local vllm serve with a packed cache; exit code 1 if a check fails."""
-    from dataclasses import asdict
-
-    from slimkv.lab.soak.run import soak_server
-
     if faults:
         _soak_faults(faults, options["seed"], as_json, output)
         return
@@ -45,11 +42,6 @@ def soak(
 
 
 def _soak_faults(count: int, seed: int, as_json: bool, output: Path | None) -> None:
-    from dataclasses import asdict
-    from tempfile import TemporaryDirectory
-
-    from slimkv.lab.soak.faults import soak_faults
-
     with TemporaryDirectory() as folder:
         report = soak_faults(count, Path(folder), seed)
     answers = f"{report.right} right, {report.missed} missed, {report.wrong} wrong, {len(report.broken)} broken"

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich.markdown import Markdown
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from slimkv.cli.eval_model import check_calibration
-from slimkv.cli.options import (
-    AUTO,
-    DEFAULT_MODEL,
-    Device,
-    Json,
-    ModelArgument,
-    Text,
-    Threads,
-    check_file,
-    check_folder,
-    choice,
-    comma_list,
-    count,
-    numbers,
-    option,
-    require_engine,
-)
+from slimkv.cli.loading import check_calibration
+from slimkv.cli.options import DEFAULT_MODEL, Device, Json, ModelArgument, Text, Threads
 from slimkv.cli.output import console, emit, make_table
-from slimkv.lab.suite.progress import Watcher
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-    from slimkv.lab.suite.parts import Part
+from slimkv.cli.parsing import check_file, check_folder, choice, comma_list, count, numbers, option, require_engine
+from slimkv.config import AUTO
+from slimkv.lab.evals.texts import load_text
+from slimkv.lab.suite import compare
+from slimkv.lab.suite.parts import Part
+from slimkv.lab.suite.runner import Watcher, run_suite
+from slimkv.lab.suite.settings import NO_CALIBRATION, make_settings
+from slimkv.lab.suite.written import read_results, table_rows
 
 app = typer.Typer(
     name="suite", help="Measure quality, bytes and speed of a model's caches, in one folder.", no_args_is_help=True
@@ -76,9 +65,6 @@ def _add(name: str, told: str) -> None:
         threads: Threads = None,
         as_json: Json = False,
     ) -> None:
-        from slimkv.lab.evals.texts import load_text
-        from slimkv.lab.suite.settings import NO_CALIBRATION, make_settings
-
         settings = make_settings(
             name, model, device=device, formats=_list(formats), engine=engine, tasks=_list(tasks),
             task_folder=str(task_folder) if task_folder is not None else None, limit=limit,
@@ -109,11 +95,6 @@ def compare_runs(
     as_json: Json = False,
 ) -> None:
     """Compare two runs: their settings, and all figures that both contain."""
-    from rich.markdown import Markdown
-
-    from slimkv.lab.suite import compare
-    from slimkv.lab.suite.written import read_results
-
     found = compare.compare(read_results(a), read_results(b), str(a), str(b))
     text = compare.as_markdown(found)
     if output is not None:
@@ -126,11 +107,6 @@ def _list(text: str | None) -> tuple[str, ...] | None:
 
 
 def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
-    import torch
-
-    from slimkv.lab.suite.runner import run_suite
-    from slimkv.lab.suite.written import table_rows
-
     if threads is not None:
         torch.set_num_threads(threads)
     with Screen() as screen:
@@ -147,8 +123,6 @@ class Screen(Watcher):
     """Progress on standard error: a bar with an estimate, and a line for each finished part."""
 
     def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
         self.console = console(stderr=True)
         columns = (TextColumn("{task.description:<44}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
                    TextColumn("{task.fields[left]}"))  # fmt: skip

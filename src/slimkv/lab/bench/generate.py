@@ -81,17 +81,11 @@ def random_llama(settings: GenerateSettings) -> Any:
         raise MissingDependencyError('this needs transformers: pip install "slimkv[transformers]"') from error
     hidden = settings.num_heads * settings.head_dim
     config = transformers.LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_kv_heads,
-        head_dim=settings.head_dim,
-        vocab_size=1024,
+        hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=settings.layers, head_dim=settings.head_dim,
+        num_attention_heads=settings.num_heads, num_key_value_heads=settings.num_kv_heads, vocab_size=1024,
         max_position_embeddings=settings.context + (settings.new_tokens + 4) * (settings.rounds + 1),
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
     torch.manual_seed(settings.seed)
     with torch.device(settings.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype))

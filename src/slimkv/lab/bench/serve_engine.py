@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slimkv.lab.bench.sessions import Sessions
+
 LOADS = {"vllm": "VLLMLoad", "sglang": "SGLangLoad"}
 
 
@@ -136,8 +138,6 @@ class Load(ABC):
 
     def phase_sessions(self) -> dict[str, Any]:
         """Multi-turn sessions: see ``slimkv.lab.bench.sessions``."""
-        from slimkv.lab.bench.sessions import Sessions
-
         sessions = Sessions(self.plan)
         who: list[int] = []  # the user of each arrival
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slimkv.errors import MissingDependencyError
+from slimkv.lab.evals.agreement import AgreementRow
+from slimkv.lab.evals.generation import GenerationReport
 from slimkv.lab.evals.harness import WITH_CALIBRATION
-
-if TYPE_CHECKING:
-    from slimkv.lab.evals.agreement import AgreementRow
-    from slimkv.lab.evals.generation import GenerationReport
-    from slimkv.lab.evals.needle import NeedleReport
-    from slimkv.lab.evals.perplexity import PerplexityRow
-    from slimkv.lab.evals.positions import PositionReport
+from slimkv.lab.evals.needle import NeedleReport
+from slimkv.lab.evals.perplexity import PerplexityRow
+from slimkv.lab.evals.positions import PositionReport
 
 
 @contextmanager

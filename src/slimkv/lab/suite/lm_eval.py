@@ -17,6 +17,7 @@ from torch import Tensor
 from slimkv.errors import InputError, MissingDependencyError
 from slimkv.lab.evals.harness import RAW, STRICT, CacheKind, Progress, attending
 from slimkv.lab.suite.settings import VLLM
+from slimkv.lab.suite.vllm_engine import engine_arguments
 from slimkv.lab.suite.workbench import Workbench
 
 if TYPE_CHECKING:
@@ -65,8 +66,6 @@ def vllm_lm(bench: Workbench, format: str) -> LM:
     """The harness's own vLLM model, with slimkv's pages in the engine and prefix caching on."""
     _import_lm_eval()
     from lm_eval.models.vllm_causallms import VLLM as VLLMModel
-
-    from slimkv.lab.suite.vllm_engine import engine_arguments
 
     arguments = engine_arguments(bench, format, None)
     return VLLMModel(pretrained=arguments.pop("model"), **arguments)

@@ -10,6 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from slimkv.formats import DEFAULT_FORMAT
+from slimkv.lab.bench.attention import bench_attend
+from slimkv.lab.bench.generate import GenerateSettings, time_generation
+from slimkv.lab.bench.run import Options
+from slimkv.lab.bench.serve import bench_serve
+from slimkv.lab.bench.serve_settings import DTYPES, ServeSettings
+from slimkv.lab.engine_process import EngineError
 from slimkv.lab.evals.acceptance import measure_acceptance
 from slimkv.lab.evals.agreement import measure_agreement
 from slimkv.lab.evals.harness import (
@@ -23,9 +29,12 @@ from slimkv.lab.evals.harness import (
 )
 from slimkv.lab.evals.needle import measure_needle
 from slimkv.lab.evals.positions import measure_positions
+from slimkv.lab.suite.lm_eval import run_lm_eval
 from slimkv.lab.suite.settings import PARTS, SMOKE, TRANSFORMERS, VLLM, SuiteSettings
-from slimkv.lab.suite.tasks import TASKS
+from slimkv.lab.suite.tasks import TASKS, answer_context
+from slimkv.lab.suite.vllm_engine import run_engine
 from slimkv.lab.suite.workbench import Workbench
+from slimkv.memory_plan import make_plan, parse_size, shape_of
 
 Data = dict[str, Any]
 BUDGET = f"{MEMORY}{DEFAULT_FORMAT}"  # a cache whose formats follow memory, in addition to the fixed ones
@@ -93,8 +102,6 @@ def _memory(bench: Workbench, notes: list[str]) -> list[Part]:
     settings = bench.settings
 
     def run(bench: Workbench, progress: Progress) -> Data:
-        from slimkv.memory_plan import make_plan, parse_size, shape_of
-
         shape = shape_of(bench.config.to_dict())
         names = {format: format.removesuffix(WITH_CALIBRATION) for format in bench.formats}
         plan = make_plan(shape, list(dict.fromkeys(names.values())), parse_size(settings.memory))
@@ -187,8 +194,6 @@ def _tasks(bench: Workbench, notes: list[str]) -> list[Part]:
 
     def of(task: str, length: int) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
-            from slimkv.lab.suite.answers import answer_context
-
             contexts, kinds = task_contexts(bench, task, length), bench.kinds()
             answers: dict[str, Data] = {kind.name: {"exact": [], "nll": []} for kind in kinds}
             steps = len(contexts) * len(kinds)
@@ -214,8 +219,6 @@ def _tasks_in_vllm(bench: Workbench, lengths: list[int], given: Data) -> list[Pa
 
     def of(format: str) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
-            from slimkv.lab.suite.vllm_engine import run_engine
-
             contexts = [task_contexts(bench, task, length) for length in lengths for task in TASKS]
             bench.release()
             found = run_engine(bench, format, [one for several in contexts for one in several], progress)
@@ -234,8 +237,6 @@ def _lm_eval(bench: Workbench, notes: list[str]) -> list[Part]:
 
     def of(format: str) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
-            from slimkv.lab.suite.lm_eval import run_lm_eval
-
             return run_lm_eval(bench, format, progress)
 
         given = {"format": format, "tasks": settings.tasks, "limit": size.limit, "folder": settings.task_folder}
@@ -265,8 +266,6 @@ def _generate(bench: Workbench, notes: list[str]) -> list[Part]:
     context = int(min(size.decode_context, max(room, 16)))
 
     def run(bench: Workbench, progress: Progress) -> Data:
-        from slimkv.lab.bench.generate import GenerateSettings, time_generation
-
         wanted = GenerateSettings(
             model=settings.model, context=context, new_tokens=new, rounds=rounds, formats=tuple(bench.packed),
             dtype=settings.dtype, device=settings.device,
@@ -287,9 +286,6 @@ def _attend(bench: Workbench, notes: list[str]) -> list[Part]:
     small = settings.name == SMOKE
 
     def run(bench: Workbench, progress: Progress) -> Data:
-        from slimkv.lab.bench.attention import bench_attend
-        from slimkv.lab.bench.run import Options
-
         return asdict(bench_attend(Options(cells=cells, device=settings.device, small=small), lambda step: None))
 
     weight = 4000 if settings.device == "cpu" and small else 2 * _START
@@ -298,8 +294,6 @@ def _attend(bench: Workbench, notes: list[str]) -> list[Part]:
 
 def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
     """Engines under load with a model of random weights: the memory and the speed are those of its shape."""
-    from slimkv.lab.bench.serve_settings import DTYPES
-
     settings, on_gpu = bench.settings, bench.settings.device != "cpu"
     plain = [f for f in settings.formats if f != RAW and not f.endswith(WITH_CALIBRATION)]
     sizes: Data = {"dtype": settings.dtype}
@@ -314,10 +308,6 @@ def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
 
     def of(system: str) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
-            from slimkv.lab.bench.serve import bench_serve
-            from slimkv.lab.bench.serve_settings import ServeSettings
-            from slimkv.lab.engine_process import EngineError
-
             bench.release()
             wanted = ServeSettings(systems=(system,), **sizes)
             report = asdict(bench_serve(wanted, lambda step: None, "", bench.folder / "serve"))

@@ -7,7 +7,8 @@ import json
 import re
 import time
 import traceback
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from slimkv.errors import InputError
 from slimkv.lab.evals.harness import Progress
 from slimkv.lab.provenance import device_name, provenance
 from slimkv.lab.suite.parts import Part, plan_parts
-from slimkv.lab.suite.progress import Clock, Watcher
 from slimkv.lab.suite.settings import SuiteSettings, lighter
 from slimkv.lab.suite.workbench import Workbench
+from slimkv.lab.suite.written import write_all
 from slimkv.paths import write_whole
 
 RESULTS_VERSION = 1
@@ -27,8 +28,40 @@ DONE, REUSED, FAILED = "done", "reused", "failed"
 _KEPT = "parts"
 _MARKER = "results.json"
 # Code that affects reports, not results.
-_REPORTING = ("page", "summary", "written", "compare", "runner", "progress")
+_REPORTING = ("page", "summary", "written", "compare", "runner")
 _NOT_MEASURING = ("cli/", "lab/report/", *(f"lab/suite/{name}.py" for name in _REPORTING))
+
+
+class Watcher:
+    """Receives the progress of a run; this class ignores it."""
+
+    def begin(self, parts: Sequence[Part], notes: Sequence[str]) -> None:
+        """Before the first part."""
+
+    def move(self, part: Part, what: str, share: float, seconds_left: float | None) -> None:
+        """``share`` of all the work is done."""
+
+    def end(self, part: Part, status: str, seconds: float, error: str | None) -> None:
+        """A part is finished, was finished before, or failed."""
+
+
+@dataclass
+class Clock:
+    """Estimates the remaining time from the work done in this run, without parts that were finished before."""
+
+    total: float
+    skipped: float = 0.0
+    done: float = 0.0
+    started: float = 0.0
+
+    def left(self, share_of_part: float, weight: float) -> tuple[float, float | None]:
+        """(share of the work that is done, seconds left or None if unknown)."""
+        done = self.done + share_of_part * weight
+        share = (done + self.skipped) / self.total if self.total else 1.0
+        elapsed = time.monotonic() - self.started
+        if done <= 0 or elapsed < 2:
+            return share, None
+        return share, elapsed / done * max(self.total - self.skipped - done, 0.0)
 
 
 @lru_cache(maxsize=1)
@@ -79,8 +112,6 @@ def run_suite(settings: SuiteSettings, folder: Path, watcher: Watcher | None = N
     Finished parts are kept under ``folder/parts`` and reused while their inputs are unchanged. The
     result's ``failed`` names the parts that did not finish.
     """
-    from slimkv.lab.suite.written import write_all
-
     watcher = watcher or Watcher()
     _check_folder(folder)
     settings, less = lighter(settings, Workbench(settings, folder).parameters)

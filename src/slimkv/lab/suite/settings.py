@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from slimkv.errors import InputError
 from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, check_formats
 from slimkv.lab.evals.texts import SHIPPED
@@ -117,8 +119,6 @@ def make_settings(name: str, model: str, *, device: str | None = None, **changes
 
     A change of None leaves the field alone. Without ``calibration`` (``none``) the sizes drop their calibrated formats.
     """
-    import torch
-
     if name not in NAMES:
         raise InputError(f"unknown size {name!r}; known are {', '.join(NAMES)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,6 @@ def engine_arguments(bench: Workbench, format: str, longest: int | None) -> dict
 
 def run_engine(bench: Workbench, format: str, contexts: Sequence[Context], progress: Progress) -> dict[str, Any]:
     """Whether each question of each context was answered (``exact``), prefix-cache hits and seconds."""
-    from importlib.util import find_spec
-
     if find_spec("vllm") is None:
         raise MissingDependencyError('--engine vllm needs vLLM: pip install "slimkv[vllm]"')
     longest = max(context.length for context in contexts) + 16

@@ -10,11 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
 from slimkv.calibration.identity import folder_digest
 from slimkv.errors import InputError
+from slimkv.lab import models
 from slimkv.lab.evals.harness import RAW, STOCK, WITH_CALIBRATION, CacheKind, Progress, cache_kinds
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.lab.suite.settings import AUTO, NO_CALIBRATION, SuiteSettings
@@ -34,8 +36,6 @@ class Workbench:
     def loaded(self) -> Any:
         """``slimkv.lab.models.Loaded``: the model, its tokenizer, its name."""
         if self._loaded is None:
-            from slimkv.lab import models
-
             models.quiet_loading()
             dtype = models.parse_dtype(self.settings.dtype)
             self._loaded = models.load(self.settings.model, dtype, self.settings.device)
@@ -43,8 +43,6 @@ class Workbench:
 
     def release(self) -> None:
         """Frees the model's memory, for engines that load it themselves."""
-        import torch
-
         self._loaded = None
         gc.collect()
         if torch.cuda.is_available():
@@ -60,16 +58,12 @@ class Workbench:
     @cached_property
     def model_source(self) -> str:
         """The model argument for engines: a folder, or a name on the hub."""
-        from slimkv.lab import models
-
         return models.source(self.settings.model)
 
     @cached_property
     def config(self) -> Any:
         """The model's configuration; raises if it cannot be read."""
         from transformers import AutoConfig
-
-        from slimkv.lab import models
 
         try:
             return AutoConfig.from_pretrained(self.model_source)
@@ -82,7 +76,6 @@ class Workbench:
     @cached_property
     def parameters(self) -> int:
         """The number of the model's parameters; tied ones count once."""
-        import torch
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.errors import InputError
-from slimkv.lab.report.markdown import table_line
-from slimkv.lab.report.page import versions_line
+from slimkv.lab.report.page import table_line, versions_line
 from slimkv.lab.suite.page import html
 from slimkv.lab.suite.summary import SHOWN, Document, summarise, words
 
