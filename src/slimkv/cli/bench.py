@@ -44,7 +44,7 @@ def _add_operation(name: str, told: str) -> None:
         no_baselines: Annotated[bool, option("Time slimkv alone.", "--no-baselines")] = False,
         small: Annotated[bool, option("Use the small cells of a CPU, even on a GPU.", "--small")] = False,
         as_device: Annotated[
-            str, option("Hold the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090.")
+            str, option("Limit the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090.")
         ] = "",
         plot: Plot = None,
         quiet: Annotated[bool, option("No progress on standard error.", "--quiet")] = False,
@@ -140,7 +140,7 @@ def generation_table(report: GenerateReport) -> Table:
     """``bench generate``."""
     settings = report.settings
     title = f"decoding at {settings.context} tokens, batch {settings.batch}, {report.run.device}"
-    header = ("cache", "tokens/s", "ms/step", "over stock", "lengths met before: ms/step", "over stock", "cache bytes")
+    header = ("cache", "tokens/s", "ms/step", "over stock", "repeated lengths: ms/step", "over stock", "cache bytes")
     table = make_table(title, *header, "of bf16", "prefill s")
     for row in report.rows:
         table.add_row(

@@ -49,9 +49,6 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Run a model once and write the statistics of its queries that query-aware rounding needs."""
-    from slimkv.integrations.transformers.calibration.collect import gather_calibration
-    from slimkv.integrations.transformers.calibration.samples import random_windows
-
     chooses = _chooses_widths(budget, profile)
     if engine in SERVING and (chooses or text is not None or ids != SAMPLED):
         raise InputError(
@@ -64,6 +61,9 @@ def calibrate(
     if engine in SERVING:
         made, started = _gather_serving(engine, model, samples, seed, max_positions, engine_options)
     else:
+        from slimkv.integrations.transformers.calibration.collect import gather_calibration
+        from slimkv.integrations.transformers.calibration.samples import random_windows
+
         body = load_text(text) if text is not None else None
         with progress_bar() as (_, progress):
             loaded = load_quietly(model, threads, device, dtype, progress)

@@ -53,7 +53,7 @@ def _tables(result: Plan) -> list[Table]:
     memory = f"{result.memory_bytes / 2**30:.2f} GiB"
     table = make_table(
         f"{result.model}: {memory}, {result.sequences} sequence(s), pages of {result.block_size} tokens",
-        *("format", "bits/number", "bytes/token", "of bf16", "tokens/sequence", "tokens in all", "against bf16"),
+        *("format", "bits/number", "bytes/token", "of bf16", "tokens/sequence", "tokens in total", "against bf16"),
     )
     kinds = make_table(
         "by kind of layer: bytes per token, and the most one sequence takes",
@@ -74,7 +74,7 @@ def _tables(result: Plan) -> list[Table]:
     if not result.state_bytes_per_sequence:
         return [table, kinds]
     states = f"{result.state_bytes_per_sequence / 2**20:,.2f} MiB"
-    title = f"hybrid model: states of {states} a sequence; blocks in vLLM"
+    title = f"hybrid model: {states} of states per sequence; blocks in vLLM"
     hybrid = make_table(title, "format", "prefix caching", "tokens per block", left=2)
     for row in result.formats:
         if row.hybrid_block_size is not None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -95,6 +96,7 @@ class Prompts:
 
 
 Store = Chunks | Prompts  # a folder of entries, numbered from 0
+Fault = Callable[[Store, random.Random], None]
 
 
 @dataclass(frozen=True)
@@ -118,19 +120,23 @@ def soak_faults(count: int, folder: Path, seed: int = 0) -> FaultReport:
     source, faults, got = random.Random(seed), Counter[str](), Counter[str]()
     broken: list[str] = []
     stores: list[Store] = [Chunks(folder / "chunks"), Prompts(folder / "prompts")]
-    kinds: list[Callable[[Store, random.Random], None]] = [_flip, _cut, _grow, _lose_a_page, _mix, _kill, _full]
+    changes = {"flip": _flip, "cut": _cut, "grow": _grow, "lose a page": _lose_a_page}
+    kinds: dict[str, Callable[[Store, random.Random], None]] = {
+        name: partial(_rewrite, x) for name, x in changes.items()
+    }
+    kinds |= {"mix": _mix, "kill": _kill, "full": _full}
     for i in range(count):
-        store, fault = stores[i % len(stores)], kinds[i // len(stores) % len(kinds)]
-        faults[f"{type(store).__name__.lower()}: {fault.__name__[1:].replace('_', ' ')}"] += 1
+        store, fault = stores[i % len(stores)], list(kinds)[i // len(stores) % len(kinds)]
+        faults[f"{type(store).__name__.lower()}: {fault}"] += 1
         try:
             for entry in range(ENTRIES):
                 store.save(entry)
-            fault(store, source)
+            kinds[fault](store, source)
             for entry in range(ENTRIES):
                 found = store.load(entry)
                 got["missed" if found is None else "right" if found == store.truth(entry) else "wrong"] += 1
         except Exception as error:  # any error here would stop a server
-            broken.append(f"{fault.__name__[1:]}: {error!r}")
+            broken.append(f"{fault}: {error!r}")
     return FaultReport(dict(sorted(faults.items())), got["right"], got["missed"], got["wrong"], tuple(broken))
 
 
@@ -138,39 +144,30 @@ def _files(store: Store) -> list[Path]:
     return sorted(p for p in store.folder.iterdir() if p.suffix in (".bin", ".safetensors"))
 
 
-def _rewrite(store: Store, source: random.Random, change: Callable[[bytearray], object]) -> None:
+def _flip(data: bytearray, source: random.Random) -> None:
+    data[source.randrange(len(data))] ^= 1 << source.randrange(8)
+
+
+def _cut(data: bytearray, source: random.Random) -> None:
+    del data[source.randrange(len(data)) :]
+
+
+def _grow(data: bytearray, source: random.Random) -> None:
+    data.extend(source.randbytes(source.randint(1, 4096)))
+
+
+def _lose_a_page(data: bytearray, source: random.Random) -> None:
+    """Zeros where a page of a file never reached the disk."""
+    start = source.randrange(len(data)) // 4096 * 4096
+    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+
+
+def _rewrite(change: Callable[[bytearray, random.Random], None], store: Store, source: random.Random) -> None:
     """One file, changed in place."""
     path = source.choice(_files(store))
     data = bytearray(path.read_bytes())
-    change(data)
+    change(data, source)
     path.write_bytes(data)
-
-
-def _flip(store: Store, source: random.Random) -> None:
-    """One bit."""
-
-    def change(data: bytearray) -> None:
-        data[source.randrange(len(data))] ^= 1 << source.randrange(8)
-
-    _rewrite(store, source, change)
-
-
-def _cut(store: Store, source: random.Random) -> None:
-    _rewrite(store, source, lambda data: data.__delitem__(slice(source.randrange(len(data)), None)))
-
-
-def _grow(store: Store, source: random.Random) -> None:
-    _rewrite(store, source, lambda data: data.extend(source.randbytes(source.randint(1, 4096))))
-
-
-def _lose_a_page(store: Store, source: random.Random) -> None:
-    """Zeros where a page of a file never reached the disk."""
-
-    def change(data: bytearray) -> None:
-        start = source.randrange(len(data)) // 4096 * 4096
-        data[start : start + 4096] = bytes(len(data[start : start + 4096]))
-
-    _rewrite(store, source, change)
 
 
 def _mix(store: Store, source: random.Random) -> None:

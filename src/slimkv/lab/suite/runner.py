@@ -70,7 +70,7 @@ def code_digest() -> str:
     root, digest = Path(slimkv.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
-        if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh") and not name.startswith(_NOT_MEASURING):
+        if path.suffix in (".py", ".json", ".h", ".cpp", ".cu", ".cuh") and not name.startswith(_NOT_MEASURING):
             digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
