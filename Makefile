@@ -3,9 +3,12 @@
 
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
-PYTEST_ARGS ?= -n 2
+# Contiguous halves: most files run in one process, which makes their fixtures once.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 OUT ?= out
-# Python compiles the modules that are imported; compiling all of torch and transformers takes a minute.
+# Python compiles the modules that are imported; compiling all of torch and transformers takes a minute. It must be allowed
+# to keep them: without bytecode, every process that imports transformers compiles for ten seconds.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
 ifdef PYTHON

@@ -85,6 +85,7 @@ FIGURES = (
     Figure("KV tokens", ("kv_tokens",), "{:,.0f}", "kv_tokens"),
     Figure("start s", ("start_seconds",), "{:.1f}"),
     Figure("prefill s", ("decode", "prefill_seconds"), "{:.2f}", "prefill_seconds"),
+    Figure("all cached s", ("decode", "cached_seconds"), "{:.3f}", "cached_seconds"),
     Figure("decode tok/s", ("decode", "decode_tokens_per_second"), "{:,.0f}", "decode_tokens_per_second"),
     Figure("acceptance", ("decode", "acceptance_length"), "{:.2f}", "acceptance_length"),
     Figure("held", ("full", "requests"), "{:.0f}", "full_requests"),

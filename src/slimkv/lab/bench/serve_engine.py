@@ -78,16 +78,18 @@ class Load(ABC):
         return source.choices(range(3, self.plan["vocabulary"]), k=length)
 
     def together(self, count: int) -> dict[str, Any]:
-        """Prefills ``count`` requests of the plan's context, then decodes them together.
+        """Prefills ``count`` requests of the plan's context, asks them again from the prefix cache, then decodes them.
 
-        Decoding starts from the prefix cache, so no request waits for another's prefill. The rate is the sum of the
+        Decoding starts from the prefix cache too, so no request waits for another's prefill. The rate is the sum of the
         requests' rates between their first and last token.
         """
         prompts = [self.prompt(i, self.plan["context"]) for i in range(count)]
         start = time.perf_counter()
         self.generate(prompts, 1)
         prefill = time.perf_counter() - start
-        before = self.counters()
+        before, start = self.counters(), time.perf_counter()
+        self.generate(prompts, 1)
+        cached = time.perf_counter() - start
         answers = self.generate(prompts, self.plan["new_tokens"])
         after = self.counters()
         more = {name: after[name] - before[name] for name in after}
@@ -97,10 +99,11 @@ class Load(ABC):
             "context": self.plan["context"],
             "output": self.plan["new_tokens"],
             "prefill_seconds": prefill,
+            "cached_seconds": cached,
             "decode_tokens_per_second": sum(rates),
             "milliseconds_per_token": 1000 / statistics.median(rates),
             "preemptions": more["preemptions"],
-            "prefix_hit_share": more["prefix_hits"] / (count * self.plan["context"]),
+            "prefix_hit_share": more["prefix_hits"] / (2 * count * self.plan["context"]),
             "acceptance_length": 1 + more["accepted"] / more["verified"] if more["verified"] else None,
         }
 
