@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.codec.codebook import expected_distortion
-from slimkv.lab.report.markdown import table_line
+from slimkv.lab.report.page import table_line
 from slimkv.spec import CodecSpec, ScalePolicy
 
 WIDTHS = tuple(range(1, 9))

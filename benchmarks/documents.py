@@ -10,10 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from slimkv.lab.bench.results import Report, Row, load
-from slimkv.lab.report.markdown import filled, table_line
-from slimkv.lab.report.page import versions_line
-from slimkv.lab.suite.summary import Document
-from slimkv.lab.suite.words import words
+from slimkv.lab.report.page import filled, table_line, versions_line
+from slimkv.lab.suite.summary import Document, words
 from slimkv.lab.suite.written import markdown_table, read_results
 
 ROOT = Path(__file__).parent.parent

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.lab.evals.attention import relative_error
-from slimkv.lab.evals.synthetic import student
-from slimkv.lab.report.markdown import table_line
+from slimkv.lab.evals.samples import student
+from slimkv.lab.report.page import table_line
 from slimkv.spec import Kind, LatentSpec, PageLayout
 
 SCORE_SPREAD = 1.5  # of the latent's and of the rope part's share of scores alike

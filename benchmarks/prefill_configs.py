@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from slimkv.lab.bench.attention import Case
-from slimkv.lab.bench.cells import ATTEND_CELLS, MORE_ATTEND_CELLS, AttendCell, choose
+from slimkv.lab.bench.cells import CELLS, AttendCell, choose
 from slimkv.lab.bench.timing import Timer
 from slimkv.ops.attention import reference
 from slimkv.ops.attention.api import AttendRequest, checked_request
@@ -73,7 +73,7 @@ def main() -> int:
         case = Case.create(replace(CHECKED, head_dim=dim), "cuda", device)
         for name, config in named(case).items():
             print(f"{name:24} d{dim}: worst row {check(name, config, dim, device):.1e}", flush=True)
-    every = ATTEND_CELLS + MORE_ATTEND_CELLS
+    every = CELLS["attend"] + CELLS["attend_more"]
     cells = tuple(cell for cell in every if cell.prefill == "8bit" or cell.name.startswith("chunk-64q"))
     timer, rows = Timer(device), []
     for cell in choose(cells, options.cells, None):

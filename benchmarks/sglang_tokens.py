@@ -15,8 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slimkv.lab.bench.serve import ServeSettings, engine_plan, write_model
-from slimkv.lab.bench.serve_shapes import shape_config, text_field
+from slimkv.lab.bench.serve_settings import ServeSettings, engine_plan, shape_config, text_field, write_model
 
 LENGTHS = (3, 17, 64, 65, 128, 301, 512, 1000, 2049, 3001, 8200)
 REPEATS, OUTPUT = 3, 32

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-from slimkv.lab.bench.serve_shapes import SHAPES
+from slimkv.lab.bench.serve_settings import SHAPES
 from slimkv.lab.provenance import provenance
 from slimkv.spec import BF16_BYTES
 

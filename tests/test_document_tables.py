@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from slimkv.cli.output import to_json
 from slimkv.errors import InputError
 from slimkv.lab.bench.results import Baseline, Report, Rotation, Row
-from slimkv.lab.report.markdown import END
+from slimkv.lab.report.page import END
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("documents", ROOT / "benchmarks" / "documents.py")
@@ -38,7 +39,7 @@ def test_a_table():
 
 
 def test_filling_a_document(tmp_path):
-    report().save(tmp_path / "attend-gpu.json")
+    (tmp_path / "attend-gpu.json").write_text(to_json(report()))
     text = documents.fill_kernels(f"before\n<!-- bench table -->\nold\n{END}\nafter\n", tmp_path)
     assert text.startswith("before\n")
     assert text.endswith("after\n")

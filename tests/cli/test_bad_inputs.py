@@ -84,7 +84,7 @@ ROWS = {
     "bench generate --rounds 0": "must be at least 1, not 0",
     "bench serve": "vllm is not installed here: pip install 'slimkv[vllm]'",
     "bench serve --engine sglang": "sglang is not installed here: pip install 'slimkv[sglang]'",
-    "bench serve --engine ollama": "--engine 'ollama' is not one of vllm, sglang",
+    "bench serve --engine ollama": "unknown engine 'ollama'; known are vllm, sglang",
     "bench serve --systems int4": "unknown format 'int4'",
     "bench serve --phases sprint": "unknown phase 'sprint'",
     "bench serve --shape gpt-9": "unknown shape 'gpt-9'",
@@ -118,7 +118,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("slimkv.cli.options.find_spec", lambda name: None)
+    monkeypatch.setattr("slimkv.cli.parsing.find_spec", lambda name: None)
     monkeypatch.setattr("slimkv.lab.models.folder", lambda *a, **k: pytest.fail("a model is fetched"))
     return tmp_path
 

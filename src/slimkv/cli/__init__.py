@@ -1,4 +1,4 @@
-"""The ``slimkv`` command: one file per command group, each importing what it needs when it runs."""
+"""The ``slimkv`` command: one file per command group. Engines, transformers and matplotlib are imported on use."""
 
 import sys
 

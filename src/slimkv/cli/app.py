@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from slimkv.cli import bench, cache, calibrate, demo, doctor, eval, eval_model, memory_plan, serve, soak, suite
+from slimkv.cli import bench, cache, calibrate, demo, doctor, eval, memory_plan, serve, soak, suite
 from slimkv.cli.errors import OneLineErrors
 
 app = typer.Typer(name="slimkv", cls=OneLineErrors, no_args_is_help=True)
@@ -16,7 +16,6 @@ app.command()(serve.serve)
 app.command()(calibrate.calibrate)
 app.command()(doctor.doctor)
 app.command()(soak.soak)
-eval_model.add_to(eval.app)
 app.add_typer(eval.app)
 app.add_typer(bench.app)
 app.add_typer(cache.app)

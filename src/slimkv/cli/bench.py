@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich.table import Table
 
-from slimkv.cli.options import (
-    AUTO,
-    DTYPES,
-    Device,
-    Json,
-    Output,
-    Plot,
-    Threads,
-    check_folder,
-    comma_list,
-    count,
-    one_of,
-    require_engine,
-)
+from slimkv.cli.options import DTYPES, Device, Json, Output, Plot, Threads
+from slimkv.cli.output import emit, make_table
+from slimkv.cli.parsing import check_folder, choice, comma_list, count, option, require_engine, takes
+from slimkv.config import AUTO
+from slimkv.lab.bench.attention import bench_attend
+from slimkv.lab.bench.generate import GenerateReport, GenerateSettings, time_generation
+from slimkv.lab.bench.plot import plot as draw
+from slimkv.lab.bench.plot import plot_sessions
+from slimkv.lab.bench.results import Report
+from slimkv.lab.bench.run import Options
+from slimkv.lab.bench.serve import ServeReport, bench_serve, notes, table_rows
+from slimkv.lab.bench.serve_settings import ServeSettings
+from slimkv.lab.bench.store import bench_store
+from slimkv.lab.evals.harness import check_formats
+from slimkv.lab.provenance import provenance
+from slimkv.ops.cuda.device import hold_to
 
+_TIMES = "\N{MULTIPLICATION SIGN}"
 app = typer.Typer(name="bench", help="Time slimkv and the baselines that run on this machine.", no_args_is_help=True)
 
 
@@ -32,38 +37,27 @@ def _say(message: str) -> None:
 def _add_operation(name: str, told: str) -> None:
     @app.command(name, help=told)
     def command(
-        cells: Annotated[str, typer.Option(help="Cells by name or pattern, such as decode-*,prefill-*, or all.")] = "",
-        backend: Annotated[
-            str, typer.Option(help="Backends to time, such as cuda,triton; default: the device's own.")
-        ] = "",
+        cells: Annotated[str, option("Cells by name or pattern, such as decode-*,prefill-*, or all.")] = "",
+        backend: Annotated[str, option("Backends to time, such as cuda,triton; default: the device's own.")] = "",
         device: Device = AUTO,
         page: Annotated[int | None, count("Tokens per page; default: the cell's own.")] = None,
-        no_baselines: Annotated[bool, typer.Option("--no-baselines", help="Time slimkv alone.")] = False,
-        small: Annotated[bool, typer.Option("--small", help="Use the small cells of a CPU, even on a GPU.")] = False,
+        no_baselines: Annotated[bool, option("Time slimkv alone.", "--no-baselines")] = False,
+        small: Annotated[bool, option("Use the small cells of a CPU, even on a GPU.", "--small")] = False,
         as_device: Annotated[
-            str, typer.Option(help="Hold the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090.")
+            str, option("Limit the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090.")
         ] = "",
         plot: Plot = None,
-        quiet: Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")] = False,
+        quiet: Annotated[bool, option("No progress on standard error.", "--quiet")] = False,
         output: Output = None,
         as_json: Json = False,
     ) -> None:
-        from slimkv.cli.bench_tables import report_table
-        from slimkv.cli.output import emit
-        from slimkv.lab.bench.attention import bench_attend
-        from slimkv.lab.bench.options import Options, silent
-        from slimkv.lab.bench.store import bench_store
-        from slimkv.ops.cuda.device import hold_to
-
         options = Options(
             comma_list(cells, str), comma_list(backend, str), device, page, not no_baselines, small, as_device or None
         )
         if as_device:
             hold_to(as_device)
-        report = (bench_attend if name == "attend" else bench_store)(options, silent if quiet else _say)
+        report = (bench_attend if name == "attend" else bench_store)(options, (lambda step: None) if quiet else _say)
         if plot is not None:
-            from slimkv.lab.bench.plot import plot as draw
-
             draw(report, plot)
         emit(report, as_json, *([] if as_json else report_table(report)), output=output)
 
@@ -74,35 +68,22 @@ _add_operation("store", "Time writing K and V to packed pages: a prefill chunk, 
 
 @app.command()
 def generate(
-    model: Annotated[str | None, typer.Option(help="A model; default: a Llama with random weights.")] = None,
-    formats: Annotated[str, typer.Option("--format", help="Formats to time, such as k4v4,k6v6.")] = "k4v4",
+    model: Annotated[str | None, option("A model; default: a Llama with random weights.")] = None,
+    formats: Annotated[str, option("Formats to time, such as k4v4,k6v6.", "--format")] = "k4v4",
     context: Annotated[
-        int | None, count("Tokens in the cache before decoding; default: 32768 on a GPU, 1024 on a CPU.")
+        int | None, count("Tokens in the cache at first; default: 32768 on a GPU, 1024 on a CPU.")
     ] = None,
     batch: Annotated[int, count("Sequences in the batch.")] = 1,
     new_tokens: Annotated[int, count("Decode steps to time.")] = 64,
     layers: Annotated[int | None, count("Layers of the random-weight model; default: 8 on a GPU, 2 on a CPU.")] = None,
     rounds: Annotated[int, count("Rounds to take the median of.")] = 3,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Data type of the model: auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16.",
-            callback=one_of("--dtype", AUTO, *DTYPES),
-        ),
-    ] = AUTO,
+    dtype: Annotated[str, choice("Data type; auto is bfloat16 on a GPU, float32 on a CPU", AUTO, *DTYPES)] = AUTO,
     device: Device = AUTO,
     threads: Threads = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Time decoding through transformers with a packed cache and with DynamicCache."""
-    import torch
-
-    from slimkv.cli.bench_tables import generation_table
-    from slimkv.cli.output import emit
-    from slimkv.lab.bench.generate import GenerateSettings, time_generation
-    from slimkv.lab.evals.harness import check_formats
-
     names, gpu = comma_list(formats, str), device != "cpu"
     check_formats(names, calibrated=False)
     if threads is not None:
@@ -117,64 +98,60 @@ def generate(
 
 
 @app.command()
+@takes(ServeSettings)
 def serve(
-    engine: Annotated[
-        str, typer.Option(help="vllm or sglang.", callback=one_of("--engine", "vllm", "sglang"))
-    ] = "vllm",
-    systems: Annotated[
-        str, typer.Option(help="Caches to compare: bf16, fp32, fp8, turboquant_*, formats of slimkv; +host, +cold.")
-    ] = "bf16,fp8,k4v4",
-    phases: Annotated[str, typer.Option(help="decode, full, poisson, offload, sessions.")] = "decode,full,poisson",
-    shape: Annotated[
-        str, typer.Option(help="Model shape: llama-3.1-8b, qwen2.5-7b, ..., or a config.json or its folder.")
-    ] = "llama-3.1-8b",
-    dtype: Annotated[str, typer.Option(help="Data type of the model: bfloat16, or float32 on most CPUs.")] = "bfloat16",
-    requests: Annotated[int, count("Requests of the decode phase.")] = 16,
-    context: Annotated[int, count("Tokens of each prompt.")] = 16384,
-    new_tokens: Annotated[int, count("Tokens generated for each request.", 2)] = 96,
-    most_requests: Annotated[int, typer.Option(help="Limit of the full phase; 0: as many as the cache holds.")] = 0,
-    arrivals: Annotated[int, count("Requests of the Poisson phase.")] = 80,
-    rate: Annotated[float, typer.Option(help="Arrivals per second.")] = 5.0,
-    memory: Annotated[float, typer.Option(help="Fraction of the device's memory for each engine.")] = 0.85,
-    max_num_seqs: Annotated[int, count("Requests that an engine runs at once.")] = 256,
-    max_num_batched_tokens: Annotated[int, count("Tokens of a step.")] = 8192,
-    prefill: Annotated[str, typer.Option(help="Arithmetic of slimkv's prefill: 16bit, 8bit or auto.")] = AUTO,
-    drafts: Annotated[int, count("Tokens drafted for each step from n-grams of the text; 0: none.", 0)] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
-    limit_seconds: Annotated[int, count("Time limit of each system.")] = 600,
-    offload_gib: Annotated[float, typer.Option(help="Host memory of the offload phase.")] = 40.0,
-    short_context: Annotated[int, typer.Option(help="Tokens of a second prompt of the offload phase; 0: none.")] = 0,
-    rounds: Annotated[int, count("Rounds of the offload phase to take the median of.")] = 5,
-    users: Annotated[int, count("Users of the sessions phase.")] = 32,
-    turns: Annotated[int, count("Turns of each user.")] = 4,
-    think: Annotated[float, typer.Option(help="Mean seconds between an answer and the user's next turn.")] = 4.0,
-    held: Annotated[float, typer.Option(help="Share of the bf16 bytes of all sessions that the cache gets.")] = 0.2,
-    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile and CUDA graphs.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the sessions phase as SVG.")] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Keep each system's JSON and log in this folder.", callback=check_folder)
-    ] = None,
+    options: dict[str, Any],
+    plot: Annotated[Path | None, option("Draw the sessions phase as SVG.")] = None,
+    folder: Annotated[Path | None, option("Folder for each system's JSON and log.", callback=check_folder)] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Load an engine with stock caches and with slimkv's: capacity, decoding, full memory, arrivals."""
-    from slimkv.cli.bench_tables import serving_table
-    from slimkv.cli.output import emit
-    from slimkv.lab.bench.serve import ServeSettings, bench_serve
-    from slimkv.lab.provenance import provenance
-
-    settings = ServeSettings(
-        engine, tuple(comma_list(systems, str)), tuple(comma_list(phases, str)), shape, dtype, requests, context,
-        new_tokens, most_requests, arrivals, rate, memory, max_num_seqs, max_num_batched_tokens, prefill, drafts, eager,
-        seed,
-        limit_seconds, offload_gib, short_context, rounds, users, turns, think, held,
-    )  # fmt: skip
-    require_engine(engine)
+    settings = ServeSettings(**options)
+    require_engine(settings.engine)
     report = bench_serve(settings, _say, provenance().command, folder)
     if plot is not None:
-        from slimkv.lab.bench.plot import plot_sessions
-
         plot_sessions(report, plot)
     emit(report, as_json, *([] if as_json else serving_table(report)), output=output)
     if any("error" in system for system in report.systems.values()):
         raise typer.Exit(1)
+
+
+def report_table(report: Report) -> list[Table | str]:
+    """``bench attend`` and ``bench store``."""
+    names = list(dict.fromkeys(b.name for row in report.rows for b in row.baselines))
+    title = f"{report.operation} on {report.device}, copy {report.copy_bytes_per_second / 1e12:.3f} TB/s"
+    header = ("cell", "backend", "format", "ms", "of copy", "TFLOP/s", "error", *names)
+    table = make_table(f"{title}; {_TIMES} is the baseline's time over slimkv's", *header, left=3)
+    for row in report.rows:
+        found = [row.baseline(name) for name in names]
+        table.add_row(
+            row.cell, row.backend, row.format, f"{row.ms:.4f}", f"{row.fraction_of_copy:.1%}",
+            "" if row.tflops is None else f"{row.tflops:.1f}", "" if row.error is None else f"{row.error:.1e}",
+            *("-" if b is None or b.ratio is None else f"{b.ratio:.2f}{_TIMES}" for b in found),
+        )  # fmt: skip
+    lines = [f"rotation ({r.backend}): {r.without_ms:.4f} ms without, {r.with_ms:.4f} ms with" for r in report.rotation]
+    absent = {b.name: b.detail for row in report.rows for b in row.baselines if b.ms is None}
+    lines += [f"{name} is absent: {detail}" for name, detail in absent.items()]
+    return [table, *lines, "  ".join(f"{name} {version}" for name, version in report.versions.items())]
+
+
+def generation_table(report: GenerateReport) -> Table:
+    """``bench generate``."""
+    settings = report.settings
+    title = f"decoding at {settings.context} tokens, batch {settings.batch}, {report.run.device}"
+    header = ("cache", "tokens/s", "ms/step", "over stock", "repeated lengths: ms/step", "over stock", "cache bytes")
+    table = make_table(title, *header, "of bf16", "prefill s")
+    for row in report.rows:
+        table.add_row(
+            row.cache, f"{row.tokens_per_second:.1f}", f"{row.milliseconds_per_step:.2f}", f"{row.over_stock:.2f}x",
+            f"{row.milliseconds_per_step_again:.2f}", f"{row.over_stock_again:.2f}x", f"{row.cache_bytes:,}",
+            f"{row.bytes_of_bf16:.3f}", f"{row.prefill_seconds:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def serving_table(report: ServeReport) -> list[Table | str]:
+    """``bench serve``."""
+    header, *rows = table_rows(report)
+    return [make_table(f"serving {report.settings.shape}, {report.device}", *header, rows=rows), *notes(report)]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from slimkv.cli.options import Json
-
-if TYPE_CHECKING:
-    from slimkv.wire.prompt_file import PromptHeader
+from slimkv.cli.output import emit
+from slimkv.wire import prompt_file
+from slimkv.wire.prompt_file import PromptHeader, read_header
 
 app = typer.Typer(name="cache", no_args_is_help=True, help="Inspect prompt-cache files.")
 File = Annotated[Path, typer.Argument(help="A prompt-cache file.")]
@@ -19,11 +20,6 @@ File = Annotated[Path, typer.Argument(help="A prompt-cache file.")]
 @app.command()
 def info(file: File, as_json: Json = False) -> None:
     """Show the metadata of a file; its contents are not checked (see verify)."""
-    from rich.table import Table
-
-    from slimkv.cli.output import emit
-    from slimkv.wire.prompt_file import read_header
-
     facts = _facts(read_header(file))
     table = Table(title=str(file), show_header=False)
     for name, value in facts.items():
@@ -35,9 +31,6 @@ def info(file: File, as_json: Json = False) -> None:
 @app.command()
 def verify(file: File, as_json: Json = False) -> None:
     """Verify the checksum of a file and the hash of every block; exit code 2 if something is wrong."""
-    from slimkv.cli.output import emit
-    from slimkv.wire import prompt_file
-
     header = prompt_file.verify(file)
     result = {"file": str(file), "whole": True, "tokens": header.num_tokens, "fingerprint": header.fingerprint.hash}
     emit(result, as_json, f"{file} is whole: {header.num_tokens:,} tokens, fingerprint {header.fingerprint.hash[:16]}")

@@ -1,19 +1,25 @@
-"""``slimkv calibrate``: statistics of a model's queries -> a file, and widths per layer for a budget."""
+"""``slimkv calibrate``: writes a model's query statistics to a file, and chooses widths per layer for a budget."""
 
 from __future__ import annotations
 
+import importlib
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
-
-from slimkv.cli.eval_model import load_quietly, progress_bar
-from slimkv.cli.options import AUTO, Device, Dtype, Json, ModelArgument, Threads, check_file, count, one_of
+from slimkv.calibration import Calibration
+from slimkv.calibration.bit_allocation import PROFILES, WIDTHS, Solution, budget_bytes, profile_bytes, solve_widths
+from slimkv.calibration.cache import cached_path
+from slimkv.calibration.predict import logit_noise
+from slimkv.cli.loading import load_quietly, progress_bar
+from slimkv.cli.options import Device, Dtype, Json, ModelArgument, Threads
+from slimkv.cli.output import emit, make_table
+from slimkv.cli.parsing import check_file, choice, count, option, require_engine
+from slimkv.config import AUTO
 from slimkv.errors import InputError
-
-if TYPE_CHECKING:
-    from slimkv.calibration import Calibration
-    from slimkv.calibration.bit_allocation import Solution
+from slimkv.lab import models
+from slimkv.lab.evals.harness import Stopwatch
+from slimkv.lab.evals.texts import load_text, token_windows
 
 SAMPLED, RANDOM = "sampled", "random"
 IDS = (SAMPLED, RANDOM)
@@ -25,50 +31,24 @@ def calibrate(
     model: ModelArgument,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="The file to write; default: where calibration='auto' finds it.", callback=check_file
-        ),
+        option("The file to write; default: where calibration='auto' finds it.", "--output", "-o", callback=check_file),
     ] = None,
-    ids: Annotated[
-        str,
-        typer.Option(
-            help="Token ids the model reads: sampled (from the model) or random.", callback=one_of("--ids", *IDS)
-        ),
-    ] = SAMPLED,
-    text: Annotated[
-        str | None, typer.Option(help="Read this text (a file, a hub data set, shipped) instead of --ids.")
-    ] = None,
+    ids: Annotated[str, choice("Token ids that the model reads, sampled from it or random", *IDS)] = SAMPLED,
+    text: Annotated[str | None, option("Read this text (a file, a hub data set, shipped) instead of --ids.")] = None,
     windows: Annotated[int, count("Number of windows the model reads.")] = 8,
     tokens: Annotated[int, count("Tokens per window.", 2)] = 1024,
-    seed: Annotated[int, typer.Option(help="Seed of the sampled or random token ids.")] = 0,
-    budget: Annotated[
-        float | None, typer.Option(help="Choose the width of each layer: bits per value on average, with scales.")
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Choose the width of each layer: lossless, balanced or aggressive.")
-    ] = None,
-    max_positions: Annotated[
-        int | None, count("Longest context to calibrate for; default: what the model declares.")
-    ] = None,
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="Engine that runs the model: transformers, vllm or sglang.", callback=one_of("--engine", *ENGINES)
-        ),
-    ] = TRANSFORMERS,
-    engine_options: Annotated[
-        str | None, typer.Option(help="Engine options as JSON, such as '{\"tensor_parallel_size\": 4}'.")
-    ] = None,
+    seed: Annotated[int, option("Seed of the sampled or random token ids.")] = 0,
+    budget: Annotated[float | None, option("Choose each layer's width: average bits per value, with scales.")] = None,
+    profile: Annotated[str | None, option("Choose each layer's width: lossless, balanced or aggressive.")] = None,
+    max_positions: Annotated[int | None, count("Longest context to calibrate for; default: the model's own.")] = None,
+    engine: Annotated[str, choice("Engine that runs the model", *ENGINES)] = TRANSFORMERS,
+    engine_options: Annotated[str | None, option("Engine options in JSON, as '{\"tensor_parallel_size\": 4}'.")] = None,
     threads: Threads = None,
     device: Device = AUTO,
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
     """Run a model once and write the statistics of its queries that query-aware rounding needs."""
-    from slimkv.calibration.bit_allocation import budget_bytes, profile_bytes, solve_widths
-    from slimkv.cli.output import emit
-    from slimkv.lab.evals.harness import Stopwatch
-
     chooses = _chooses_widths(budget, profile)
     if engine in SERVING and (chooses or text is not None or ids != SAMPLED):
         raise InputError(
@@ -77,17 +57,33 @@ def calibrate(
         )
     if engine_options is not None and engine not in SERVING:
         raise InputError(f"--engine-options are for --engine {' and '.join(SERVING)}")
-    watch, started = Stopwatch(), None
+    watch, started, samples = Stopwatch(), None, (windows, tokens)
     if engine in SERVING:
-        made, started = _gather_serving(engine, model, (windows, tokens), seed, max_positions, engine_options)
+        made, started = _gather_serving(engine, model, samples, seed, max_positions, engine_options)
     else:
-        made = _gather(model, text, ids, (windows, tokens), seed, max_positions, chooses, threads, device, dtype)
+        from slimkv.integrations.transformers.calibration.collect import gather_calibration
+        from slimkv.integrations.transformers.calibration.samples import random_windows
+
+        body = load_text(text) if text is not None else None
+        with progress_bar() as (_, progress):
+            loaded = load_quietly(model, threads, device, dtype, progress)
+            read = source = None
+            if text is not None and body is not None:
+                read = token_windows(loaded.tokenizer, body, *samples)
+                source = f"{read.numel()} tokens of {Path(text).name}"
+            elif ids == RANDOM:
+                read = random_windows(loaded.model.config, *samples, seed)
+                source = f"{read.numel()} random token ids, seed {seed}"
+            made = gather_calibration(
+                loaded.model, read, source=source, costs=chooses, max_positions=max_positions, samples=samples,
+                seed=seed, progress=progress,
+            )  # fmt: skip
     solution = None
     if chooses:
         size = budget_bytes(made, budget) if budget is not None else profile_bytes(made, str(profile))
         solution = solve_widths(made, size)
         made = made.with_formats(solution.formats)
-    path = output if output is not None else _kept(model)
+    path = output if output is not None else cached_path(models.source(model))
     made.save(path)
     result = _result(model, made, solution, path, watch.seconds, started)
     emit(result, as_json, *([] if as_json else _shown(result, solution)))
@@ -95,8 +91,6 @@ def calibrate(
 
 def _chooses_widths(budget: float | None, profile: str | None) -> bool:
     """Whether widths per layer are requested; raises if that is not possible."""
-    from slimkv.calibration.bit_allocation import PROFILES, WIDTHS
-
     if budget is not None and profile is not None:
         raise InputError("--budget and --profile both choose the widths; give one of them")
     if profile is not None and profile not in PROFILES:
@@ -109,49 +103,10 @@ def _chooses_widths(budget: float | None, profile: str | None) -> bool:
     return budget is not None or profile is not None
 
 
-def _gather(
-    name: str,
-    text: str | None,
-    ids: str,
-    samples: tuple[int, int],
-    seed: int,
-    max_positions: int | None,
-    costs: bool,
-    threads: int | None,
-    device: str,
-    dtype: str,
-) -> Calibration:
-    from slimkv.integrations.transformers.calibration.collect import gather_calibration
-    from slimkv.integrations.transformers.calibration.samples import random_windows
-    from slimkv.lab.evals.texts import load_text, token_windows
-
-    body = load_text(text) if text is not None else None
-    with progress_bar() as (_, progress):
-        loaded = load_quietly(name, threads, device, dtype, progress)
-        read = source = None
-        if text is not None and body is not None:
-            read = token_windows(loaded.tokenizer, body, *samples)
-            source = f"{read.numel()} tokens of {Path(text).name}"
-        elif ids == RANDOM:
-            read = random_windows(loaded.model.config, *samples, seed)
-            source = f"{read.numel()} random token ids, seed {seed}"
-        return gather_calibration(
-            loaded.model, read, source=source, costs=costs, max_positions=max_positions, samples=samples, seed=seed,
-            progress=progress,
-        )  # fmt: skip
-
-
 def _gather_serving(
     engine: str, name: str, samples: tuple[int, int], seed: int, max_positions: int | None, options: str | None
 ) -> tuple[Calibration, float]:
-    """The calibration, and the seconds until the engine had started."""
-    import importlib
-    import json
-
-    from slimkv.cli.options import require_engine
-    from slimkv.lab import models
-    from slimkv.lab.evals.harness import Stopwatch
-
+    """The calibration, and the seconds that the engine took to start."""
     try:
         given = json.loads(options) if options else {}
     except ValueError as error:
@@ -175,22 +130,21 @@ def _gather_serving(
     return made, started[0]
 
 
-def _kept(name: str) -> Path:
-    from slimkv.calibration.cache import cached_path
-    from slimkv.lab import models
-
-    return cached_path(models.source(name))
-
-
 def _result(
     model: str, made: Calibration, solution: Solution | None, out: Path, seconds: float, started: float | None
 ) -> dict[str, Any]:
-    from slimkv.calibration.predict import logit_noise
-
     gains = []
     for layer in made.layers.values():
         plain, query_aware = logit_noise(layer, made.seed, query_aware=False), logit_noise(layer, made.seed)
         gains.append(float((plain / query_aware.clamp(min=1e-30)).mean()))
+    widths: dict[str, Any] | None = None
+    if solution is not None:  # costs are only known relative to other layers and are not shown
+        names = ("layer", "key_bits", "value_bits", "format")
+        widths = {
+            "choices": [{name: getattr(choice, name) for name in names} for choice in solution.choices],
+            "bits_per_number": solution.bits_per_number,
+            "bytes_per_token": solution.bytes_per_token,
+        }
     return {
         "model": model,
         "source": made.source,
@@ -200,38 +154,26 @@ def _result(
         "file_bytes": out.stat().st_size,
         "logit_error_reduction": gains,  # by layer: squared error that queries see, plain over query-aware
         "max_positions": made.max_positions,
-        "widths": None if solution is None else _widths(solution),
+        "widths": widths,
         "seconds": seconds,
-        "engine_start_seconds": started,  # of these, until the engine had started
-    }
-
-
-def _widths(solution: Solution) -> dict[str, Any]:
-    """The chosen formats. Costs are only known relative to other layers and are not shown."""
-    names = ("layer", "key_bits", "value_bits", "format")
-    return {
-        "choices": [{name: getattr(choice, name) for name in names} for choice in solution.choices],
-        "bits_per_number": solution.bits_per_number,
-        "bytes_per_token": solution.bytes_per_token,
+        "engine_start_seconds": started,  # part of ``seconds``
     }
 
 
 def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
-    from slimkv.cli.output import make_table
-
-    gains = result["logit_error_reduction"]
-    table = make_table(f"{result['model']}: {result['file']}", "what", "value")
-    table.add_row("read", result["source"])
-    table.add_row("layers, KV heads in all", f"{result['layers']}, {result['num_kv_heads']}")
-    table.add_row("file", f"{result['file_bytes']:,} bytes")
-    table.add_row("squared error that queries see", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's")
-    table.add_row("holds up to position", f"{result['max_positions']:,}")
-    started = result["engine_start_seconds"]
-    table.add_row("time", f"{result['seconds']:.1f} s" + (f", {started:.1f} s to start the engine" if started else ""))
-    if solution is None:
-        return [table]
-    choices = [(str(choice.layer), choice.format) for choice in solution.choices]
-    widths = make_table("widths per layer", "layer", "format", left=0, rows=choices)
-    table.add_row("bits per number", f"{solution.bits_per_number:.3f}")
-    table.add_row("bytes per token", f"{solution.bytes_per_token:,.0f}")
-    return [table, widths]
+    gains, started = result["logit_error_reduction"], result["engine_start_seconds"]
+    rows = [
+        ("read", result["source"]),
+        ("layers, KV heads in total", f"{result['layers']}, {result['num_kv_heads']}"),
+        ("file", f"{result['file_bytes']:,} bytes"),
+        ("squared error that queries see", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's"),
+        ("valid up to position", f"{result['max_positions']:,}"),
+        ("time", f"{result['seconds']:.1f} s" + (f", {started:.1f} s to start the engine" if started else "")),
+    ]
+    tables = []
+    if solution is not None:
+        rows.append(("bits per number", f"{solution.bits_per_number:.3f}"))
+        rows.append(("bytes per token", f"{solution.bytes_per_token:,.0f}"))
+        choices = [(str(choice.layer), choice.format) for choice in solution.choices]
+        tables = [make_table("widths per layer", "layer", "format", left=0, rows=choices)]
+    return [make_table(f"{result['model']}: {result['file']}", "what", "value", rows=rows), *tables]

@@ -4,45 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from rich.console import Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-from slimkv.cli.options import AUTO, DEFAULT_MODEL, Device, Dtype, Json, Model, Threads, check_folder
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-
-    from slimkv.lab.demo.questions import Question
-    from slimkv.lab.demo.showcase import Showcase
+from slimkv.cli.loading import check_calibration, load_calibration, load_quietly, progress_bar
+from slimkv.cli.options import DEFAULT_MODEL, Device, Dtype, Json, Model, Threads
+from slimkv.cli.output import console, emit, make_table
+from slimkv.cli.parsing import check_folder, option
+from slimkv.config import AUTO
+from slimkv.lab.demo.questions import Question
+from slimkv.lab.demo.report import QUALITY, quality_rows, write_report
+from slimkv.lab.demo.showcase import Showcase, run_showcase
+from slimkv.lab.evals.harness import check_formats
 
 _SHOWN = 2  # the stock cache and the best one; the page has all of them
 
 
 def demo(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the report.", callback=check_folder)
-    ] = Path("out"),
+    output: Annotated[Path, option("Folder for the report.", "--output", "-o", callback=check_folder)] = Path("out"),
     model: Model = DEFAULT_MODEL,
-    format: Annotated[str, typer.Option("--format", help="The packed cache shown beside the stock one.")] = "k4v4+cal",
-    calibration: Annotated[
-        str, typer.Option(help="A file from slimkv calibrate; auto: made once for each model and kept.")
-    ] = AUTO,
+    format: Annotated[str, option("The packed cache shown beside the stock one.", "--format")] = "k4v4+cal",
+    calibration: Annotated[str, option("A file from slimkv calibrate; auto: made once per model and kept.")] = AUTO,
     threads: Threads = None,
     device: Device = AUTO,
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
     """Let a model answer from stock and packed caches side by side; write quality and bytes to out/report.html."""
-    from rich.live import Live
-
-    from slimkv.cli.eval_model import check_calibration, load_calibration, load_quietly, progress_bar
-    from slimkv.cli.output import console, emit
-    from slimkv.lab.demo.report import write_report
-    from slimkv.lab.demo.showcase import run_showcase
-    from slimkv.lab.evals.harness import check_formats
-
     check_formats([format], calibrated=True)
     check_calibration(calibration)
     screen = console(stderr=as_json)
@@ -67,11 +60,6 @@ def demo(
 
 
 def _panels(question: str, texts: Mapping[str, str]) -> Group:
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
     grid = Table.grid(expand=True)
     shown = list(texts.items())[:_SHOWN]
     for _ in shown:
@@ -81,22 +69,15 @@ def _panels(question: str, texts: Mapping[str, str]) -> Group:
 
 
 def _tables(showcase: Showcase) -> list[Table]:
-    from slimkv.cli.output import make_table
-
     quality = showcase.quality
     title = f"{quality.mode}, {quality.windows} windows of {quality.window_tokens} tokens"
-    header = ("cache", "bytes/token", "smaller than bf16", "perplexity", "over plain", "same next token", "KL")
-    formats = make_table(f"{title}; plain perplexity {quality.raw_perplexity:.3f}", *header)
-    for r in quality.rows:
-        size = f"{r.bytes_per_token:,.0f}", f"{quality.raw_bytes_per_token / r.bytes_per_token:.2f}x"
-        formats.add_row(r.format, *size, f"{r.perplexity:.3f}", f"{r.over_raw:+.2%}", f"{r.top1:.1%}", f"{r.kl:.4f}")
+    title = f"{title}; plain perplexity {quality.raw_perplexity:.3f}"
+    formats = make_table(title, *QUALITY, rows=quality_rows(quality))
     asked = [question for question in (showcase.short, showcase.long) if question is not None]
     return [*(_answers(question) for question in asked), formats]
 
 
 def _answers(question: Question) -> Table:
-    from slimkv.cli.output import make_table
-
     title = f"{question.text} ({question.context_tokens:,} tokens of context)"
     table = make_table(title, "cache", "answer", "bytes", "of bf16", "tokens/s", left=2)
     for a in question.answers:

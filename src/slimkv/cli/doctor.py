@@ -6,15 +6,20 @@ from typing import Annotated
 
 import typer
 
-from slimkv.cli.options import AUTO, Device, Json, comma_list
+from slimkv.cli.eval import score_table
+from slimkv.cli.loading import load_quietly, progress_bar
+from slimkv.cli.options import Device, Json
+from slimkv.cli.output import emit, make_table
+from slimkv.cli.parsing import comma_list, option
+from slimkv.config import AUTO
+from slimkv.doctor import diagnose
+from slimkv.lab.evals.scores import measure_scores
 
 
 def doctor(
-    require: Annotated[str, typer.Option(help="What must work, such as triton,cuda,transformers,vllm,sglang.")] = "",
-    model: Annotated[
-        str | None, typer.Option(help="Also measure the noise of quantised keys in each layer of this model.")
-    ] = None,
-    format: Annotated[str, typer.Option(help="The format whose noise is measured.")] = "k4v4",
+    require: Annotated[str, option("What must work, such as triton,cuda,transformers,vllm,sglang.")] = "",
+    model: Annotated[str | None, option("Also measure the noise of quantized keys in each layer of a model.")] = None,
+    format: Annotated[str, option("The format whose noise is measured.")] = "k4v4",
     device: Device = AUTO,
     as_json: Json = False,
 ) -> None:
@@ -25,8 +30,6 @@ def doctor(
     if model is not None:
         _doctor_model(model, format, device, as_json)
         return
-    from slimkv.cli.output import emit, make_table
-    from slimkv.doctor import diagnose
 
     result = diagnose(comma_list(require, str))
     table = make_table("slimkv doctor", "", "what", "version", "detail", left=4)
@@ -40,11 +43,8 @@ def doctor(
 
 
 def _doctor_model(model: str, format: str, device: str, as_json: bool) -> None:
-    from slimkv.cli.eval_model import load_quietly, progress_bar, score_table
-    from slimkv.cli.output import emit
     from slimkv.integrations.transformers.calibration.offsets import TOKENS
     from slimkv.integrations.transformers.calibration.samples import random_windows
-    from slimkv.lab.evals.scores import measure_scores
 
     with progress_bar() as (_, progress):
         loaded = load_quietly(model, None, device, "float32", progress)

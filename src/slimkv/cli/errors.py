@@ -1,4 +1,4 @@
-"""Mistakes on the command line are one line on standard error and exit code 2, never a traceback."""
+"""Errors on the command line are one line on standard error with exit code 2, never a traceback."""
 
 from __future__ import annotations
 

@@ -1,33 +1,282 @@
-"""``slimkv eval``: measurements. Each command is a function in this group."""
+"""``slimkv eval``: the quality of a format on a real model, and the error of attention alone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+from torch import Tensor
 
-from slimkv.cli.options import AUTO, Device, Json, Output, Text, Threads, comma_list, count
-
-if TYPE_CHECKING:
-    from slimkv.lab.evals.synthetic import AttentionSample
+from slimkv.cli.loading import check_calibration, load_calibration, load_quietly, progress_bar
+from slimkv.cli.options import DEFAULT_MODEL, CalibrationFile, Device, Dtype, Json, Model, Output, Plot, Text, Threads
+from slimkv.cli.output import emit, make_table
+from slimkv.cli.parsing import comma_list, command_like, count, numbers, option, option_parameters, several
+from slimkv.config import AUTO, KVCacheConfig
+from slimkv.errors import InputError
+from slimkv.lab.evals.agreement import measure_agreement
+from slimkv.lab.evals.attention import average, compare_formats, compare_policies
+from slimkv.lab.evals.generation import PROMPTS, measure_generation
+from slimkv.lab.evals.harness import RAW, check_formats
+from slimkv.lab.evals.intervals import wilson
+from slimkv.lab.evals.needle import measure_needle
+from slimkv.lab.evals.perplexity import measure_perplexity
+from slimkv.lab.evals.plots import plot_generation, plot_needle, plot_positions, plot_quality
+from slimkv.lab.evals.positions import measure_positions
+from slimkv.lab.evals.samples import AttentionSample, capture_attention, heavy_tailed
+from slimkv.lab.evals.scores import measure_scores
+from slimkv.lab.evals.texts import load_text, token_windows
+from slimkv.lab.provenance import with_provenance
 
 app = typer.Typer(name="eval", help="Measure the quality loss of a format.", no_args_is_help=True)
+Formats = Annotated[str, option("Formats to measure, such as k4v4,k5v4; with a calibration also k4v4+cal.", "--format")]
+Offset = Annotated[int, count("Skip this many tokens of the text.", 0)]
+Serving = Annotated[bool, option("Attend new chunks unquantized, as engines do; default: strict.", "--serving")]
+Windows = Annotated[int, count("Number of windows of the text.")]
+Tokens = Annotated[int, count("Tokens per window.", 2)]
+Strict = Annotated[bool, option("Read every token through the codec.", "--strict")]
+Result = tuple[Any, list[Any], Callable[[Path], None] | None]  # a report, its renderables, a function that plots it
 
 
-@app.callback()
-def root() -> None:
-    """Measure the quality loss of a format."""
+@dataclass(frozen=True)
+class Subject:
+    """The loaded model, tokenizer and calibration of a command."""
+
+    model: Any
+    tokenizer: Any
+    text: str
+    formats: list[str]
+    options: dict[str, Any]  # of every eval: ``harness.Common``
+
+    def windows(self, count: int, tokens: int, stride: int | None = None, offset: int = 0) -> Tensor:
+        """Windows of the text, int64 [count, tokens]."""
+        return token_windows(self.tokenizer, self.text, count, tokens, stride, offset)
+
+    @property
+    def name(self) -> str:
+        """The model, as it was asked for."""
+        return self.options["name"]
+
+
+def _command(formats: str, *, text: bool = True, plot: bool = True) -> Callable[[Callable[..., Result]], Any]:
+    """The frame of every eval command: shared options, loading the model and its calibration, printing.
+
+    ``formats``: the default of ``--format``. ``text``, ``plot``: whether it has these options.
+    """
+
+    def decorate(measure: Callable[..., Result]) -> Any:
+        def command(**given: Any) -> None:
+            own = {name: given[name] for name in options}
+            read = load_text(given["text"]) if text else ""
+            with progress_bar() as (_, progress):
+                names, calibration = _formats(given["formats"], given["calibration"]), given["calibration"]
+                check_calibration(calibration)
+                loaded = load_quietly(given["model"], given["threads"], given["device"], given["dtype"], progress)
+                known = load_calibration(calibration, loaded, progress)
+                common = {"name": given["model"], "calibration": known, "progress": progress}
+                report, shown, draw = measure(Subject(loaded.model, loaded.tokenizer, read, names, common), **own)
+                if draw is not None and given["plot"] is not None:
+                    draw(given["plot"])
+            emit(with_provenance(report, given["device"]), given["as_json"], *shown, output=given["output"])
+
+        _, *found = inspect.signature(measure, eval_str=True).parameters.values()
+        options = [parameter.name for parameter in found]
+        before = {"model": (Model, DEFAULT_MODEL), "formats": (Formats, formats)}
+        before |= {"text": (Text, "shipped")} if text else {}
+        after: dict[str, Any] = {"calibration": (CalibrationFile, None), "threads": (Threads, None)}
+        after |= {"device": (Device, AUTO), "dtype": (Dtype, "float32")}
+        after |= {"plot": (Plot, None)} if plot else {}
+        after |= {"output": (Output, None), "as_json": (Json, False)}
+        return app.command()(
+            command_like(measure, command, [*option_parameters(before), *found, *option_parameters(after)])
+        )
+
+    return decorate
+
+
+def _formats(given: str, calibration: str | None) -> list[str]:
+    """The formats of ``--format``; raises for unknown ones before a model is loaded."""
+    names = comma_list(given, str)
+    if not names:
+        raise InputError(f"--format {given!r} names no format; write k4v4 or k4v4,k5v4")
+    check_formats(names, calibration is not None)
+    return names
+
+
+def _check_prefill(given: str) -> str:
+    for way in comma_list(given, str):
+        KVCacheConfig(prefill=way)  # raises with the known values
+    return given
+
+
+def _check_prompts(path: Path | None) -> Path | None:
+    if path is not None:
+        _lines(path)
+    return path
+
+
+def _over_raw(row: Any) -> str:
+    """With the larger half of its 95% interval."""
+    half = max(row.over_raw_high - row.over_raw, row.over_raw - row.over_raw_low)
+    return f"{row.over_raw:+.2%}" + (f" ± {half:.2%}" if half else "")
+
+
+@_command("k4v4,k6v6")
+def perplexity(
+    subject: Subject,
+    windows: Windows = 4,
+    tokens: Tokens = 1024,
+    stride: Annotated[int | None, count("Tokens between window starts; default: no overlap.")] = None,
+    offset: Offset = 0,
+    serving: Serving = False,
+) -> Result:
+    """Measure perplexity, compared with the stock cache."""
+    ids = subject.windows(windows, tokens, stride, offset)
+    report = measure_perplexity(
+        subject.model, ids, subject.formats, mode="serving" if serving else "strict", stride=stride, **subject.options
+    )
+    rows = ((r.format, f"{r.perplexity:.4f}", _over_raw(r), f"{r.bytes_per_token:.0f}") for r in report.rows)
+    header = ("format", "perplexity", "over raw", "bytes/token")
+    table = make_table(f"perplexity, {report.mode}, {subject.name}", *header, rows=rows)
+    return report, [table], lambda path: plot_quality(report.rows, path)
+
+
+@_command("k4v4,k6v6")
+def agreement(
+    subject: Subject,
+    windows: Windows = 4,
+    tokens: Tokens = 1024,
+    offset: Offset = 0,
+    serving: Serving = False,
+    prefill: Annotated[
+        str, option("Arithmetic of long passes: auto, 16bit, 8bit, or 16bit,8bit.", callback=_check_prefill)
+    ] = "auto",
+) -> Result:
+    """Measure KL divergence and top-1 agreement of predictions, compared with the stock cache."""
+    ids = subject.windows(windows, tokens, offset=offset)
+    ways = comma_list(prefill, str)
+    report = measure_agreement(
+        subject.model, ids, subject.formats, mode="serving" if serving else "strict", prefill=ways, **subject.options
+    )
+    title = f"against the stock cache, {report.mode}, {subject.name}; raw perplexity {report.raw_perplexity:.4f}"
+    table = make_table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
+    for row in report.rows:
+        kl = f"{row.kl:.5f} ± {max(row.kl_high - row.kl, row.kl - row.kl_low):.5f}"
+        numbers = f"{row.top1:.2%}", kl, f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
+        growth = "" if row.kl_growth is None else f"{row.kl_growth:+.2%}"
+        if row.kl_growth_error:
+            growth += f" ± {row.kl_growth_error:.2%}"
+        table.add_row(row.format, *numbers, _over_raw(row), f"{row.bytes_per_token:.0f}", growth)
+    return report, [table], lambda path: plot_quality(report.rows, path)
+
+
+@_command("k4v4", plot=False)
+def scores(subject: Subject, tokens: Tokens = 512) -> Result:
+    """Measure the noise of attention scores by layer, as the fidelity guard of engines does."""
+    report = measure_scores(subject.model, subject.windows(1, tokens), subject.formats, **subject.options)
+    return report, [score_table(report)], None
+
+
+def score_table(report: Any) -> Any:
+    """The figures of a ``ScoreReport``: a row for each layer, a column for each format."""
+    title = f"noise of scores in nats, {report.model}; engines stop beyond {report.limit:g}"
+    table = make_table(title, "layer", *(row.format for row in report.rows))
+    for layer in sorted({number for row in report.rows for number in row.layers}):
+        table.add_row(str(layer), *(f"{row.layers[layer]:.3f}" if layer in row.layers else "-" for row in report.rows))
+    return table
+
+
+@_command("k4v4")
+def positions(subject: Subject, windows: Windows = 1, tokens: Tokens = 8192, offset: Offset = 0) -> Result:
+    """Measure KL divergence and top-1 agreement by position in long windows.
+
+    A format may be a memory budget: memory=90MiB, memory=50% (of bfloat16), or memory=k4v4 (as much as k4v4 takes).
+    """
+    ids = subject.windows(windows, tokens, offset=offset)
+    report = measure_positions(subject.model, ids, subject.formats, **subject.options)
+    ranges = [f"{a:,}-{b:,}" for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
+    table = make_table(f"KL by position (top-1 agreement), strict, {subject.name}", "format", *ranges, "mean", "MiB")
+    for row in report.rows:
+        cells = (f"{kl:.3g} ({top1:.1%})" for kl, top1 in zip(row.kl, row.top1, strict=True))
+        table.add_row(row.format, *cells, f"{row.mean_kl:.3g}", f"{row.bytes[-1] / 2**20:.1f}")
+    return report, [table], lambda path: plot_positions(report, path)
+
+
+@_command("k4v4")
+def needle(
+    subject: Subject,
+    contexts: Annotated[str, option("Context lengths in tokens.", callback=several(int))] = "512,1024",
+    depths: Annotated[str, option("Depths of the needle, 0 to 1.", callback=several(float))] = "0.1,0.5,0.9",
+    offset: Offset = 0,
+    strict: Strict = False,
+) -> Result:
+    """Measure needle retrieval over depth and context length."""
+    report = measure_needle(
+        subject.model, subject.tokenizer, subject.text, subject.formats, contexts=numbers("--contexts", contexts, int),
+        depths=numbers("--depths", depths, float), mode="strict" if strict else "serving", offset=offset,
+        **subject.options,
+    )  # fmt: skip
+    table = make_table(f"needles found, {report.mode}, {subject.name}", "format", "context", "depth", "found")
+    for cell in report.cells:
+        table.add_row(cell.format, str(cell.context), f"{cell.depth:.0%}", f"{cell.found}/{cell.tried}")
+    for format in dict.fromkeys(cell.format for cell in report.cells):
+        mine = [cell for cell in report.cells if cell.format == format]
+        found, tried = sum(cell.found for cell in mine), sum(cell.tried for cell in mine)
+        interval = wilson(found, tried)
+        table.add_row(format, "all", "all", f"{found}/{tried}, 95%: {interval.low:.0%} to {interval.high:.0%}")
+    return report, [table], lambda path: plot_needle(report, path)
+
+
+@_command("k4v4", text=False)
+def generation(
+    subject: Subject,
+    prompt: Annotated[list[str] | None, option("A prompt; repeat for more. Default: four prompts.")] = None,
+    prompts: Annotated[Path | None, option("A text file with one prompt per line.", callback=_check_prompts)] = None,
+    new_tokens: Annotated[int, count("Tokens to generate per prompt.")] = 64,
+    strict: Strict = False,
+) -> Result:
+    """Find where greedy text first differs from that of the stock cache."""
+    asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])] or list(PROMPTS)
+    report = measure_generation(
+        subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens,
+        mode="strict" if strict else "serving", **subject.options,
+    )  # fmt: skip
+    title = f"greedy text, {report.mode}, {subject.name}"
+    table = make_table(title, "format", "prompt", "first difference", "same tokens")
+    for row in report.rows:
+        first = "none" if row.first_divergence is None else f"token {row.first_divergence} of {row.tokens}"
+        table.add_row(row.format, row.prompt[:40], first, f"{row.same:.0%}")
+    texts = make_table("texts", "cache", "text", left=2)
+    for asked_for, raw in zip(asked, report.raw_texts, strict=True):
+        texts.add_section()
+        texts.add_row("prompt", escape(asked_for))
+        texts.add_row(RAW, escape(raw))
+        for row in report.rows:
+            if row.prompt == asked_for:
+                texts.add_row(row.format, escape(row.text))
+    return report, [table, texts], lambda path: plot_generation(report, path)
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}; --prompts takes a text file with one prompt per line")
+    found = [line for line in load_text(str(path)).splitlines() if line.strip()]
+    if not found:
+        raise InputError(f"{path} has no prompts; write one per line")
+    return found
 
 
 @app.command()
 def attention(
     head_dim: Annotated[int, count("Head size of the synthetic samples.", 16)] = 128,
-    model: Annotated[str | None, typer.Option(help="A model instead of synthetic samples: a name or a folder.")] = None,
+    model: Annotated[str | None, option("A model instead of synthetic samples: a name or a folder.")] = None,
     text: Text = "shipped",
     tokens: Annotated[int, count("Tokens of the text that the model reads.", 2)] = 1024,
-    formats: Annotated[
-        str, typer.Option("--format", help="Formats to compare.")
-    ] = "ku4vu4,kur4vur4,k4v4,turboquant_4bit_nc,fp8",
+    formats: Annotated[str, option("Formats to compare.", "--format")] = "ku4vu4,kur4vur4,k4v4,turboquant_4bit_nc,fp8",
     seeds: Annotated[int, count("Synthetic samples to average over.")] = 4,
     threads: Threads = None,
     device: Device = AUTO,
@@ -35,12 +284,6 @@ def attention(
     as_json: Json = False,
 ) -> None:
     """Measure the error of the attention output, by format and scale policy."""
-    from dataclasses import asdict
-
-    from slimkv.cli.output import emit, make_table
-    from slimkv.lab.evals.attention import average, compare_formats, compare_policies
-    from slimkv.lab.evals.synthetic import heavy_tailed
-
     if model is None:
         samples = [heavy_tailed(heads=4, tokens=1024, dim=head_dim, seed=seed) for seed in range(seeds)]
     else:
@@ -64,10 +307,6 @@ def attention(
 
 
 def _real_samples(model: str, text: str, tokens: int, threads: int | None, device: str) -> list[AttentionSample]:
-    from slimkv.cli.eval_model import load_quietly, progress_bar
-    from slimkv.lab.evals.capture import capture_attention
-    from slimkv.lab.evals.texts import load_text, token_windows
-
     read = load_text(text)
     with progress_bar() as (_, progress):
         loaded = load_quietly(model, threads, device, "float32", progress)

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from rich.table import Table
 
-from slimkv.cli.options import Json, comma_list
+from slimkv.cli.options import Json
+from slimkv.cli.output import emit, make_table
+from slimkv.cli.parsing import comma_list, option
 from slimkv.errors import InputError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from slimkv.memory_plan import ModelShape, Plan
+from slimkv.memory_plan import FULL, USEFUL_MATCH, LayerGroup, ModelShape, Plan, make_plan, parse_size, read_config
 
 
 def plan(
-    config: Annotated[Path | None, typer.Option(help="A model's config.json, or the folder it is in.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Without --config: number of layers.")] = None,
-    num_kv_heads: Annotated[int | None, typer.Option(help="Without --config: KV heads per layer.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Without --config: head size.")] = None,
-    memory: Annotated[str, typer.Option(help="Memory for the cache, such as 40GiB.")] = "16GiB",
+    config: Annotated[Path | None, option("A model's config.json, or the folder it is in.")] = None,
+    layers: Annotated[int | None, option("Without --config: number of layers.")] = None,
+    num_kv_heads: Annotated[int | None, option("Without --config: KV heads per layer.")] = None,
+    head_dim: Annotated[int | None, option("Without --config: head size.")] = None,
+    memory: Annotated[str, option("Memory for the cache, such as 40GiB.")] = "16GiB",
     formats: Annotated[
-        str | None,
-        typer.Option("--format", help="Formats, such as k4v4,k3v3, or c4,c4r8 of latents (MLA). Default: a choice."),
+        str | None, option("Formats, such as k4v4,k3v3, or c4,c4r8 of latents (MLA). Default: a choice.", "--format")
     ] = None,
-    sequences: Annotated[int, typer.Option(help="Sequences that share the memory.")] = 1,
-    block: Annotated[int, typer.Option(help="Tokens per page: 1, 16, 32, 64 or 128.")] = 16,
+    sequences: Annotated[int, option("Sequences that share the memory.")] = 1,
+    block: Annotated[int, option("Tokens per page: 1, 16, 32, 64 or 128.")] = 16,
     as_json: Json = False,
 ) -> None:
     """Print bytes per token and tokens that fit, for each format and kind of layer."""
-    from slimkv.cli.output import emit
-    from slimkv.memory_plan import make_plan, parse_size
-
     shape = _shape(config, layers, num_kv_heads, head_dim)
     budget = parse_size(memory)
     wanted = None if formats is None else comma_list(formats, str)
@@ -42,8 +36,6 @@ def plan(
 
 
 def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, head_dim: int | None) -> ModelShape:
-    from slimkv.memory_plan import FULL, LayerGroup, ModelShape, read_config
-
     given = {"--layers": layers, "--num-kv-heads": num_kv_heads, "--head-dim": head_dim}
     if config is not None:
         if clash := [name for name, value in given.items() if value is not None]:
@@ -58,13 +50,10 @@ def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, he
 
 
 def _tables(result: Plan) -> list[Table]:
-    from slimkv.cli.output import make_table
-    from slimkv.memory_plan import USEFUL_MATCH
-
     memory = f"{result.memory_bytes / 2**30:.2f} GiB"
     table = make_table(
         f"{result.model}: {memory}, {result.sequences} sequence(s), pages of {result.block_size} tokens",
-        *("format", "bits/number", "bytes/token", "of bf16", "tokens/sequence", "tokens in all", "against bf16"),
+        *("format", "bits/number", "bytes/token", "of bf16", "tokens/sequence", "tokens in total", "against bf16"),
     )
     kinds = make_table(
         "by kind of layer: bytes per token, and the most one sequence takes",
@@ -85,7 +74,7 @@ def _tables(result: Plan) -> list[Table]:
     if not result.state_bytes_per_sequence:
         return [table, kinds]
     states = f"{result.state_bytes_per_sequence / 2**20:,.2f} MiB"
-    title = f"hybrid model: states of {states} a sequence; blocks in vLLM"
+    title = f"hybrid model: {states} of states per sequence; blocks in vLLM"
     hybrid = make_table(title, "format", "prefix caching", "tokens per block", left=2)
     for row in result.formats:
         if row.hybrid_block_size is not None:

@@ -1,145 +1,24 @@
-"""Options that several commands share. Each is checked when it is read, before any work starts."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 
-from slimkv.errors import InputError, MissingDependencyError
+from slimkv.cli.parsing import check_device, check_file, choice, count, option
 
-AUTO = "auto"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("float32", "bfloat16", "float16")
-
-T = TypeVar("T")
-
-
-def comma_list(text: str, convert: Callable[[str], T]) -> list[T]:
-    """``a,b,c`` -> converted parts; empty ones are dropped."""
-    return [convert(part.strip()) for part in text.split(",") if part.strip()]
-
-
-def numbers(option: str, text: str, kind: Callable[[str], T]) -> list[T]:
-    """``512,1024`` -> numbers; at least one."""
-    try:
-        found = comma_list(text, kind)
-    except ValueError as error:
-        raise InputError(f"{option} takes numbers separated by commas, not {text!r}") from error
-    if not found:
-        raise InputError(f"{option} takes at least one number, not {text!r}")
-    return found
-
-
-def several(kind: Callable[[str], T]) -> Callable[[typer.CallbackParam, str], str]:
-    """A check that an option is such numbers, separated by commas."""
-
-    def check(param: typer.CallbackParam, given: str) -> str:
-        numbers(param.opts[0], given, kind)
-        return given
-
-    return check
-
-
-def one_of(option: str, *known: str) -> Callable[[str], str]:
-    """A check that an option has one of the known values."""
-
-    def check(given: str) -> str:
-        if given not in known:
-            raise InputError(f"{option} {given!r} is not one of {', '.join(known)}")
-        return given
-
-    return check
-
-
-def at_least(smallest: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
-    """A check that a number is not too small."""
-
-    def check(param: typer.CallbackParam, given: int | None) -> int | None:
-        if given is not None and given < smallest:
-            raise InputError(f"{param.opts[0]} must be at least {smallest}, not {given}")
-        return given
-
-    return check
-
-
-def count(told: str, least: int = 1) -> Any:
-    """An option that is a number of at least ``least``; ``told``: its help."""
-    return typer.Option(help=told, callback=at_least(least))
-
-
-def check_device(name: str) -> str:
-    """``auto`` -> ``cuda`` if there is a GPU, else ``cpu``; raises for a missing device."""
-    import torch
-
-    if name == AUTO:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:1") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"slimkv does not run on {name!r}; use auto, cpu, cuda or cuda:1")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"torch sees no CUDA device, so --device {name} cannot be used; use --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"there is no {name}: torch sees {torch.cuda.device_count()} CUDA device(s)")
-    return name
-
-
-def require_engine(engine: str) -> None:
-    """Raises if vLLM or SGLang is not installed."""
-    if find_spec(engine) is None:
-        raise MissingDependencyError(f"{engine} is not installed here: pip install 'slimkv[{engine}]'")
-
-
-def check_file(path: Path | None) -> Path | None:
-    """A file that can be written: its folder exists."""
-    if path is None:
-        return None
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the name of a file in it")
-    if not path.parent.is_dir():
-        raise InputError(f"the folder {path.parent} does not exist, so {path.name} cannot be written there; create it")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"the folder {path.parent} cannot be written to; choose another for {path.name}")
-    return path
-
-
-def check_folder(path: Path | None) -> Path | None:
-    """A folder to write into; it is made when there is something to write."""
-    if path is None:
-        return None
-    first = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not first.is_dir():
-        raise InputError(f"{first} is a file; give a folder")
-    if not os.access(first, os.W_OK):
-        raise InputError(f"the folder {first} cannot be written to; choose another")
-    return path
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
-Model = Annotated[str, typer.Option(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
-ModelArgument = Annotated[str, typer.Argument(help="A packaged model, a folder, or a name on the Hugging Face hub.")]
-Device = Annotated[
-    str, typer.Option(help="auto (CUDA if available, else the CPU), cpu, cuda or cuda:1.", callback=check_device)
-]
-Dtype = Annotated[
-    str, typer.Option(help="Data type of the weights: float32, bfloat16 or float16.",
-                      callback=one_of("--dtype", *DTYPES)),
-]  # fmt: skip
+_MODEL = "A packaged model, a folder, or a name on the Hugging Face hub."
+Json = Annotated[bool, option("Print one JSON document instead of tables.", "--json")]
+Model = Annotated[str, option(_MODEL)]
+ModelArgument = Annotated[str, typer.Argument(help=_MODEL)]
+Device = Annotated[str, option("auto (CUDA if available, else the CPU), cpu, cuda or cuda:1.", callback=check_device)]
+Dtype = Annotated[str, choice("Data type of the weights", *DTYPES)]
 Threads = Annotated[int | None, count("CPU threads; default: chosen by torch.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Also write the JSON document to this file.", callback=check_file)
-]
-Plot = Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.", callback=check_file)]
-Text = Annotated[
-    str, typer.Option(help="A text file, a data set on the Hugging Face hub (name:config:split), or shipped.")
-]
-CalibrationFile = Annotated[
-    str | None, typer.Option("--calibration", help="A file from slimkv calibrate, or auto; default: none.")
-]
+Output = Annotated[Path | None, option("Also write the JSON to this file.", "--output", "-o", callback=check_file)]
+Plot = Annotated[Path | None, option("Write a plot to this PNG file.", callback=check_file)]
+Text = Annotated[str, option("A text file, a data set on the Hugging Face hub (name:config:split), or shipped.")]
+CalibrationFile = Annotated[str | None, option("A calibration file, or auto; default: none.", "--calibration")]

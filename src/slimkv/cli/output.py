@@ -7,12 +7,10 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from rich.table import Table
 
 _WIDTH = 200  # maximum width without a terminal and without COLUMNS
 
@@ -25,8 +23,6 @@ def console(stderr: bool = False) -> Console:
 
 def make_table(title: str, *columns: str, left: int = 1, rows: Iterable[Iterable[str]] = ()) -> Table:
     """A table whose first ``left`` columns are text and whose others are numbers."""
-    from rich.table import Table
-
     table = Table(title=title)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < left else "right", no_wrap=number == 0)

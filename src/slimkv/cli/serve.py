@@ -14,7 +14,15 @@ from typing import Annotated, Any
 
 import typer
 
+from slimkv.calibration import Calibration
+from slimkv.calibration.cache import cached_path
+from slimkv.cli.options import ModelArgument
+from slimkv.cli.parsing import option
+from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, MissingDependencyError
+from slimkv.formats import Kind, is_latent_format
+from slimkv.lab import models
+from slimkv.spec import parse_spec
 
 AUTO, NONE = "auto", "none"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -41,18 +49,14 @@ SET_HERE = {
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A packaged model, a folder, or a name on the Hugging Face hub.")],
+    model: ModelArgument,
     options: Annotated[list[str] | None, typer.Argument(help="The engine's own options, after --.")] = None,
-    engine: Annotated[str | None, typer.Option(help="vllm or sglang; default: the one that is installed.")] = None,
-    format: Annotated[str, typer.Option(help="How keys and values are stored: k4v4, k5v4, ...")] = AUTO,
-    calibration: Annotated[
-        str, typer.Option(help="auto (made the first time and kept), none, or a file from slimkv calibrate.")
-    ] = AUTO,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
+    engine: Annotated[str | None, option("vllm or sglang; default: the one that is installed.")] = None,
+    format: Annotated[str, option("How keys and values are stored: k4v4, k5v4, ...")] = AUTO,
+    calibration: Annotated[str, option("auto (made once and kept), none, or a file from slimkv calibrate.")] = AUTO,
+    dry_run: Annotated[bool, option("Print the commands and run nothing.", "--dry-run")] = False,
 ) -> None:
     """Serve a model with a packed cache: slimkv serve MODEL -- --port 8000."""
-    from slimkv.lab import models
-
     given = options or []
     _check(format, calibration)
     chosen = _engine(engine)
@@ -72,9 +76,6 @@ def serve(
 
 def _check(format: str, calibration: str) -> None:
     """Raises if the format does not exist or the calibration file cannot be read."""
-    from slimkv.calibration import Calibration
-    from slimkv.config import CALIBRATED, KVCacheConfig
-
     if calibration in (AUTO, NONE):
         if format == CALIBRATED:
             raise InputError(
@@ -150,8 +151,6 @@ def _calibration(
     engine: str, source: str, format: str, asked: str, options: list[str]
 ) -> tuple[Path | None, list[str] | None]:
     """The calibration file, if any, and the command that makes it if it is missing."""
-    from slimkv.calibration.cache import cached_path
-
     if asked not in (AUTO, NONE):
         return Path(asked).resolve(), None
     if asked == NONE or not _takes_calibration(source, format):
@@ -169,9 +168,6 @@ def _calibration(
 
 def _takes_calibration(source: str, format: str) -> bool:
     """Whether a calibration applies to ``format``: it does to Lloyd-Max keys, not to latents."""
-    from slimkv.formats import Kind, is_latent_format
-    from slimkv.spec import parse_spec
-
     if format == AUTO:
         return not _caches_latents(source)
     return not is_latent_format(format) and parse_spec(format, 128).key.kind == Kind.LLOYD
@@ -193,8 +189,6 @@ def _caches_latents(source: str) -> bool:
 
 def _made(make: list[str], source: str) -> Path:
     """Runs the calibration in a separate process, which frees its memory, and returns the file."""
-    from slimkv.calibration.cache import cached_path
-
     done = subprocess.run(make, check=False)
     if done.returncode != 0:
         raise InputError(

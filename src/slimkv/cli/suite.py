@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich.markdown import Markdown
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from slimkv.cli.options import (
-    AUTO,
-    DEFAULT_MODEL,
-    Device,
-    Json,
-    ModelArgument,
-    Text,
-    Threads,
-    check_file,
-    check_folder,
-    comma_list,
-    count,
-    numbers,
-    one_of,
-    require_engine,
-)
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-    from slimkv.lab.suite.parts import Part
+from slimkv.cli.loading import check_calibration
+from slimkv.cli.options import DEFAULT_MODEL, Device, Json, ModelArgument, Text, Threads
+from slimkv.cli.output import console, emit, make_table
+from slimkv.cli.parsing import check_file, check_folder, choice, comma_list, count, numbers, option, require_engine
+from slimkv.config import AUTO
+from slimkv.lab.evals.texts import load_text
+from slimkv.lab.suite import compare
+from slimkv.lab.suite.parts import Part
+from slimkv.lab.suite.runner import Watcher, run_suite
+from slimkv.lab.suite.settings import NO_CALIBRATION, make_settings
+from slimkv.lab.suite.written import read_results, table_rows
 
 app = typer.Typer(
     name="suite", help="Measure quality, bytes and speed of a model's caches, in one folder.", no_args_is_help=True
@@ -47,28 +40,14 @@ def _add(name: str, told: str) -> None:
         model: ModelArgument = DEFAULT_MODEL,
         output: Annotated[
             Path | None,
-            typer.Option(
-                "--output", "-o", help="Folder for the report; an interrupted run resumes there.", callback=check_folder
-            ),
+            option("Folder for the report; an interrupted run resumes there.", "--output", "-o", callback=check_folder),
         ] = None,
-        formats: Annotated[
-            str | None, typer.Option("--format", help="Caches to compare with raw, such as fp8,k4v4,k4v4+cal.")
-        ] = None,
-        engine: Annotated[
-            str,
-            typer.Option(
-                help="Engine that answers the tasks: transformers or vllm.",
-                callback=one_of("--engine", "transformers", "vllm"),
-            ),
-        ] = "transformers",
-        tasks: Annotated[
-            str | None, typer.Option(help="Tasks of lm-evaluation-harness, such as hellaswag,gsm8k.")
-        ] = None,
-        task_folder: Annotated[
-            Path | None, typer.Option(help="Folder with more task definitions.", exists=True, file_okay=False)
-        ] = None,
+        formats: Annotated[str | None, option("Caches to compare with raw: fp8,k4v4,k4v4+cal, ...", "--format")] = None,
+        engine: Annotated[str, choice("Engine that answers the tasks", "transformers", "vllm")] = "transformers",
+        tasks: Annotated[str | None, option("Tasks of lm-evaluation-harness, such as hellaswag,gsm8k.")] = None,
+        task_folder: Annotated[Path | None, option("Folder with more tasks.", exists=True, file_okay=False)] = None,
         limit: Annotated[int | None, count("Examples of each task; default: by size.")] = None,
-        lengths: Annotated[str | None, typer.Option(help="Context lengths of the synthetic tasks, in tokens.")] = None,
+        lengths: Annotated[str | None, option("Context lengths of the synthetic tasks, in tokens.")] = None,
         contexts: Annotated[int | None, count("Contexts of each synthetic task and length.")] = None,
         questions: Annotated[int | None, count("Questions about each context.")] = None,
         windows: Annotated[int | None, count("Windows of text for perplexity and agreement.")] = None,
@@ -76,25 +55,16 @@ def _add(name: str, told: str) -> None:
         positions: Annotated[int | None, count("Tokens of the long window.", 2)] = None,
         decode_context: Annotated[int | None, count("Tokens in the cache while decoding is timed.")] = None,
         parts: Annotated[
-            str | None,
-            typer.Option(help="Only some of memory,agreement,positions,needle,tasks,lm-eval,generate,attend,serve."),
+            str | None, option("Only some of memory,agreement,positions,needle,tasks,lm-eval,generate,attend,serve.")
         ] = None,
-        calibration: Annotated[
-            str, typer.Option(help="Calibration of +cal: a file from slimkv calibrate, auto, or none.")
-        ] = AUTO,
+        calibration: Annotated[str, option("Calibration of +cal: a file from slimkv calibrate, auto, or none.")] = AUTO,
         text: Text = "shipped",
-        memory: Annotated[str | None, typer.Option(help="Memory that the tokens must fit into, such as 40GiB.")] = None,
+        memory: Annotated[str | None, option("Memory that the tokens must fit into, such as 40GiB.")] = None,
         device: Device = AUTO,
-        dtype: Annotated[
-            str | None, typer.Option(help="Data type of the model; default: float32 on a CPU, bfloat16 on a GPU.")
-        ] = None,
+        dtype: Annotated[str | None, option("Data type; default: float32 on a CPU, bfloat16 on a GPU.")] = None,
         threads: Threads = None,
         as_json: Json = False,
     ) -> None:
-        from slimkv.cli.eval_model import check_calibration
-        from slimkv.lab.evals.texts import load_text
-        from slimkv.lab.suite.settings import NO_CALIBRATION, make_settings
-
         settings = make_settings(
             name, model, device=device, formats=_list(formats), engine=engine, tasks=_list(tasks),
             task_folder=str(task_folder) if task_folder is not None else None, limit=limit,
@@ -120,23 +90,16 @@ def compare_runs(
     a: Annotated[Path, typer.Argument(help="Folder of a run.")],
     b: Annotated[Path, typer.Argument(help="Folder of another run.")],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the comparison to this Markdown file.", callback=check_file),
+        Path | None, option("Write the comparison to this Markdown file.", "--output", "-o", callback=check_file)
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare two runs: their settings, and all figures that both contain."""
-    from rich.markdown import Markdown
-
-    from slimkv.cli.output import emit
-    from slimkv.lab.suite import compare
-    from slimkv.lab.suite.written import read_results
-
     found = compare.compare(read_results(a), read_results(b), str(a), str(b))
     text = compare.as_markdown(found)
     if output is not None:
         output.write_text(text, encoding="utf-8")
-    emit(compare.as_json(found), as_json, Markdown(text))
+    emit(found, as_json, Markdown(text))
 
 
 def _list(text: str | None) -> tuple[str, ...] | None:
@@ -144,12 +107,6 @@ def _list(text: str | None) -> tuple[str, ...] | None:
 
 
 def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
-    import torch
-
-    from slimkv.cli.output import emit, make_table
-    from slimkv.lab.suite.runner import run_suite
-    from slimkv.lab.suite.written import table_rows
-
     if threads is not None:
         torch.set_num_threads(threads)
     with Screen() as screen:
@@ -162,14 +119,10 @@ def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-class Screen:
+class Screen(Watcher):
     """Progress on standard error: a bar with an estimate, and a line for each finished part."""
 
     def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        from slimkv.cli.output import console
-
         self.console = console(stderr=True)
         columns = (TextColumn("{task.description:<44}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
                    TextColumn("{task.fields[left]}"))  # fmt: skip
@@ -185,18 +138,18 @@ class Screen:
         self.bar.stop()
 
     def begin(self, parts: Sequence[Part], notes: Sequence[str]) -> None:
-        """See ``slimkv.lab.suite.runner.Watcher``."""
+        """See ``Watcher``."""
         self.count = len(parts)
         for note in notes:
             self.console.print(note)
 
     def move(self, part: Part, what: str, share: float, seconds_left: float | None) -> None:
-        """See ``slimkv.lab.suite.runner.Watcher``."""
+        """See ``Watcher``."""
         self.left = "" if seconds_left is None else f"about {_duration(seconds_left)} left"
         self.bar.update(self.task, description=what[:44], completed=share, left=self.left)
 
     def end(self, part: Part, status: str, seconds: float, error: str | None) -> None:
-        """See ``slimkv.lab.suite.runner.Watcher``."""
+        """See ``Watcher``."""
         self.finished += 1
         told = f"finished before, in {_duration(seconds)}" if status == "reused" else f"{status}, {_duration(seconds)}"
         if error is not None:

@@ -33,7 +33,7 @@ from slimkv.paths import cache_dir, whole_file
 
 FOLDER_VERSION = 1  # of the converted folders in the cache
 DTYPES = ("float32", "bfloat16", "float16")
-Progress = Callable[[str, int, int], None]  # what, done, of
+Progress = Callable[[str, int, int], None]  # stage, steps done, steps in total
 
 _SENTENCE = "The quick brown fox jumps over the lazy dog"
 
@@ -70,13 +70,11 @@ class Packaged:
     download_bytes: int
 
 
-def _read_packaged() -> dict[str, Packaged]:
-    found = json.loads(resources.files("slimkv.lab").joinpath("models.json").read_text(encoding="utf-8"))
-    return {x["name"]: Packaged(**{**x, "wheels": tuple(Wheel(*wheel) for wheel in x["wheels"])}) for x in found}
-
-
 DEFAULT = "smollm2-135m-instruct"
-PACKAGED = _read_packaged()
+PACKAGED = {
+    x["name"]: Packaged(**{**x, "wheels": tuple(Wheel(*wheel) for wheel in x["wheels"])})
+    for x in json.loads(resources.files("slimkv.lab").joinpath("models.json").read_text(encoding="utf-8"))
+}
 
 
 def default(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Loaded:
@@ -102,7 +100,7 @@ def load(
     elif Path(name_or_path).is_dir():
         if not (Path(name_or_path) / "config.json").is_file():
             raise InputError(f"{name_or_path} is a folder without a config.json; it must hold a transformers model")
-    elif not _looks_like_hub_name(name_or_path):
+    elif name_or_path.count("/") > 1 or name_or_path.startswith((".", "/", "~")) or "\\" in name_or_path:
         raise InputError(
             f"no model {name_or_path!r}: it is neither a folder nor a hub name (owner/name); "
             f"packaged models are {', '.join(PACKAGED)}"
@@ -169,10 +167,6 @@ def source(name: str) -> str:
 def default_cache_dir() -> Path:
     """``$XDG_CACHE_HOME/slimkv/models``, or ``~/.cache/slimkv/models``."""
     return cache_dir("models")
-
-
-def _looks_like_hub_name(name: str) -> bool:
-    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "\\" not in name
 
 
 def _transformers() -> Any:

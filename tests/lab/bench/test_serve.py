@@ -14,11 +14,11 @@ from xml.etree import ElementTree
 import pytest
 
 from slimkv.errors import InputError, SlimKVError
-from slimkv.lab.bench import serve
+from slimkv.lab.bench import serve, serve_settings
 from slimkv.lab.bench.plot import plot_sessions
-from slimkv.lab.bench.serve import ServeSettings, bench_serve, cache_arguments, engine_plan, over_stock, table_rows
+from slimkv.lab.bench.serve import bench_serve, over_stock, table_rows
 from slimkv.lab.bench.serve_engine import percentile
-from slimkv.lab.bench.serve_shapes import SHAPES
+from slimkv.lab.bench.serve_settings import SHAPES, ServeSettings, cache_arguments, engine_plan
 from slimkv.lab.bench.sessions import Sessions, held_tokens
 from slimkv.memory_plan import read_config
 
@@ -82,8 +82,8 @@ def test_systems_in_sglang(system, arguments, monkeypatch):
         ({"phases": ("sleep",)}, "unknown phase 'sleep'; known are decode, full, poisson, offload"),
         ({"shape": "huge"}, "unknown shape 'huge'"),
         ({"requests": 0}, "requests must be at least 1"),
-        ({"output": 1}, "at least 2 tokens"),
-        ({"rate": 0.0}, "rate must be positive"),
+        ({"new_tokens": 1}, "new_tokens must be at least 2"),
+        ({"rate": 0.0}, "rate must be a positive number"),
     ],
 )
 def test_wrong_settings(wrong, message):
@@ -100,7 +100,7 @@ def test_a_plan_is_the_same_for_every_system_but_for_its_cache(engine, longest, 
             del plan["arguments"][name]
         del plan["system"]
     assert plans[0] == plans[1]
-    assert plans[0]["arguments"][longest] >= settings.context + settings.output
+    assert plans[0]["arguments"][longest] >= settings.context + settings.new_tokens
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_shapes_have_the_cache_of_their_models(shape, groups, tmp_path):
     settings = ServeSettings(shape=str(tmp_path))
     plan = engine_plan("bf16", settings, tmp_path)
     assert plan["vocabulary"] == SHAPES[shape]["vocab_size"]
-    assert plan["arguments"]["max_model_len"] >= settings.context + settings.output
+    assert plan["arguments"]["max_model_len"] >= settings.context + settings.new_tokens
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -160,7 +160,7 @@ def test_ratios_and_table():
 
 
 def test_sessions_are_the_same_for_every_system_and_grow():
-    plan = {"seed": 1, "vocabulary": 500, "context": 400, "turns": 3, "output": 10, "users": 9, "think": 2.0}
+    plan = {"seed": 1, "vocabulary": 500, "context": 400, "turns": 3, "new_tokens": 10, "users": 9, "think": 2.0}
 
     def played():
         sessions, seen = Sessions(plan), []
@@ -213,7 +213,7 @@ def test_the_offload_phase_has_one_tier(tmp_path):
 
 
 def test_a_tier_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(serve, "COLD", "slimkv.not_there")
+    monkeypatch.setattr(serve_settings, "COLD", "slimkv.not_there")
     with pytest.raises(InputError, match=r"'bf16\+cold' needs slimkv.not_there"):
         ServeSettings(systems=("bf16+cold",))
 
@@ -250,7 +250,7 @@ def test_a_system_that_fails_leaves_the_others_their_numbers(tmp_path, monkeypat
     def start(command, **how):
         return popen([sys.executable, str(fake), *command[-2:]], **how)
 
-    monkeypatch.setattr(serve.subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     lines = []
     settings = ServeSettings(systems=("fp8", "k4v4"))
     report = bench_serve(settings, lines.append, "the command", tmp_path / "kept")

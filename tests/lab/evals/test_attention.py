@@ -16,7 +16,7 @@ from slimkv.lab.evals.attention import (
     compare_policies,
     relative_error,
 )
-from slimkv.lab.evals.synthetic import AttentionSample, heavy_tailed
+from slimkv.lab.evals.samples import AttentionSample, heavy_tailed
 
 SEEDS = range(4)
 # docs/design/codec.md prints this table: relative error of the attention output, mean over the seeds.

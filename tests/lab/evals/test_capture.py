@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slimkv.lab.evals.attention import attend
-from slimkv.lab.evals.capture import capture_attention
+from slimkv.lab.evals.samples import capture_attention
 
 
 def test_capture_records_what_attention_sees():

@@ -9,7 +9,8 @@ from slimkv.errors import InputError
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 from slimkv.lab import models
 from slimkv.lab.evals.agreement import measure_agreement
-from slimkv.lab.evals.positions import measure_positions, plot_positions, range_edges
+from slimkv.lab.evals.plots import plot_positions
+from slimkv.lab.evals.positions import measure_positions, range_edges
 from slimkv.lab.evals.texts import load_text, token_windows
 
 

@@ -11,8 +11,7 @@ from slimkv.errors import InputError
 from slimkv.lab import models
 from slimkv.lab.evals.harness import STOCK, CacheKind, attending
 from slimkv.lab.evals.texts import load_text
-from slimkv.lab.suite.answers import answer_context
-from slimkv.lab.suite.tasks import TASKS, Context, Question, TaskMaker
+from slimkv.lab.suite.tasks import TASKS, Context, Question, TaskMaker, answer_context
 
 
 @pytest.fixture(scope="module")

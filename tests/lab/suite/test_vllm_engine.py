@@ -9,10 +9,11 @@ import torch
 
 from slimkv.errors import MissingDependencyError
 from slimkv.lab import models
+from slimkv.lab.engine_process import EngineError
 from slimkv.lab.evals.harness import quiet
 from slimkv.lab.suite.settings import make_settings
 from slimkv.lab.suite.tasks import Context, Question
-from slimkv.lab.suite.vllm_engine import EngineError, engine_arguments, run_engine
+from slimkv.lab.suite.vllm_engine import engine_arguments, run_engine
 from slimkv.lab.suite.workbench import Workbench
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
-from slimkv.lab.bench.cells import AttendCell, StoreCell
+from slimkv.lab.bench.cells import AttendCell, compute_dtype
 from slimkv.lab.bench.results import Baseline
 from slimkv.lab.bench.timing import Timer
 from slimkv.ops.attention.api import AttendOptions
@@ -26,17 +26,9 @@ Call = Callable[[], object]
 Candidates = Iterator[tuple[str, Call]]
 
 
-def compute_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of K, V and queries: bfloat16 on a GPU, float32 on a CPU, which multiplies it faster."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 @dataclass(frozen=True)
 class DenseInputs:
-    """K and V as plain tensors [batch * context, num_kv_heads, head_dim].
-
-    Queries [batch * queries, heads, head_dim].
-    """
+    """K and V as tensors [batch * context, num_kv_heads, head_dim], queries [batch * queries, heads, head_dim]."""
 
     cell: AttendCell
     query: Tensor
@@ -49,13 +41,12 @@ class DenseInputs:
         shape = (cell.batch * cell.context, cell.num_kv_heads, cell.head_dim)
         dtype = compute_dtype(device)
         query = torch.randn(cell.batch * cell.queries, cell.num_heads, cell.head_dim, device=device, dtype=dtype)
-        return cls(
-            cell, query, torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype)
-        )
+        key, value = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+        return cls(cell, query, key, value)
 
 
 def cell_options(cell: AttendCell, device: torch.device) -> AttendOptions:
-    """The arguments of ``attend`` in this cell."""
+    """The options of ``attend`` for this cell."""
     sinks = torch.linspace(-1, 1, cell.num_heads, device=device) if cell.sinks else None
     return AttendOptions(
         sliding_window=cell.sliding_window, softcap=cell.softcap, sinks=sinks, prefill=cell.prefill,
@@ -66,7 +57,7 @@ def cell_options(cell: AttendCell, device: torch.device) -> AttendOptions:
 def _refuse_options(cell: AttendCell, *names: str) -> None:
     given = [name for name in names if getattr(cell, name)]
     if given:
-        raise UnsupportedError(f"it has no {' or '.join(given)}")
+        raise UnsupportedError(f"does not support {' or '.join(given)}")
 
 
 def sdpa(inputs: DenseInputs) -> Candidates:
@@ -114,7 +105,7 @@ def flash_attention_3() -> Any:
 def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
     """Paged FlashAttention-3 as vLLM calls it, with and without a precomputed schedule, in pages of 16 and 128.
 
-    Deterministic: one split, as VLLM_BATCH_INVARIANT=1 asks for.
+    Deterministic cells use one split, as vLLM does with VLLM_BATCH_INVARIANT=1.
     """
     module, cell = flash_attention_3(), inputs.cell
     query, key, value = inputs.query, inputs.key, inputs.value
@@ -155,7 +146,7 @@ def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
 
 @dataclass(frozen=True)
 class TurboQuant:
-    """vLLM's stock turboquant_4bit_nc kernels and the constants its backend gives them."""
+    """vLLM's stock turboquant_4bit_nc kernels, and the constants that its backend passes."""
 
     config: Any
     rotation: Tensor
@@ -184,7 +175,7 @@ class TurboQuant:
         )
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Its store, as its backend calls it."""
+        """The store, called as its backend calls it."""
         from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
 
         triton_turboquant_store(
@@ -224,7 +215,7 @@ def turboquant_attend(inputs: DenseInputs) -> Candidates:
     )  # fmt: skip
 
 
-def scatter(cell: StoreCell, key: Tensor, value: Tensor, slots: Tensor) -> Candidates:
+def scatter(key: Tensor, value: Tensor, slots: Tensor) -> Candidates:
     """Writes unquantised K and V to the same slots of plain tensors with torch's index_put."""
     size = int(slots.max()) + 1
     cache = [torch.zeros(size, *x.shape[1:], dtype=x.dtype, device=x.device) for x in (key, value)]
@@ -243,10 +234,11 @@ def copy_of(moved_bytes: int, device: torch.device) -> Candidates:
     yield "copy_", functools.partial(target.copy_, source)
 
 
-def turboquant_store(cell: StoreCell, key: Tensor, value: Tensor, slots: Tensor) -> Candidates:
+def turboquant_store(key: Tensor, value: Tensor, slots: Tensor) -> Candidates:
     """vLLM's turboquant_4bit_nc store (its GEMM and element-wise launches included)."""
-    turbo = TurboQuant.create(cell.head_dim, key.device)
-    cache = turbo.cache(int(slots.max()) + 1, cell.num_kv_heads, 16, key.device)
+    _, num_kv_heads, head_dim = key.shape
+    turbo = TurboQuant.create(head_dim, key.device)
+    cache = turbo.cache(int(slots.max()) + 1, num_kv_heads, 16, key.device)
     yield "pages of 16", functools.partial(turbo.store, key, value, cache, slots.to(torch.int32))
 
 
@@ -266,24 +258,17 @@ def concat_and_cache(latent: Tensor, rope: Tensor, slots: Tensor) -> Candidates:
 
 
 def time_baseline(
-    name: str,
-    prepare: Callable[[], Candidates],
-    timer: Timer,
-    ours_ms: float,
-    moved_bytes: int,
-    copy: float,
-    cold: bool = True,
-    before: Callable[[], object] | None = None,
+    name: str, prepare: Callable[[], Candidates], timer: Timer, moved_bytes: int, copy: float, **timing: Any
 ) -> Baseline:
     """The fastest candidate, timed as ``Timer`` says, or the reason why there is none."""
-    times: dict[str, float] = {}
-    reasons: list[str] = []
     if timer.device.type != "cuda" and name not in ("sdpa", "sdpa_bf16", "scatter", "copy"):
         return Baseline(name, None, None, None, "needs a CUDA device")
+    times: dict[str, float] = {}
+    reasons: list[str] = []
     try:
         for detail, call in prepare():
             try:
-                times[detail] = timer(call, cold=cold, before=before)
+                times[detail] = timer(call, **timing)
             except Exception as error:  # this build lacks this configuration; others may run
                 reasons.append(f"{detail}: {_one_line(error)}")
     except Exception as error:  # third-party code may raise anything; the row has the reason and the run continues
@@ -291,7 +276,7 @@ def time_baseline(
     if not times:
         return Baseline(name, None, None, None, "; ".join(reasons))
     detail, ms = min(times.items(), key=lambda item: item[1])
-    return Baseline(name, ms, ms / ours_ms, moved_bytes / (1e-3 * ms) / copy, detail)
+    return Baseline(name, ms, None, moved_bytes / (1e-3 * ms) / copy, detail)
 
 
 def _one_line(error: Exception) -> str:

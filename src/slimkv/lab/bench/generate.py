@@ -1,9 +1,7 @@
-"""Decoding through transformers' ``generate``: a packed cache with fused attention compared with the stock cache and
-SDPA.
+"""Times decoding through ``generate``: a packed cache with fused attention, and the stock cache with SDPA.
 
-Every step of decoding has a length that the process has not met before, and torch's attention may have to prepare
-itself for a new length (cuDNN builds a plan). So lengths are not repeated between rounds; afterwards the cache is
-cropped and the same lengths are timed again, which shows what that preparation costs.
+Torch may prepare for each new sequence length (cuDNN builds a plan), and every decode step of a request has a new one.
+So rounds do not repeat lengths. Afterwards the cache is cropped and the same lengths are timed again without that cost.
 """
 
 from __future__ import annotations
@@ -12,15 +10,17 @@ import copy
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
-from slimkv.errors import InputError, MissingDependencyError
-from slimkv.lab.evals.harness import SERVING, STOCK, CacheKind, attending, cache_kinds
+from slimkv.errors import MissingDependencyError
+from slimkv.lab import models
+from slimkv.lab.evals.harness import SERVING, STOCK, CacheKind, attending, cache_bytes, cache_kinds
 from slimkv.lab.provenance import Provenance, provenance
+from slimkv.lab.settings import check_limits, setting
 
 STOCK_NAME = "DynamicCache"
 
@@ -30,38 +30,27 @@ class GenerateSettings:
     """A random-weight Llama (or a named model) and its workload."""
 
     model: str | None = None  # a model for ``slimkv.lab.models.load``; None: random weights of the shape below
-    layers: int = 8
-    num_heads: int = 32
-    num_kv_heads: int = 8
+    layers: int = setting(8, least=1)
+    num_heads: int = setting(32, least=1)
+    num_kv_heads: int = setting(8, least=1)
     head_dim: int = 128
-    context: int = 32768
-    batch: int = 1
-    new_tokens: int = 64
+    context: int = setting(32768, least=1)
+    batch: int = setting(1, least=1)
+    new_tokens: int = setting(64, least=1)
     formats: tuple[str, ...] = ("k4v4",)
     dtype: str = "bfloat16"
     device: str = "cuda"
-    rounds: int = 3  # each round times every cache once; the median is reported
-    prefill_chunk: int = 4096
+    rounds: int = setting(3, least=1)  # each round times every cache once; the median is reported
+    prefill_chunk: int = setting(4096, least=1)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "layers",
-            "num_heads",
-            "num_kv_heads",
-            "context",
-            "batch",
-            "new_tokens",
-            "rounds",
-            "prefill_chunk",
-        ):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_limits(self)
 
 
 @dataclass(frozen=True)
 class GenerateRow:
-    """One cache. ``again``: at lengths that the process has decoded before, which happens only in benchmarks."""
+    """One cache. ``again``: at lengths that the process has decoded before, as only benchmarks do."""
 
     cache: str
     tokens_per_second: float  # of the whole batch, median of the rounds
@@ -92,17 +81,11 @@ def random_llama(settings: GenerateSettings) -> Any:
         raise MissingDependencyError('this needs transformers: pip install "slimkv[transformers]"') from error
     hidden = settings.num_heads * settings.head_dim
     config = transformers.LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_kv_heads,
-        head_dim=settings.head_dim,
-        vocab_size=1024,
+        hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=settings.layers, head_dim=settings.head_dim,
+        num_attention_heads=settings.num_heads, num_key_value_heads=settings.num_kv_heads, vocab_size=1024,
         max_position_embeddings=settings.context + (settings.new_tokens + 4) * (settings.rounds + 1),
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
     torch.manual_seed(settings.seed)
     with torch.device(settings.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype))
@@ -114,8 +97,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@dataclass(frozen=True)
-class _Times:
+class _Times(NamedTuple):
     """The times of one cache in one round, in seconds."""
 
     prefill: float
@@ -135,7 +117,7 @@ def _one(model: Any, ids: Tensor, kind: CacheKind, settings: GenerateSettings) -
     _synchronize(model.device)
     prefill = time.perf_counter() - start
 
-    def decode(given: Tensor, count: int) -> tuple[float, Tensor]:  # into whatever ``cache`` is then
+    def decode(given: Tensor, count: int) -> tuple[float, Tensor]:  # into the current ``cache``
         arguments = {"attention_mask": torch.ones_like(given), "past_key_values": cache, "do_sample": False}
         _synchronize(model.device)
         begin = time.perf_counter()
@@ -156,21 +138,6 @@ def _one(model: Any, ids: Tensor, kind: CacheKind, settings: GenerateSettings) -
     return _Times(prefill, step, step_again), cache
 
 
-def _load(settings: GenerateSettings) -> Any:
-    if settings.model is None:
-        return random_llama(settings)
-    from slimkv.lab import models
-
-    return models.load(settings.model, getattr(torch, settings.dtype), settings.device).model
-
-
-def _stock_size(cache: Any) -> tuple[int, float]:
-    """Bytes of a stock cache, and over those in bfloat16."""
-    held = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-    size = sum(t.numel() * t.element_size() for t in held)
-    return size, size / sum(2 * t.numel() for t in held)
-
-
 def time_generation(
     settings: GenerateSettings, model: Any = None, calibration: Calibration | None = None
 ) -> GenerateReport:
@@ -178,11 +145,12 @@ def time_generation(
 
     ``model``: a loaded model that replaces the one in the settings. ``calibration``: for formats with ``+cal``.
     """
-    if model is None:
-        model = _load(settings)
+    if model is None and settings.model is not None:
+        model = models.load(settings.model, getattr(torch, settings.dtype), settings.device).model
+    model = model if model is not None else random_llama(settings)
     limit = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(settings.seed)
-    # The lengths of different rounds do not overlap.
+    # Rounds use disjoint ranges of lengths.
     apart = settings.new_tokens + 4
     longest = settings.context + apart * (settings.rounds - 1) + 1
     ids = torch.randint(3, limit, (settings.batch, longest), generator=generator).to(model.device)
@@ -196,9 +164,8 @@ def time_generation(
             for name, kind in kinds.items():
                 with attending(model, kind.format):
                     found, cache = _one(model, given, kind, settings)
-                sizes[name] = (
-                    _stock_size(cache) if kind is STOCK else (cache.nbytes, 1 / cache.size().compression_ratio)
-                )
+                size, in_bf16 = cache_bytes(cache)
+                sizes[name] = size, size / in_bf16
                 times[name].append(found)
                 del cache
     finally:

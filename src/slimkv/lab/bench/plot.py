@@ -1,4 +1,4 @@
-"""Pictures of reports: how many times faster than each baseline, and sessions."""
+"""Plots of reports: time of each baseline over slimkv's, and the sessions phase."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from pathlib import Path
 
 from slimkv.errors import InputError
 from slimkv.lab.bench.results import Report
-from slimkv.lab.bench.serve import DTYPES, ServeReport
+from slimkv.lab.bench.serve import ServeReport
+from slimkv.lab.bench.serve_settings import DTYPES
 from slimkv.lab.evals.plots import figure
 from slimkv.lab.report.charts import Bar, bars
 from slimkv.lab.report.page import stacked
 
 
 def plot(report: Report, path: Path) -> None:
-    """Bars per cell and implementation; one colour per baseline; 1 is as fast as slimkv."""
+    """Bars per cell and backend, a colour per baseline; 1 is as fast as slimkv."""
     names = list(dict.fromkeys(b.name for row in report.rows for b in row.baselines if b.ms is not None))
     labels = [f"{row.cell}\n{row.backend}" for row in report.rows]
     height = max(3.0, 0.28 * len(labels) * max(1, len(names)))
@@ -33,10 +34,10 @@ def plot(report: Report, path: Path) -> None:
 
 
 def plot_sessions(report: ServeReport, path: Path) -> None:
-    """The sessions phase as an SVG file: hits, the wait for a first token, tokens per second; a bar for each system."""
+    """The sessions phase as an SVG file: hit rate, time to first token and tokens per second of each system."""
     found = {name: x["sessions"] for name, x in report.systems.items() if "sessions" in x}
     if not found:
-        raise InputError("a chart of sessions needs a system that ran the phase sessions")
+        raise InputError("a chart of sessions needs a system that finished the sessions phase")
     share = f"{report.settings.held:.0%} of the memory that holds all sessions in bf16"
     panels = [
         (f"prompt tokens found in the cache, at {share}", "hit_share", "{:.0%}"),
@@ -52,4 +53,4 @@ def plot_sessions(report: ServeReport, path: Path) -> None:
         if any(x[key] > 0 for x in found.values())
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(stacked("Sessions in less memory than they need", drawn), encoding="utf-8")
+    path.write_text(stacked("Multi-turn sessions in less memory than they need", drawn), encoding="utf-8")

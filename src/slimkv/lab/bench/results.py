@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ class Baseline:
     ms: float | None
     ratio: float | None  # its time over slimkv's: above 1 slimkv is faster
     fraction_of_copy: float | None
-    detail: str  # the configuration that was fastest, or why it is absent
+    detail: str  # the fastest configuration, or why it is absent
 
     def against(self, ours_ms: float) -> Baseline:
         """The same baseline compared with another time of slimkv."""
@@ -30,7 +29,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Row:
-    """One cell under one implementation."""
+    """One cell with one backend."""
 
     cell: str
     format: str
@@ -43,16 +42,6 @@ class Row:
     error: float | None  # relative, of the output against float64 on the same codes
     over_k4v4_by_bytes: float | None  # time per byte over that of the k4v4 cell of this shape
     baselines: list[Baseline]
-
-    @classmethod
-    def timed(
-        cls, cell: Any, shape: Sequence[str], backend: str, ms: float, moved: int, copy: float,
-        baselines: list[Baseline], **more: float | None,
-    ) -> Row:  # fmt: skip
-        """A cell that took ``ms`` to move ``moved`` bytes; ``shape``: the names of what decides its size."""
-        found = {"tflops": None, "error": None, "over_k4v4_by_bytes": None, **more}
-        sizes, share = {name: getattr(cell, name) for name in shape}, moved / (1e-3 * ms) / copy
-        return cls(cell.name, cell.format, sizes, backend, ms, moved, share, baselines=baselines, **found)
 
     def baseline(self, name: str) -> Baseline | None:
         """The baseline called ``name``."""
@@ -86,18 +75,9 @@ class Report:
     date: str
     command: str
 
-    def to_json(self) -> str:
-        """Indented JSON."""
-        return json.dumps(asdict(self), indent=2, allow_nan=False)
-
-    def save(self, path: Path) -> None:
-        """Writes the JSON to ``path``."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
-
 
 def load(path: Path) -> Report:
-    """Reads what ``Report.save`` wrote."""
+    """Reads a report that ``slimkv bench --output`` wrote."""
     data = json.loads(path.read_text(encoding="utf-8"))
     data["rows"] = [Row(**{**row, "baselines": [Baseline(**b) for b in row["baselines"]]}) for row in data["rows"]]
     data["rotation"] = [Rotation(**r) for r in data["rotation"]]
@@ -106,13 +86,7 @@ def load(path: Path) -> Report:
 
 def make_report(operation: str, rows: list[Row], device: torch.device, copy: float, command: str) -> Report:
     """Adds the provenance of the run."""
-    return Report(
-        operation=operation,
-        rows=rows,
-        rotation=_rotation(rows),
-        copy_bytes_per_second=copy,
-        **run_facts(device, command),
-    )
+    return Report(operation, rows, _rotation(rows), copy_bytes_per_second=copy, **run_facts(device, command))
 
 
 def run_facts(device: torch.device, command: str) -> dict[str, Any]:
@@ -124,8 +98,6 @@ def run_facts(device: torch.device, command: str) -> dict[str, Any]:
 
 def _rotation(rows: list[Row]) -> list[Rotation]:
     """Pairs cells called rotation-off-X and rotation-on-X."""
-    off = {(r.cell.removeprefix("rotation-off-"), r.backend): r for r in rows if r.cell.startswith("rotation-off-")}
-    on = {(r.cell.removeprefix("rotation-on-"), r.backend): r for r in rows if r.cell.startswith("rotation-on-")}
-    return [
-        Rotation(backend, off[cell, backend].ms, on[cell, backend].ms) for cell, backend in off if (cell, backend) in on
-    ]
+    times = {(row.cell, row.backend): row.ms for row in rows}
+    pairs = [(row, (row.cell.replace("rotation-off-", "rotation-on-"), row.backend)) for row in rows]
+    return [Rotation(r.backend, r.ms, times[on]) for r, on in pairs if on[0] != r.cell and on in times]

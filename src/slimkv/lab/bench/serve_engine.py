@@ -17,12 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LOADS = {"vllm": "slimkv.lab.bench.serve_vllm:VLLMLoad", "sglang": "slimkv.lab.bench.serve_sglang:SGLangLoad"}
+from slimkv.lab.bench.sessions import Sessions
 
-
-def say(message: str) -> None:
-    """Prints progress without buffering."""
-    print(message, file=sys.stderr, flush=True)
+LOADS = {"vllm": "VLLMLoad", "sglang": "SGLangLoad"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Answer:
     tokens: int
     first_token: float
     last_token: float
-    due: float = 0.0  # when it was to arrive
+    due: float = 0.0  # when the request was due
 
 
 # (number of an arrival, its answer's tokens, seconds) -> the next arrival, or None
@@ -67,10 +64,9 @@ class Load(ABC):
     def serve_arrivals(
         self, arrivals: list[tuple[float, list[int]]], tokens: int, follow: Follow | None = None
     ) -> list[Answer]:
-        """Answers to prompts that arrive at given seconds; their times count from the start.
+        """Answers to prompts that arrive at given times, in seconds from the start.
 
-        ``follow`` is asked for another arrival when one is answered. Answers are in the order of arrivals as they
-        became known.
+        ``follow`` may return another arrival for each answer. Answers are in the order of their arrivals.
         """
 
     def stop(self) -> None:  # noqa: B027
@@ -82,10 +78,10 @@ class Load(ABC):
         return source.choices(range(3, self.plan["vocabulary"]), k=length)
 
     def together(self, count: int) -> dict[str, Any]:
-        """``count`` requests of the plan's context: prefilled, asked again from the prefix cache, then decoded together.
+        """Prefills ``count`` requests of the plan's context, asks them again from the prefix cache, then decodes them.
 
-        Decoding starts from the prefix cache too, so that no request waits for another's prefill; the rate is the sum
-        of the requests' own rates between their first and last token.
+        Decoding starts from the prefix cache too, so no request waits for another's prefill. The rate is the sum of the
+        requests' rates between their first and last token.
         """
         prompts = [self.prompt(i, self.plan["context"]) for i in range(count)]
         start = time.perf_counter()
@@ -94,14 +90,14 @@ class Load(ABC):
         before, start = self.counters(), time.perf_counter()
         self.generate(prompts, 1)
         cached = time.perf_counter() - start
-        answers = self.generate(prompts, self.plan["output"])
+        answers = self.generate(prompts, self.plan["new_tokens"])
         after = self.counters()
         more = {name: after[name] - before[name] for name in after}
         rates = [(a.tokens - 1) / (a.last_token - a.first_token) for a in answers]
         return {
             "requests": count,
             "context": self.plan["context"],
-            "output": self.plan["output"],
+            "output": self.plan["new_tokens"],
             "prefill_seconds": prefill,
             "cached_seconds": cached,
             "decode_tokens_per_second": sum(rates),
@@ -114,19 +110,19 @@ class Load(ABC):
     # -- the phases --------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Warms up, so that compilation is not measured; most tokens of the second run are cached."""
+        """Runs the plan's lengths twice, so that compilation is not measured, nor reading from the prefix cache."""
         lengths = [self.plan["context"], 40, self.plan["context"] // 4]
         prompts = [self.prompt(-1 - i, max(n, 8)) for i, n in enumerate(lengths)]
         for _ in range(2):
             self.generate(prompts, 8)
 
     def phase_decode(self) -> dict[str, Any]:
-        """The plan's number of requests at its context."""
+        """The plan's number of requests."""
         return self.together(self.plan["requests"])
 
     def phase_full(self) -> dict[str, Any]:
         """As many requests as the cache holds at once."""
-        each = -(-(self.plan["context"] + self.plan["output"]) // self.block_size) * self.block_size
+        each = -(-(self.plan["context"] + self.plan["new_tokens"]) // self.block_size) * self.block_size
         fit = min(self.kv_tokens // each - 1, self.plan["max_num_seqs"])
         if self.plan["most_requests"]:
             fit = min(fit, self.plan["most_requests"])
@@ -144,9 +140,7 @@ class Load(ABC):
         return {"rate": self.plan["rate"], "prompt_tokens": tokens, **self._served(arrivals)}
 
     def phase_sessions(self) -> dict[str, Any]:
-        """Users who come back with all that was said before: see ``slimkv.lab.bench.sessions``."""
-        from slimkv.lab.bench.sessions import Sessions
-
+        """Multi-turn sessions: see ``slimkv.lab.bench.sessions``."""
         sessions = Sessions(self.plan)
         who: list[int] = []  # the user of each arrival
 
@@ -174,7 +168,7 @@ class Load(ABC):
     def _served(self, arrivals: list[Any], follow: Follow | None = None) -> dict[str, Any]:
         """The waiting times of arrivals and follow-ups."""
         start = time.perf_counter()
-        answers = self.serve_arrivals(arrivals, self.plan["output"], follow)
+        answers = self.serve_arrivals(arrivals, self.plan["new_tokens"], follow)
         total = time.perf_counter() - start
         waits = sorted(a.first_token - a.due for a in answers)
         between = sorted((a.last_token - a.first_token) / (a.tokens - 1) for a in answers)
@@ -201,15 +195,18 @@ def main() -> None:
         result.update(more)
         target.write_text(json.dumps(result))
 
-    module, name = LOADS[plan["engine"]].split(":")
-    load: Load = getattr(importlib.import_module(module), name)(plan)
-    say(f"{plan['system']}: started in {load.start_seconds:.1f} s, the cache holds {load.kv_tokens:,} tokens")
+    def say(message: str) -> None:
+        print(f"{plan['system']}: {message}", file=sys.stderr, flush=True)
+
+    module = importlib.import_module(f"slimkv.lab.bench.serve_{plan['engine']}")
+    load: Load = getattr(module, LOADS[plan["engine"]])(plan)
+    say(f"started in {load.start_seconds:.1f} s, the cache holds {load.kv_tokens:,} tokens")
     keep(start_seconds=load.start_seconds, kv_tokens=load.kv_tokens, block_size=load.block_size)
     load.warm_up()
     for phase in plan["phases"]:
         begin = time.perf_counter()
         keep(**{phase: getattr(load, f"phase_{phase}")()})
-        say(f"{plan['system']}: {phase} in {time.perf_counter() - begin:.1f} s: {json.dumps(result[phase])}")
+        say(f"{phase} in {time.perf_counter() - begin:.1f} s: {json.dumps(result[phase])}")
     load.stop()
 
 

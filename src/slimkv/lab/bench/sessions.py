@@ -1,7 +1,7 @@
-"""Users who talk to an engine in turns: what a cache buys when it is too small for all of them.
+"""Multi-turn sessions in a cache that is too small for all of them: how many prompt tokens it still holds.
 
-A user reads one of a few shared texts (Zipf: some are popular), asks, gets an answer, thinks, and asks again with all
-that was said before. Everybody's tokens do not fit into the cache, so a turn finds its past there or is computed again.
+A user asks about one of a few shared texts (popularity follows Zipf's law), gets an answer, pauses, and asks again with
+the whole conversation as the prompt. Tokens that the cache has evicted are computed again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from slimkv.memory_plan import ModelShape, sequence_bytes
 from slimkv.spec import BF16_BYTES
 
-SHARED = 0.5  # of the longest context: the text that users share
+SHARED = 0.5  # share of the context that is the shared text
 USERS_PER_TEXT = 4
 
 
@@ -25,13 +25,13 @@ class User:
     """One conversation; times are in seconds."""
 
     text: int
-    asks: list[list[int]]  # the user's own tokens, by turn
-    thinks: list[float]  # before each turn
-    said: list[int] = field(default_factory=list)  # everything so far
+    asks: list[list[int]]  # the user's tokens in each turn
+    thinks: list[float]  # seconds before each turn
+    said: list[int] = field(default_factory=list)  # the conversation so far
     turn: int = 0
 
     def next_prompt(self) -> list[int]:
-        """All that was said, and what is asked next."""
+        """The conversation so far and the next question."""
         self.said = [*self.said, *self.asks[self.turn]]
         self.turn += 1
         return self.said
@@ -43,7 +43,7 @@ class Sessions:
     def __init__(self, plan: dict[str, Any]) -> None:
         self.turns, source = plan["turns"], random.Random(f"sessions-{plan['seed']}")
         words = range(3, plan["vocabulary"])
-        sizes = lengths(plan["context"], plan["turns"], plan["output"])
+        sizes = lengths(plan["context"], plan["turns"], plan["new_tokens"])
         texts = [source.choices(words, k=sizes[0]) for _ in range(-(-plan["users"] // USERS_PER_TEXT))]
         popularity = [1 / (rank + 1) for rank in range(len(texts))]
         self.users = []
@@ -51,14 +51,14 @@ class Sessions:
             text = source.choices(range(len(texts)), popularity)[0]
             asks = [source.choices(words, k=sizes[1]) for _ in range(self.turns)]
             thinks = [source.expovariate(1 / plan["think"]) for _ in range(self.turns)]
-            thinks[0] = number * plan["think"] / plan["users"] + thinks[0] / 4  # they do not begin together
+            thinks[0] = number * plan["think"] / plan["users"] + thinks[0] / 4  # users start at different times
             self.users.append(User(text, asks, thinks, list(texts[text])))
         used = {user.text for user in self.users}
-        self.unseen = len(used) * sizes[0] + len(self.users) * self.turns * sizes[1]  # tokens that no cache can know
+        self.unseen = len(used) * sizes[0] + len(self.users) * self.turns * sizes[1]  # tokens never seen before
         self.prompt_tokens = 0
 
     def first(self) -> Iterator[tuple[float, int, list[int]]]:
-        """(due, user, prompt) of everybody's first turn."""
+        """(due, user, prompt) of every user's first turn."""
         for number in range(len(self.users)):
             yield self._ask(number, 0.0)
 
@@ -75,20 +75,22 @@ class Sessions:
         return due, number, prompt
 
 
-def lengths(context: int, turns: int, output: int) -> tuple[int, int]:
-    """Tokens of a shared text, and of what a user says in one turn, so that the last answer ends at ``context``."""
+def lengths(context: int, turns: int, new_tokens: int) -> tuple[int, int]:
+    """Tokens of a shared text and of one question, so that the last answer ends at ``context``."""
     shared = int(context * SHARED)
-    return shared, max(1, (context - shared) // turns - output)
+    return shared, max(1, (context - shared) // turns - new_tokens)
 
 
-def held_tokens(users: int, context: int, turns: int, output: int) -> int:
-    """Tokens of all conversations at their end, shared texts once."""
-    shared, ask = lengths(context, turns, output)
-    return -(-users // USERS_PER_TEXT) * shared + users * turns * (ask + output)
+def held_tokens(users: int, context: int, turns: int, new_tokens: int) -> int:
+    """Tokens of all conversations at their end; shared texts count once."""
+    shared, ask = lengths(context, turns, new_tokens)
+    return -(-users // USERS_PER_TEXT) * shared + users * turns * (ask + new_tokens)
 
 
 def session_bytes(settings: Any, shape: ModelShape) -> int:
     """Bytes of the cache in the sessions phase: a share of what all sessions take in the model's dtype."""
-    tokens = held_tokens(settings.users, settings.context, settings.turns, settings.output)
-    tokens = max(int(tokens * settings.held), settings.context + settings.output + 128)  # one must fit, with its blocks
+    tokens = held_tokens(settings.users, settings.context, settings.turns, settings.new_tokens)
+    tokens = max(
+        int(tokens * settings.held), settings.context + settings.new_tokens + 128
+    )  # one must fit, with its blocks
     return sequence_bytes(shape, "raw", tokens, 16) * getattr(torch, settings.dtype).itemsize // BF16_BYTES

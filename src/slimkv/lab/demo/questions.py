@@ -12,8 +12,7 @@ from torch import Tensor
 
 from slimkv.lab.evals.agreement import compare_logits
 from slimkv.lab.evals.generation import compare_tokens, prompt_ids
-from slimkv.lab.evals.harness import SERVING, STOCK, CacheKind, Progress, attending, quiet
-from slimkv.spec import BF16_BYTES
+from slimkv.lab.evals.harness import SERVING, STOCK, CacheKind, Progress, attending, cache_bytes, quiet
 
 SHORT_QUESTION = "What is photosynthesis, and why does it matter?"
 LONG_QUESTION = "What is the password of the garden gate?"
@@ -89,17 +88,10 @@ class Reader:
 
     def answer(self, tokenizer: Any, expected: list[int]) -> Answer:
         """The answer so far; ``expected``: the stock cache's tokens."""
-        if hasattr(self.cache, "size"):
-            size = self.cache.size()
-            allocated, plain = size.allocated_bytes, size.bf16_bytes
-        else:
-            held = [x for y in self.cache.layers for x in (getattr(y, "keys", None), getattr(y, "values", None))]
-            allocated = sum(x.numel() * x.element_size() for x in held if x is not None)
-            plain = sum(BF16_BYTES * x.numel() for x in held if x is not None)
         text = tokenizer.decode(self.tokens, skip_special_tokens=True)
         first, _ = compare_tokens(expected, self.tokens)
         speed = len(self.tokens) / self.seconds if self.seconds else 0.0
-        return Answer(self.name, text, len(self.tokens), first, speed, allocated, plain)
+        return Answer(self.name, text, len(self.tokens), first, speed, *cache_bytes(self.cache))
 
 
 def read_together(readers: Sequence[Reader], ids: Tensor) -> None:
@@ -134,7 +126,8 @@ def read_together(readers: Sequence[Reader], ids: Tensor) -> None:
 
 def decode(readers: Sequence[Reader], tokenizer: Any, question: str, new_tokens: int, shown: Shown) -> list[Answer]:
     """The readers answer greedily in turns, up to ``new_tokens`` each; ``shown`` gets the texts after each turn."""
-    stop = _stop_tokens(readers[0].model, tokenizer)
+    configured = getattr(getattr(readers[0].model, "generation_config", None), "eos_token_id", None)
+    stop = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
 
     def talking(reader: Reader) -> bool:
         return reader.next not in stop and len(reader.tokens) < new_tokens
@@ -147,33 +140,21 @@ def decode(readers: Sequence[Reader], tokenizer: Any, question: str, new_tokens:
     return [reader.answer(tokenizer, readers[0].tokens) for reader in readers]
 
 
-def ask_short(
-    model: Any,
-    tokenizer: Any,
-    kinds: Sequence[CacheKind],
-    new_tokens: int,
-    shown: Shown,
-    question: str = SHORT_QUESTION,
-) -> Question:
+def ask_short(model: Any, tokenizer: Any, kinds: Sequence[CacheKind], new_tokens: int, shown: Shown) -> Question:
     """A question of a few words."""
-    readers = [Reader(model, kind) for kind in (STOCK, *kinds)]
-    ids = prompt_ids(tokenizer, question)
+    readers, ids = [Reader(model, kind) for kind in (STOCK, *kinds)], prompt_ids(tokenizer, SHORT_QUESTION)
     read_together(readers, ids)
-    return Question(question, ids.shape[1], tuple(decode(readers, tokenizer, question, new_tokens, shown)))
+    answers = decode(readers, tokenizer, SHORT_QUESTION, new_tokens, shown)
+    return Question(SHORT_QUESTION, ids.shape[1], tuple(answers))
 
 
 def ask_long(
-    model: Any,
-    tokenizer: Any,
-    kinds: Sequence[CacheKind],
-    text: str,
-    text_tokens: int,
-    new_tokens: int,
-    shown: Shown,
+    model: Any, tokenizer: Any, kinds: Sequence[CacheKind], text: str, text_tokens: int, new_tokens: int, shown: Shown,
     progress: Progress = quiet,
-) -> Question | None:
-    """A question about ``text_tokens`` tokens of ``text``, with a fact hidden in the middle; predictions at its end are
-    compared too. None if the model's context is too short for a long text.
+) -> Question | None:  # fmt: skip
+    """A question about ``text_tokens`` tokens of ``text``, with a fact hidden in the middle.
+
+    Predictions for the end of the text are compared too. None if the model's context is too short.
     """
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or text_tokens * 2
     text_tokens = min(text_tokens, limit - new_tokens - 128)
@@ -206,9 +187,3 @@ def _long_prompt(tokenizer: Any, text: str, tokens: int) -> Tensor:
     cut = int(len(words) * _FACT_DEPTH)
     body = tokenizer.decode(words[:cut]) + _FACT + tokenizer.decode(words[cut:])
     return prompt_ids(tokenizer, f"{body}\n\n{LONG_QUESTION}")
-
-
-def _stop_tokens(model: Any, tokenizer: Any) -> set[int]:
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    return {x for x in (*ids, tokenizer.eos_token_id) if x is not None}

@@ -31,7 +31,7 @@ def _answer(answer: Answer, stock: Answer) -> str:
     if answer is stock:
         same = "the stock cache"
     elif answer.first_difference is None:
-        same = "word for word the stock cache's answer"
+        same = "identical to the stock cache's answer"
     else:
         same = f"differs from the stock cache's answer from token {answer.first_difference + 1} on"
     speed = f"{answer.tokens} tokens at {answer.tokens_per_second:.1f} tokens/s"
@@ -76,7 +76,7 @@ def _plots(showcase: Showcase) -> list[Plot]:
     memory = chart("Memory at length", Axis("tokens of one sequence"), Axis("cache, MiB"), curves)
     return [
         quality_plot([(r.format, r.bytes_per_token, r.kl) for r in showcase.quality.rows]),
-        ("Memory at length", "What one sequence allocates, scales and page padding included.", memory),
+        ("Memory at length", "Bytes that one sequence allocates, including scales and page padding.", memory),
     ]
 
 
@@ -98,21 +98,26 @@ def _tiles(showcase: Showcase) -> str:
     return "".join(tiles)
 
 
-def _quality_table(quality: AgreementReport) -> str:
-    stock = [td("bf16"), td(quality.raw_bytes_per_token, "{:,.0f}"), td("1.00x"),
-             td(quality.raw_perplexity, "{:.3f}"), *(td(None) for _ in range(3))]  # fmt: skip
-    rows = [
-        [td(r.format), td(r.bytes_per_token, "{:,.0f}"),
-         td(quality.raw_bytes_per_token / r.bytes_per_token, "{:.2f}x"), td(r.perplexity, "{:.3f}"),
-         td(r.over_raw, "{:+.2%}"), td(r.top1, "{:.1%}"), td(r.kl, "{:.4f}")]
+QUALITY = ("cache", "bytes per token", "smaller than bf16", "perplexity", "over plain", "same next token", "KL")
+
+
+def quality_rows(quality: AgreementReport) -> list[list[str]]:
+    """The columns ``QUALITY`` of every format."""
+    return [
+        [r.format, f"{r.bytes_per_token:,.0f}", f"{quality.raw_bytes_per_token / r.bytes_per_token:.2f}x",
+         f"{r.perplexity:.3f}", f"{r.over_raw:+.2%}", f"{r.top1:.1%}", f"{r.kl:.4f}"]
         for r in quality.rows
     ]  # fmt: skip
+
+
+def _quality_table(quality: AgreementReport) -> str:
+    stock = ["bf16", f"{quality.raw_bytes_per_token:,.0f}", "1.00x", f"{quality.raw_perplexity:.3f}", "", "", ""]
     told = (
         f"{quality.mode}: attention reads every key and value through the codec; {quality.windows} windows of "
         f"{quality.window_tokens} tokens. +cal: keys are rounded with the model's calibration."
     )
-    head = ["cache", "bytes per token", "smaller than bf16", "perplexity", "over plain", "same next token", "KL"]
-    return table(head, [stock, *rows], "quality", note=told)
+    rows = [[td(cell) for cell in row] for row in (stock, *quality_rows(quality))]
+    return table(QUALITY, rows, "quality", note=told)
 
 
 def html(showcase: Showcase) -> str:
@@ -121,14 +126,14 @@ def html(showcase: Showcase) -> str:
     versions = versions_line(run.versions)
     questions = ""
     if showcase.long is not None:
-        note = f"A text of {showcase.long.context_tokens:,} tokens says it once, half way."
+        note = f"The answer appears once, in the middle of {showcase.long.context_tokens:,} tokens."
         questions += _question("A question about a long text", showcase.long, note) + _long_table(showcase.long)
     questions += _question("A short question", showcase.short, f"({showcase.short.context_tokens} tokens)")
     body = f"""<h1>slimkv on {escape(showcase.model)}</h1>
 <div class="sub">{escape(run.device)}, {run.cpu_threads} threads, {escape(run.date)}</div>
 <div class="tiles">{_tiles(showcase)}</div>
 {plot_cards(_plots(showcase))}
-<h2>What each cache costs</h2>
+<h2>Quality and cost of each cache</h2>
 {_quality_table(showcase.quality)}
 {questions}
 <footer>Calibrated on {escape(showcase.calibration)}. Command: {escape(run.command)}. {escape(versions)}.

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimkv.calibration import Calibration
-from slimkv.lab.demo.questions import Question, Reader, Shown, ask_long, ask_short
+from slimkv.lab.demo.questions import Question, Shown, ask_long, ask_short
 from slimkv.lab.evals.agreement import AgreementReport, measure_agreement
 from slimkv.lab.evals.harness import RAW, Progress, Stopwatch, cache_kinds, quiet
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.lab.provenance import Provenance, provenance
-from slimkv.spec import BF16_BYTES, CodecSpec, PageLayout
+from slimkv.memory_plan import sequence_bytes, shape_of
 
 BEST = "k4v4+cal"
 ANSWERING = (BEST, "k4v4", "turboquant_4bit_nc", "fp8")
@@ -36,7 +36,7 @@ class Showcase:
 
     model: str
     calibration: str  # the tokens the calibration was made on
-    best: str  # the cache in front
+    best: str  # the cache shown beside the stock cache
     short: Question
     long: Question | None  # None: the context of the model is too short
     quality: AgreementReport
@@ -47,58 +47,26 @@ class Showcase:
 
 
 def memory_curves(model: Any, formats: Sequence[str], contexts: Sequence[int]) -> list[MemoryCurve]:
-    """Bytes of one sequence at each context, bfloat16 first; sliding layers hold at most their window.
-
-    The shapes of the layers come from a packed cache that has read a token. Other kinds of layers do not grow with the
-    context and are not counted.
-    """
-    import torch
-
-    reader = Reader(model, cache_kinds([formats[0]], None)[0])
-    reader.read(torch.zeros(1, 1, dtype=torch.int64))
-    layers = [layer for layer in reader.cache.layers if getattr(layer, "pool", None) is not None]
-
-    def total(format: str, context: int) -> int:
-        size = 0
-        for layer in layers:
-            spec, tokens = layer.pool.layout.spec, min(context, layer.window or context)
-            heads = layer.pool.num_kv_heads
-            if format == RAW:
-                size += heads * tokens * BF16_BYTES * (spec.key_dim + spec.value_dim)
-            else:
-                layout = PageLayout(CodecSpec.parse(format, spec.key_dim, spec.value_dim), 64)
-                size += layout.pool_bytes(layout.blocks_for(tokens), heads)
-        return size
-
-    named = [(RAW, "bf16"), *((format, format) for format in formats)]
-    return [MemoryCurve(name, tuple(total(format, c) for c in contexts)) for format, name in named]
+    """Bytes of one sequence at each context, bfloat16 first; sliding layers hold at most their window."""
+    shape, named = shape_of(model.config.to_dict()), {"bf16": RAW, **{format: format for format in formats}}
+    return [
+        MemoryCurve(name, tuple(sequence_bytes(shape, format, c, 64) for c in contexts))
+        for name, format in named.items()
+    ]
 
 
 def run_showcase(
-    model: Any,
-    tokenizer: Any,
-    calibration: Calibration,
-    *,
-    name: str,
-    best: str = BEST,
-    answering: Sequence[str] = ANSWERING,
-    measured: Sequence[str] = MEASURED,
-    new_tokens: int = 96,
-    long_new_tokens: int = 24,
-    text_tokens: int = TEXT_TOKENS,
-    windows: int = 2,
-    window_tokens: int = 384,
-    shown: Shown = lambda question, texts: None,
-    progress: Progress = quiet,
-) -> Showcase:
+    model: Any, tokenizer: Any, calibration: Calibration, *, name: str, best: str = BEST, new_tokens: int = 96,
+    long_new_tokens: int = 24, text_tokens: int = TEXT_TOKENS, windows: int = 2, window_tokens: int = 384,
+    shown: Shown = lambda question, texts: None, progress: Progress = quiet,
+) -> Showcase:  # fmt: skip
     """Asks both questions and measures every format on the included text.
 
-    ``best`` answers the short question beside the stock cache; all of ``answering`` answer the long one.
+    ``best`` answers the short question beside the stock cache; all of ``ANSWERING`` answer the long one.
     """
     watch = Stopwatch()
     text = load_text()
-    answering = [best, *(format for format in answering if format != best)]
-    measured = [best, *(format for format in measured if format != best)]
+    answering, measured = ([best, *(x for x in formats if x != best)] for formats in (ANSWERING, MEASURED))
     kinds = cache_kinds([*answering, BEST], calibration)[:-1]  # with BEST in the list only ``+cal`` is calibrated
     short = ask_short(model, tokenizer, kinds[:1], new_tokens, shown)
     long = ask_long(model, tokenizer, kinds, text, text_tokens, long_new_tokens, shown, progress)

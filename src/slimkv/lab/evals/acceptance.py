@@ -1,23 +1,21 @@
-"""How many drafted tokens a packed cache accepts: a cache that costs acceptance costs speed.
+"""Acceptance of n-gram drafts (prompt lookup) with a packed cache: lower acceptance makes speculative decoding slower.
 
-Drafts are n-grams of the text: what followed the last tokens when they stood there before. Greedy verification accepts
-a drafted token where it is the one the model says next, so the tokens that a model generates without drafts tell how
-many of them it would have accepted with them.
+A draft repeats what followed the last tokens earlier in the text. Greedy verification accepts the drafted tokens that
+the model would generate anyway, so the acceptance follows from text that was generated without drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from slimkv.calibration import Calibration
-from slimkv.lab.evals.harness import STOCK, STRICT, Progress, Stopwatch, attending, cache_kinds, check_mode, quiet
+from slimkv.lab.evals.harness import STOCK, Common, Run, attending
 
-DRAFTED, LONGEST, SHORTEST = 4, 4, 2  # tokens of a draft, and of the n-grams that are looked for
+DRAFTED, LONGEST, SHORTEST = 4, 4, 2  # tokens of a draft, and sizes of the n-grams that are looked up
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class AcceptanceRow:
     """One cache."""
 
     format: str
-    acceptance_length: float  # tokens that a verification gives: those it accepts, and one
+    acceptance_length: float  # mean tokens per verification step: the accepted ones, and one more
     over_raw: float
 
 
@@ -53,7 +51,7 @@ def ngram_draft(tokens: Sequence[int], drafted: int = DRAFTED) -> list[int]:
 
 
 def verifications(prompt: Sequence[int], answer: Sequence[int], drafted: int = DRAFTED) -> int:
-    """Steps in which ``answer`` is generated after ``prompt`` with n-gram drafts of up to ``drafted`` tokens."""
+    """Verification steps that generate ``answer`` after ``prompt`` with n-gram drafts of up to ``drafted`` tokens."""
     steps, done = 0, 0
     while done < len(answer):
         draft = ngram_draft([*prompt, *answer[:done]], drafted)
@@ -65,30 +63,22 @@ def verifications(prompt: Sequence[int], answer: Sequence[int], drafted: int = D
 
 
 def measure_acceptance(
-    model: Any,
-    windows: Tensor,
-    formats: Sequence[str],
-    *,
-    new_tokens: int = 96,
-    name: str = "",
-    mode: str = STRICT,
-    progress: Progress = quiet,
-    calibration: Calibration | None = None,
+    model: Any, windows: Tensor, formats: Sequence[str], *, new_tokens: int = 96, **common: Unpack[Common]
 ) -> AcceptanceReport:
     """Greedy continuations of ``windows`` int64 [count, tokens] by ``new_tokens`` tokens with every cache."""
-    check_mode(mode)
-    watch, kinds, windows = Stopwatch(), [STOCK, *cache_kinds(formats, calibration)], windows.to(model.device)
+    run, windows = Run(formats, **common), windows.to(model.device)
+    kinds = [STOCK, *run.kinds]
     lengths: dict[str, float] = {}
     for number, kind in enumerate(kinds):
-        progress(kind.name, number, len(kinds))
+        run.progress(kind.name, number, len(kinds))
         with attending(model, kind.format), torch.no_grad():
             out = model.generate(
-                windows, attention_mask=torch.ones_like(windows), past_key_values=kind.new(model, mode),
+                windows, attention_mask=torch.ones_like(windows), past_key_values=kind.new(model, run.mode),
                 max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
             )  # fmt: skip
         answers = out[:, windows.shape[1] :].tolist()
         steps = sum(verifications(window, answer) for window, answer in zip(windows.tolist(), answers, strict=True))
         lengths[kind.name] = sum(map(len, answers)) / steps
-    progress("done", len(kinds), len(kinds))
+    run.progress("done", len(kinds), len(kinds))
     rows = tuple(AcceptanceRow(name, length, length / lengths[STOCK.name]) for name, length in lengths.items())
-    return AcceptanceReport(name, mode, len(windows), new_tokens, DRAFTED, rows, watch.seconds)
+    return AcceptanceReport(run.name, run.mode, len(windows), new_tokens, DRAFTED, rows, run.seconds)

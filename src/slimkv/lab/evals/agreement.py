@@ -6,24 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import stdev
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from slimkv.calibration import Calibration
 from slimkv.config import AUTO
-from slimkv.lab.evals.harness import (
-    RAW,
-    STOCK,
-    STRICT,
-    Progress,
-    Stopwatch,
-    cache_kinds,
-    each_window,
-    quiet,
-    with_prefill,
-)  # fmt: skip
+from slimkv.lab.evals.harness import RAW, STOCK, Common, Run, each_window, with_prefill
 from slimkv.lab.evals.intervals import mean_interval
 from slimkv.lab.evals.perplexity import relative_increase, scored_nll
 
@@ -84,30 +73,17 @@ def growth_over(base: Sequence[float], other: Sequence[float]) -> tuple[float, f
     return ratio - 1, stdev(rest) * len(rest) ** 0.5 / sum(base) if len(rest) > 1 else None
 
 
-def _unobserved(format: str, window: int, losses: Tensor) -> None:
-    """Ignores the losses of single windows."""
-
-
 def measure_agreement(
-    model: Any,
-    windows: Tensor,
-    formats: Sequence[str],
-    *,
-    name: str = "",
-    mode: str = STRICT,
-    chunk: int = 256,
-    progress: Progress = quiet,
-    calibration: Calibration | None = None,
-    prefill: Sequence[str] = (AUTO,),
-    observe: Observe = _unobserved,
-) -> AgreementReport:
+    model: Any, windows: Tensor, formats: Sequence[str], *, chunk: int = 256, prefill: Sequence[str] = (AUTO,),
+    observe: Observe = lambda format, window, losses: None, **common: Unpack[Common],
+) -> AgreementReport:  # fmt: skip
     """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes.
 
     ``prefill``: each format is measured in each of these (see ``KVCacheConfig``). ``observe`` is called with the losses
     of every window, including those with the stock cache (``raw``).
     """
-    watch = Stopwatch()
-    kinds = with_prefill(cache_kinds(formats, calibration), prefill)
+    run = Run(formats, **common)
+    kinds = with_prefill(run.kinds, prefill)
     formats = [kind.name for kind in kinds]
     nll: dict[str, list[Tensor]] = {name: [] for name in (RAW, *formats)}
     same: dict[str, list[Tensor]] = {w: [] for w in formats}
@@ -115,7 +91,7 @@ def measure_agreement(
     size: dict[str, float] = {}
     count, tokens = windows.shape
     raw_logits = windows.new_empty(0)
-    for index, kind, ids, logits, each in each_window(model, windows, [STOCK, *kinds], mode, chunk, progress):
+    for index, kind, ids, logits, each in each_window(model, windows, [STOCK, *kinds], run, chunk):
         format = kind.name
         losses = scored_nll(logits, ids).double().cpu()
         observe(format, index, losses)
@@ -137,21 +113,11 @@ def measure_agreement(
         growth, error = growth_over(*of_windows) if len(prefill) > 1 else (None, None)
         rows.append(
             AgreementRow(
-                format,
-                float(torch.cat(same[format]).double().mean()),
-                float(kl.mean()),
-                around.low,
-                around.high,
-                float(kl.quantile(0.99)),
-                perplexity,
-                perplexity / base - 1,
-                more.low,
-                more.high,
-                size[format],
-                kind.prefill,
-                growth,
-                error,
+                format=format, top1=float(torch.cat(same[format]).double().mean()), kl=float(kl.mean()),
+                kl_low=around.low, kl_high=around.high, kl_99=float(kl.quantile(0.99)), perplexity=perplexity,
+                over_raw=perplexity / base - 1, over_raw_low=more.low, over_raw_high=more.high,
+                bytes_per_token=size[format], prefill=kind.prefill, kl_growth=growth, kl_growth_error=error,
             )
-        )
-    read = calibration.source if calibration is not None else None
-    return AgreementReport(name, mode, count, tokens, base, size[RAW], read, tuple(rows), watch.seconds)
+        )  # fmt: skip
+    rest = size[RAW], run.source, tuple(rows), run.seconds
+    return AgreementReport(run.name, run.mode, count, tokens, base, *rest)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slimkv.codec import Codec
-from slimkv.lab.evals.synthetic import AttentionSample
+from slimkv.lab.evals.samples import AttentionSample
 from slimkv.spec import CodecSpec, Kind, PageLayout, ScalePolicy
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from slimkv.calibration import Calibration
 from slimkv.errors import InputError
-from slimkv.lab.evals.harness import SERVING, STOCK, Progress, Stopwatch, cache_kinds, check_mode, greedy, quiet
+from slimkv.lab.evals.harness import SERVING, STOCK, Common, Run, greedy
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -65,30 +64,22 @@ def compare_tokens(expected: list[int], actual: list[int]) -> tuple[int | None, 
 
 
 def measure_generation(
-    model: Any,
-    tokenizer: Any,
-    formats: Sequence[str],
-    *,
-    prompts: Sequence[str] = PROMPTS,
-    new_tokens: int = 64,
-    name: str = "",
-    mode: str = SERVING,
-    progress: Progress = quiet,
-    calibration: Calibration | None = None,
-) -> GenerationReport:
+    model: Any, tokenizer: Any, formats: Sequence[str], *, prompts: Sequence[str] = PROMPTS, new_tokens: int = 64,
+    **common: Unpack[Common],
+) -> GenerationReport:  # fmt: skip
     """Greedy generation of up to ``new_tokens`` tokens per prompt and format."""
-    check_mode(mode)
-    watch = Stopwatch()
+    common.setdefault("mode", SERVING)
+    run = Run(formats, **common)
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise InputError(f"generation needs prompts with words in them, not {list(prompts)!r}")
-    kinds = [STOCK, *cache_kinds(formats, calibration)]
+    kinds = [STOCK, *run.kinds]
     rows, raw_texts, done, total = [], [], 0, len(prompts) * len(kinds)
     for prompt in prompts:
         ids = prompt_ids(tokenizer, prompt)
         expected: list[int] = []
         for kind in kinds:
-            progress(kind.name, done, total)
-            tokens = greedy(model, tokenizer, kind, mode, ids, new_tokens)
+            run.progress(kind.name, done, total)
+            tokens = greedy(model, tokenizer, kind, run.mode, ids, new_tokens)
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             done += 1
             if kind is STOCK:
@@ -97,5 +88,5 @@ def measure_generation(
                 continue
             first, same = compare_tokens(expected, tokens)
             rows.append(GenerationRow(kind.name, prompt, len(expected), first, same, text))
-    progress("done", total, total)
-    return GenerationReport(name, mode, new_tokens, tuple(raw_texts), tuple(rows), watch.seconds)
+    run.progress("done", total, total)
+    return GenerationReport(run.name, run.mode, new_tokens, tuple(raw_texts), tuple(rows), run.seconds)

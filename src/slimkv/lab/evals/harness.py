@@ -1,4 +1,4 @@
-"""How evals run a model over a window of tokens with a cache."""
+"""How evals run a model over windows of text with a cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,24 +18,18 @@ from slimkv.spec import BF16_BYTES, parse_format, parse_size
 
 RAW = "raw"
 WITH_CALIBRATION = "+cal"
-MEMORY = "memory="  # begins the name of a cache whose formats follow a budget
+MEMORY = "memory="  # prefix of a cache whose formats follow a memory budget
 STRICT, SERVING = "strict", "serving"
-Progress = Callable[[str, int, int], None]  # what, done, of
+Progress = Callable[[str, int, int], None]  # stage, steps done, steps in total
 
 
 def quiet(what: str, done: int, total: int) -> None:
     """No progress."""
 
 
-def check_mode(mode: str) -> None:
-    """Raises unless ``mode`` is known."""
-    if mode not in (STRICT, SERVING):
-        raise InputError(f"mode {mode!r} is not one of {STRICT}, {SERVING}")
-
-
 @dataclass(frozen=True)
 class CacheKind:
-    """A cache to measure, under the name it was asked for by.
+    """A cache to measure, by its name on the command line.
 
     ``raw``, ``k4v4``, ``k4v4+cal``, ``calibrated``, ``memory=90MiB``, ``memory=50%``, ``memory=k4v4``.
     """
@@ -95,7 +89,7 @@ def cache_kinds(names: Sequence[str], calibration: Calibration | None) -> list[C
 
 
 def budget(given: str, model: Any, tokens: int) -> int:
-    """Bytes of ``90MiB``, or of what ``tokens`` tokens of a model take: ``50%`` of that in bfloat16, or as ``k4v4``."""
+    """The bytes of a budget: ``90MiB``, ``50%`` of ``tokens`` tokens in bfloat16, or what they take in ``k4v4``."""
     if given[:1].isdigit() and not given.endswith("%"):
         return parse_size(given)
     if not tokens:
@@ -132,7 +126,8 @@ def with_prefill(kinds: Sequence[CacheKind], prefill: Sequence[str]) -> list[Cac
 
 def new_cache(model: Any, format: str | dict[int | str, str], mode: str, **options: Any) -> Any:
     """An empty cache: stock for ``raw``, packed otherwise, in one format or one per layer."""
-    check_mode(mode)
+    if mode not in (STRICT, SERVING):
+        raise InputError(f"mode {mode!r} is not one of {STRICT}, {SERVING}")
     if format == RAW:
         from transformers import DynamicCache
 
@@ -171,24 +166,23 @@ def window_logits(model: Any, ids: Tensor, cache: Any, chunk: int | None = None)
 
 
 def each_window(
-    model: Any, windows: Tensor, kinds: Sequence[CacheKind], mode: str, chunk: int, progress: Progress
+    model: Any, windows: Tensor, kinds: Sequence[CacheKind], run: Run, chunk: int
 ) -> Iterator[tuple[int, CacheKind, Tensor, Tensor, float]]:
     """Every cache over every window of int64 [count, tokens]: window, cache, ids [tokens], logits, bytes per token.
 
     ``serving`` feeds packed caches in passes of ``chunk`` tokens.
     """
-    check_mode(mode)
     steps = len(windows) * len(kinds)
     for index, window in enumerate(windows):
         ids = window.to(model.device)
         for number, kind in enumerate(kinds):
-            progress(kind.name, index * len(kinds) + number, steps)
-            cache = kind.new(model, mode)
+            run.progress(kind.name, index * len(kinds) + number, steps)
+            cache = kind.new(model, run.mode)
             with attending(model, kind.format):
-                passes = chunk if mode == SERVING and kind.format != RAW else None
+                passes = chunk if run.mode == SERVING and kind.format != RAW else None
                 logits = window_logits(model, ids[None], cache, passes)
             yield index, kind, ids, logits, bytes_per_token(cache)
-    progress("done", steps, steps)
+    run.progress("done", steps, steps)
 
 
 def greedy(model: Any, tokenizer: Any, kind: CacheKind, mode: str, ids: Tensor, new_tokens: int) -> list[int]:
@@ -200,6 +194,15 @@ def greedy(model: Any, tokenizer: Any, kind: CacheKind, mode: str, ids: Tensor, 
             do_sample=False, pad_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
     return out[0, ids.shape[1] :].tolist()
+
+
+def cache_bytes(cache: Any) -> tuple[int, int]:
+    """Bytes that a stock or a packed cache allocates, and those of its tokens in bfloat16."""
+    if hasattr(cache, "size"):
+        size = cache.size()
+        return size.allocated_bytes, size.bf16_bytes
+    held = [x for y in cache.layers for x in (getattr(y, "keys", None), getattr(y, "values", None)) if x is not None]
+    return sum(x.numel() * x.element_size() for x in held), sum(BF16_BYTES * x.numel() for x in held)
 
 
 def bytes_per_token(cache: Any) -> float:
@@ -235,3 +238,25 @@ class Stopwatch:
     def seconds(self) -> float:
         """Rounded to milliseconds."""
         return round(time.perf_counter() - self._start, 3)
+
+
+class Common(TypedDict, total=False):
+    """Options of every eval."""
+
+    name: str  # of the model, for the report
+    mode: str  # strict: attention reads every key and value through the codec; serving: new chunks stay unquantised
+    calibration: Calibration | None
+    progress: Progress
+
+
+class Run(Stopwatch):
+    """One eval: the packed caches it measures, and the options it was given."""
+
+    def __init__(
+        self, formats: Sequence[str], name: str = "", mode: str = STRICT, calibration: Calibration | None = None,
+        progress: Progress = quiet,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.kinds = cache_kinds(formats, calibration)
+        self.name, self.mode, self.progress = name, mode, progress
+        self.source = calibration.source if calibration is not None else None  # tokens that were calibrated on

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from slimkv.calibration import Calibration
 from slimkv.errors import InputError
-from slimkv.lab.evals.harness import SERVING, STOCK, Progress, Stopwatch, cache_kinds, check_mode, greedy, quiet
+from slimkv.lab.evals.harness import SERVING, STOCK, Common, Run, greedy
 from slimkv.lab.evals.texts import CHARACTERS_PER_TOKEN
 
 _NEEDLE = "\nRemember this: the secret number of {city} is {number}.\n"
@@ -64,36 +63,25 @@ def haystack(
 
 
 def measure_needle(
-    model: Any,
-    tokenizer: Any,
-    text: str,
-    formats: Sequence[str],
-    *,
-    contexts: Sequence[int] = (512, 1024),
-    depths: Sequence[float] = (0.1, 0.5, 0.9),
-    name: str = "",
-    mode: str = SERVING,
-    progress: Progress = quiet,
-    calibration: Calibration | None = None,
-    offset: int = 0,
-) -> NeedleReport:
+    model: Any, tokenizer: Any, text: str, formats: Sequence[str], *, contexts: Sequence[int] = (512, 1024),
+    depths: Sequence[float] = (0.1, 0.5, 0.9), offset: int = 0, **common: Unpack[Common],
+) -> NeedleReport:  # fmt: skip
     """Greedy answers of 6 tokens with the stock cache and each format, for every context, depth and number.
 
     The haystack begins ``offset`` tokens into the text.
     """
-    check_mode(mode)
-    watch = Stopwatch()
-    kinds = [STOCK, *cache_kinds(formats, calibration)]
-    cells, done = [], 0
+    common.setdefault("mode", SERVING)
+    run = Run(formats, **common)
+    kinds, cells, done = [STOCK, *run.kinds], [], 0
     total = len(kinds) * len(contexts) * len(depths)
     for context in contexts:
         for depth in depths:
             prompts = [(haystack(tokenizer, text, context, depth, *case, offset), str(case[1])) for case in _CASES]
             for kind in kinds:
-                progress(f"{kind.name} at {context} tokens, depth {depth:.0%}", done, total)
-                said = (tokenizer.decode(greedy(model, tokenizer, kind, mode, ids, 6)) for ids, _ in prompts)
+                run.progress(f"{kind.name} at {context} tokens, depth {depth:.0%}", done, total)
+                said = (tokenizer.decode(greedy(model, tokenizer, kind, run.mode, ids, 6)) for ids, _ in prompts)
                 found = sum(number in text for text, (_, number) in zip(said, prompts, strict=True))
                 cells.append(NeedleCell(kind.name, context, depth, found, len(prompts)))
                 done += 1
-    progress("done", total, total)
-    return NeedleReport(name, mode, tuple(cells), watch.seconds)
+    run.progress("done", total, total)
+    return NeedleReport(run.name, run.mode, tuple(cells), run.seconds)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from slimkv.calibration import Calibration
-from slimkv.lab.evals.harness import RAW, STOCK, STRICT, Progress, Stopwatch, cache_kinds, each_window, quiet
+from slimkv.lab.evals.harness import RAW, STOCK, Common, Run, each_window
 from slimkv.lab.evals.intervals import Interval, mean_interval
 
 
@@ -56,31 +55,22 @@ def relative_increase(raw: Sequence[Tensor], other: Sequence[Tensor]) -> Interva
 
 
 def measure_perplexity(
-    model: Any,
-    windows: Tensor,
-    formats: Sequence[str],
-    *,
-    name: str = "",
-    mode: str = STRICT,
-    stride: int | None = None,
-    chunk: int = 256,
-    progress: Progress = quiet,
-    calibration: Calibration | None = None,
-) -> PerplexityReport:
+    model: Any, windows: Tensor, formats: Sequence[str], *, stride: int | None = None, chunk: int = 256,
+    **common: Unpack[Common],
+) -> PerplexityReport:  # fmt: skip
     """Perplexity over windows int64 [count, tokens] that start ``stride`` apart (default: no overlap).
 
     With overlap only the last ``stride`` tokens of later windows are scored. ``serving`` feeds a window in passes of
     ``chunk`` tokens.
     """
-    watch = Stopwatch()
-    count, tokens = windows.shape
+    run, (count, tokens) = Run(formats, **common), windows.shape
     stride = stride or tokens
-    kinds = [STOCK, *cache_kinds(formats, calibration)]
+    kinds = [STOCK, *run.kinds]
     formats = [kind.name for kind in kinds]
     losses: dict[str, list[Tensor]] = {format: [] for format in formats}
     size: dict[str, float] = {}
     overlap = tokens - stride if stride < tokens else 1  # tokens of later windows that were scored before
-    for index, kind, ids, logits, each in each_window(model, windows, kinds, mode, chunk, progress):
+    for index, kind, ids, logits, each in each_window(model, windows, kinds, run, chunk):
         losses[kind.name].append(scored_nll(logits, ids, overlap if index else 1).double().cpu())
         size[kind.name] = each
     scored = tokens - 1 + (count - 1) * (tokens - overlap)
@@ -88,5 +78,4 @@ def measure_perplexity(
     for format in formats:
         nll, more = float(torch.cat(losses[format]).mean()), relative_increase(losses[RAW], losses[format])
         rows.append(PerplexityRow(format, math.exp(nll), more.value, more.low, more.high, nll, size[format]))
-    read = calibration.source if calibration is not None else None
-    return PerplexityReport(name, mode, count, tokens, stride, scored, read, tuple(rows), watch.seconds)
+    return PerplexityReport(run.name, run.mode, count, tokens, stride, scored, run.source, tuple(rows), run.seconds)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from slimkv.calibration import Calibration
 from slimkv.errors import InputError
 from slimkv.lab.evals.agreement import compare_logits
-from slimkv.lab.evals.harness import STOCK, STRICT, WITH_CALIBRATION, Progress, Stopwatch, attending, cache_kinds, quiet
-from slimkv.lab.evals.plots import figure
+from slimkv.lab.evals.harness import STOCK, STRICT, Common, Run, attending
 
 EDGES = (256, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
 
@@ -50,14 +47,7 @@ def range_edges(tokens: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def measure_positions(
-    model: Any,
-    windows: Tensor,
-    formats: Sequence[str],
-    *,
-    name: str = "",
-    calibration: Calibration | None = None,
-    chunk: int = 512,
-    progress: Progress = quiet,
+    model: Any, windows: Tensor, formats: Sequence[str], *, chunk: int = 512, **common: Unpack[Common]
 ) -> PositionReport:
     """Reads windows int64 [count, tokens] with the stock cache and packed ones side by side.
 
@@ -66,9 +56,8 @@ def measure_positions(
     """
     if chunk < 1:
         raise InputError(f"a chunk must have at least 1 token, not {chunk}")
-    watch = Stopwatch()
-    kinds = cache_kinds(formats, calibration)
-    count, tokens = windows.shape
+    run, (count, tokens) = Run(formats, **common), windows.shape
+    kinds = run.kinds
     kl = torch.zeros(len(kinds), count, tokens, dtype=torch.float64)
     same = torch.zeros(len(kinds), count, tokens, dtype=torch.float64)
     edges, sizes = range_edges(tokens), [list[int]() for _ in kinds]
@@ -77,7 +66,7 @@ def measure_positions(
         ids = windows[index : index + 1].to(model.device)
         stock, *caches = (kind.new(model, STRICT, tokens) for kind in (STOCK, *kinds))
         for number, first in enumerate(range(0, tokens, chunk)):
-            progress(f"window {index + 1}", index * -(-tokens // chunk) + number, steps)
+            run.progress(f"window {index + 1}", index * -(-tokens // chunk) + number, steps)
             part = slice(first, first + chunk)
             raw = model(ids[:, part], past_key_values=stock, use_cache=True).logits[0]
             for which, (kind, cache) in enumerate(zip(kinds, caches, strict=True)):
@@ -86,7 +75,7 @@ def measure_positions(
                 top, divergence = compare_logits(raw, logits)
                 kl[which, index, part], same[which, index, part] = divergence.double().cpu(), top.double().cpu()
                 sizes[which] += [cache.nbytes] * sum(first < edge <= first + chunk for edge in edges)
-    progress("done", steps, steps)
+    run.progress("done", steps, steps)
     ranges = list(zip((0, *edges[:-1]), edges, strict=True))
     rows = tuple(
         PositionRow(
@@ -98,25 +87,4 @@ def measure_positions(
         )
         for i, kind in enumerate(kinds)
     )
-    read = calibration.source if calibration is not None else None
-    return PositionReport(name, count, tokens, edges, read, rows, watch.seconds)
-
-
-def plot_positions(report: PositionReport, path: Path) -> None:
-    """KL divergence against position, and the bytes that the cache takes there: one line per format."""
-    middles = [(a + b) / 2 for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
-    colours: dict[str, str] = {}
-    with figure(path, columns=2) as (_, (axes, memory)):
-        for row in report.rows:
-            plain = row.format.removesuffix(WITH_CALIBRATION)
-            colour = colours.setdefault(plain, f"C{len(colours)}")
-            style = "o--" if row.format == plain else "o-"
-            axes.plot(middles, row.kl, style, markersize=4, color=colour, label=row.format)
-            memory.plot(report.edges, [x / 2**20 for x in row.bytes], style, markersize=4, color=colour)
-        axes.set_yscale("log")
-        axes.set_ylabel("KL divergence to the stock cache, nats")
-        axes.legend()
-        memory.set_ylabel("bytes of the cache, MiB")
-        memory.set_ylim(0)
-        for panel in (axes, memory):
-            panel.set_xlabel("position")
+    return PositionReport(run.name, count, tokens, edges, run.source, rows, run.seconds)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from slimkv.calibration import Calibration
 from slimkv.calibration.guard import MAX_SCORE_ERROR
-from slimkv.lab.evals.harness import STRICT, Progress, Stopwatch, cache_kinds, quiet
+from slimkv.lab.evals.harness import STRICT, Common, Run
 
 
 @dataclass(frozen=True)
@@ -34,25 +33,15 @@ class ScoreReport:
     seconds: float
 
 
-def measure_scores(
-    model: Any,
-    ids: Tensor,
-    formats: Sequence[str],
-    *,
-    name: str = "",
-    calibration: Calibration | None = None,
-    progress: Progress = quiet,
-) -> ScoreReport:
+def measure_scores(model: Any, ids: Tensor, formats: Sequence[str], **common: Unpack[Common]) -> ScoreReport:
     """Compares scores from stored keys with exact ones on ids int64 [1, tokens], for each format."""
     from slimkv.integrations.transformers.calibration.score_errors import layer_score_errors
 
-    watch = Stopwatch()
-    kinds = cache_kinds(formats, calibration)
-    rows = []
-    for number, kind in enumerate(kinds):
-        progress(kind.name, number, len(kinds))
+    run, rows = Run(formats, **common), []
+    for number, kind in enumerate(run.kinds):
+        run.progress(kind.name, number, len(run.kinds))
         figures = layer_score_errors(model, kind.new(model, STRICT), ids)
         worst = max(figures.values(), default=0.0)
         rows.append(ScoreRow(kind.name, figures, worst, worst <= MAX_SCORE_ERROR))
-    progress("done", len(kinds), len(kinds))
-    return ScoreReport(name, ids.shape[1], MAX_SCORE_ERROR, tuple(rows), watch.seconds)
+    run.progress("done", len(run.kinds), len(run.kinds))
+    return ScoreReport(run.name, ids.shape[1], MAX_SCORE_ERROR, tuple(rows), run.seconds)

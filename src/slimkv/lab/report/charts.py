@@ -37,12 +37,19 @@ class Axis:
     unit: str = ""
 
 
-def _open(title: str, height: int) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
+def _element(kind: str, style: str, inside: str = "", **numbers: float) -> str:
+    """An SVG element of a class with numbers as attributes; ``inside``: its title."""
+    places = " ".join(f'{name}="{value:.1f}"' for name, value in numbers.items())
+    return f'<{kind} class="{style}" {places}>{f"<title>{escape(inside)}</title>" if inside else ""}</{kind}>'
 
 
 def _text(style: str, x: float, y: float, anchor: str, words: str) -> str:
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _svg(title: str, height: int, parts: Sequence[str]) -> str:
+    frame = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+    return "".join([frame, f"<title>{escape(title)}</title>", *parts, "</svg>"])
 
 
 def _ticks(low: float, high: float, log: bool) -> list[float]:
@@ -94,22 +101,15 @@ def chart(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> s
     def py(value: float) -> float:
         return place(value, y_axis, spans[1], HEIGHT - BOTTOM, TOP)
 
-    out = [_open(title, HEIGHT)]
-
-    def line(x1: float, x2: float, y1: float, y2: float) -> None:
-        out.append(f'<line class="grid" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>')
-
-    def text(style: str, x: float, y: float, anchor: str, words: str) -> None:
-        out.append(_text(style, x, y, anchor, words))
-
+    bottom, out = HEIGHT - BOTTOM, list[str]()
     for tick in _ticks(*spans[1], y_axis.log):
-        line(LEFT, WIDTH - right, py(tick), py(tick))
-        text("tick", LEFT - 8, py(tick) + 4, "end", _number(tick) + y_axis.unit)
+        out.append(_element("line", "grid", x1=LEFT, x2=WIDTH - right, y1=py(tick), y2=py(tick)))
+        out.append(_text("tick", LEFT - 8, py(tick) + 4, "end", _number(tick) + y_axis.unit))
     for tick in _ticks(*spans[0], x_axis.log):
-        line(px(tick), px(tick), TOP, HEIGHT - BOTTOM)
-        text("tick", px(tick), HEIGHT - BOTTOM + 18, "middle", _number(tick) + x_axis.unit)
-    text("axis", (LEFT + WIDTH - right) / 2, HEIGHT - 8, "middle", x_axis.title)
-    turned = f"translate(15 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"
+        out.append(_element("line", "grid", x1=px(tick), x2=px(tick), y1=TOP, y2=bottom))
+        out.append(_text("tick", px(tick), bottom + 18, "middle", _number(tick) + x_axis.unit))
+    out.append(_text("axis", (LEFT + WIDTH - right) / 2, HEIGHT - 8, "middle", x_axis.title))
+    turned = f"translate(15 {(TOP + bottom) / 2}) rotate(-90)"
     out.append(f'<text class="axis" transform="{turned}" text-anchor="middle">{escape(y_axis.title)}</text>')
     last_label, taken = -math.inf, list[tuple[float, float, float]]()
     for number, one in sorted(enumerate(series), key=lambda item: py(item[1].y[-1])):
@@ -119,14 +119,13 @@ def chart(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> s
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             out.append(f'<polyline class="line {colour}" points="{path}"/>')
             last_label = max(points[-1][1] + 4, last_label + 14)  # names at the lines' ends must not overlap
-            text(f"name {colour}", WIDTH - right + 8, last_label, "start", one.name)
+            out.append(_text(f"name {colour}", WIDTH - right + 8, last_label, "start", one.name))
         for (x, y), label in zip(points, one.labels or [""] * len(points), strict=True):
-            circle = f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="{3 if one.line else 5}">'
-            out.append(f"{circle}<title>{escape(label or one.name)}</title></circle>")
+            out.append(_element("circle", colour, label or one.name, cx=x, cy=y, r=3 if one.line else 5))
             if label:
                 taken.append(_free_spot(x + 9, y + 4, label, taken))
-                text(f"name {colour}", taken[-1][0], taken[-1][1], "start", label)
-    return "".join([*out, "</svg>"])
+                out.append(_text(f"name {colour}", taken[-1][0], taken[-1][1], "start", label))
+    return _svg(title, HEIGHT, out)
 
 
 @dataclass(frozen=True)
@@ -166,29 +165,26 @@ def intervals(title: str, rows: Sequence[Estimate]) -> str:
     def px(value: float) -> float:
         return left + (value - low) / (high - low or 1.0) * (WIDTH - right - left)
 
-    parts, end = [_open(title, height)], height - _ROW_BOTTOM
+    parts, end = list[str](), height - _ROW_BOTTOM
     base = next((row for row in rows if row.tone == "raw"), None)
     if base is not None:
-        wide, tall, middle = px(base.high) - px(base.low), end - _ROW_TOP, px(base.value)
-        parts.append(f'<rect class="band" x="{px(base.low):.1f}" y="{_ROW_TOP}" width="{wide:.1f}" height="{tall}"/>')
-        parts.append(f'<line class="base" x1="{middle:.1f}" x2="{middle:.1f}" y1="{_ROW_TOP}" y2="{end}"/>')
+        wide, middle = px(base.high) - px(base.low), px(base.value)
+        parts.append(_element("rect", "band", x=px(base.low), y=_ROW_TOP, width=wide, height=end - _ROW_TOP))
+        parts.append(_element("line", "base", x1=middle, x2=middle, y1=_ROW_TOP, y2=end))
     for share in (i / 10 for i in range(11)):
         if low <= share <= high:
-            parts.append(f'<line class="grid" x1="{px(share):.1f}" x2="{px(share):.1f}" y1="{end}" y2="{end + 5}"/>')
+            parts.append(_element("line", "grid", x1=px(share), x2=px(share), y1=end, y2=end + 5))
             parts.append(_text("tick", px(share), end + 19, "middle", f"{share:.0%}"))
     parts.append(_text("axis", (left + WIDTH - right) / 2, height - 4, "middle", title))
     for number, row in enumerate(rows):
         if row.tone not in _TONES:
             raise InputError(f"unknown tone {row.tone!r}; known are {', '.join(_TONES)}")
-        y = _ROW_TOP + _ROW * (number + 0.5)
+        y, told = _ROW_TOP + _ROW * (number + 0.5), f"{row.name}: {row.value:.1%} ({row.low:.1%} to {row.high:.1%})"
         parts.append(_text("row", left - 10, y + 4, "end", row.name))
-        ends = f'x1="{px(row.low):.1f}" x2="{px(row.high):.1f}" y1="{y:.1f}" y2="{y:.1f}"'
-        parts.append(f'<line class="whisker {row.tone}" {ends}/>')
-        told = f"{row.name}: {row.value:.1%} ({row.low:.1%} to {row.high:.1%})"
-        circle = f'<circle class="{row.tone}" cx="{px(row.value):.1f}" cy="{y:.1f}" r="5">'
-        parts.append(f"{circle}<title>{escape(told)}</title></circle>")
+        parts.append(_element("line", f"whisker {row.tone}", x1=px(row.low), x2=px(row.high), y1=y, y2=y))
+        parts.append(_element("circle", row.tone, told, cx=px(row.value), cy=y, r=5))
         parts.append(_text("figure", WIDTH - 6, y + 4, "end", f"{row.value:.1%}"))
-    return "".join([*parts, "</svg>"])
+    return _svg(title, height, parts)
 
 
 def bars(title: str, rows: Sequence[Bar]) -> str:
@@ -198,15 +194,15 @@ def bars(title: str, rows: Sequence[Bar]) -> str:
     height = _ROW_TOP + _ROW * len(rows) + 24
     left, right = _left([row.name for row in rows]), 14 + _LETTER * max(len(row.label) for row in rows)
     unit = (WIDTH - left - right) / max(row.value for row in rows)
-    parts = [_open(title, height)]
+    parts = []
     for number, row in enumerate(rows):
-        y = _ROW_TOP + _ROW * number
+        y, wide = _ROW_TOP + _ROW * number, max(row.value * unit, 1.0)
         parts.append(_text("row", left - 10, y + 17, "end", row.name))
-        wide, style = max(row.value * unit, 1.0), "bar quiet" if row.quiet else "bar"
-        parts.append(f'<rect class="{style}" x="{left:.1f}" y="{y + 4}" width="{wide:.1f}" height="18" rx="3"/>')
+        style = "bar quiet" if row.quiet else "bar"
+        parts.append(_element("rect", style, x=left, y=y + 4, width=wide, height=18, rx=3))
         parts.append(_text("figure", left + wide + 7, y + 17, "start", row.label))
     parts.append(_text("axis", (left + WIDTH - right) / 2, height - 6, "middle", title))
-    return "".join([*parts, "</svg>"])
+    return _svg(title, height, parts)
 
 
 def shaded(value: float | None, label: str, tip: str = "") -> str:

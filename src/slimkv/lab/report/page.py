@@ -1,4 +1,4 @@
-"""The HTML of reports: one self-contained page that follows the reader's light or dark theme."""
+"""Reports as self-contained HTML pages in the reader's light or dark theme, and tables in Markdown documents."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from slimkv.errors import InputError
 from slimkv.lab.report.charts import WIDTH
 
 Plot = tuple[str, str, str]  # title, caption, SVG
 
+END = "<!-- end -->"  # of results that are written into a document
 _COLOURS = ("#1f6feb", "#e8590c", "#2b8a3e", "#9c36b5", "#c92a2a", "#0b7285", "#b08900", "#5c677d")
 
 
@@ -85,3 +87,17 @@ def stacked(title: str, drawings: Sequence[str]) -> str:
         top += tall + 12
     frame = f'viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" role="img" aria-label="{escape(title)}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {frame}><style>{style()}</style>{"".join(parts)}</svg>\n'
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """One row of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def filled(text: str, start: str, body: str) -> str:
+    """``text`` with ``body`` between the marker ``start`` and the next ``<!-- end -->``."""
+    before, found, rest = text.partition(start)
+    _, end, after = rest.partition(END)
+    if not found or not end:
+        raise InputError(f"the document has no {start} ... {END} to fill")
+    return f"{before}{start}\n{body}{END}{after}"

@@ -67,7 +67,7 @@ def memory_of(samples: list[Sample]) -> Memory:
 
 def check_requests(counts: Counts) -> Check:
     """No request failed, and some were answered."""
-    detail = f"{counts.finished} answered, {counts.cancelled} given up by their clients, {counts.failed} failed"
+    detail = f"{counts.finished} answered, {counts.cancelled} cancelled by their clients, {counts.failed} failed"
     if counts.failures:
         detail += f"; first: {counts.failures[0]}"
     return Check("no request failed", counts.failed == 0 and counts.finished > 0, detail)
@@ -152,4 +152,4 @@ def check_abused(at_rest: dict[str, float], counts: Counts, settings: SoakSettin
         f"{at_rest.get('preemptions', 0):.0f} preemptions, {aborted:.0f} requests aborted, "
         f"{at_rest.get('prefix_hits', 0):.0f} tokens found in the prefix cache"
     )
-    return Check("load as asked for", not missing, "; ".join(missing) or detail)
+    return Check("load as requested", not missing, "; ".join(missing) or detail)

@@ -109,18 +109,18 @@ class Client:
             answer = connection.getresponse()
             if answer.status != 200:
                 return Reply(f"status {answer.status}: {answer.read()[:500]!r}", seconds=time.monotonic() - begin)
-            reply = _streamed(answer, ask) if ask.stream else _whole(json.loads(answer.read()), ask)
-            return Reply(**{**reply, "seconds": time.monotonic() - begin})
+            if ask.stream:
+                reply = _streamed(answer, ask)
+            else:
+                whole = json.loads(answer.read())
+                choice = whole["choices"][0]
+                _check_numbers(choice)
+                reply = _finished(choice["finish_reason"], choice["text"], whole["usage"], ask)
+            return Reply(**reply, seconds=time.monotonic() - begin)
         except (OSError, http.client.HTTPException, BadReplyError, KeyError, IndexError, ValueError) as error:
             return Reply(f"{type(error).__name__}: {error}", seconds=time.monotonic() - begin)
         finally:
             connection.close()
-
-
-def _whole(answer: dict[str, Any], ask: Ask) -> dict[str, Any]:
-    choice, usage = answer["choices"][0], answer["usage"]
-    _check_numbers(choice)
-    return _finished(choice["finish_reason"], choice["text"], usage, ask)
 
 
 def _streamed(answer: http.client.HTTPResponse, ask: Ask) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Stores under faults: files that are damaged, cut or mixed up, writers that are killed, disks that are full.
+"""Stores under faults: damaged, truncated or swapped files, killed writers, full disks.
 
-Whatever happens, a reader gets exactly what was stored, or nothing; and nothing that it gets breaks it.
+A reader must get exactly the bytes that were stored, or a miss; no fault may raise an unexpected error.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import random
 import resource
 import signal
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,25 +28,7 @@ from slimkv.wire.store import PromptStore
 ENTRIES, CHUNK_BYTES, TOKENS = 6, 40_000, 64
 
 
-class Store(ABC):
-    """A folder of entries, numbered from 0."""
-
-    folder: Path
-
-    @abstractmethod
-    def save(self, entry: int) -> None:
-        """Stores an entry that is not there."""
-
-    @abstractmethod
-    def load(self, entry: int) -> bytes | None:
-        """The bytes found for an entry; None is a miss."""
-
-    @abstractmethod
-    def truth(self, entry: int) -> bytes:
-        """The bytes that an entry must have."""
-
-
-class Chunks(Store):
+class Chunks:
     """Chunks of a cold tier."""
 
     def __init__(self, folder: Path) -> None:
@@ -55,14 +37,17 @@ class Chunks(Store):
     def _place(self, entry: int) -> tuple[str, bytes]:
         return str(self.folder / f"{entry}.bin"), str(entry).encode()
 
-    def truth(self, entry: int) -> bytes:  # noqa: D102
+    def truth(self, entry: int) -> bytes:
+        """The bytes that an entry must have."""
         return random.Random(entry).randbytes(CHUNK_BYTES)
 
-    def save(self, entry: int) -> None:  # noqa: D102
+    def save(self, entry: int) -> None:
+        """Stores an entry that is not there."""
         path, key = self._place(entry)
         store_file(path, memoryview(self.truth(entry)), key, self._mark)
 
-    def load(self, entry: int) -> bytes | None:  # noqa: D102
+    def load(self, entry: int) -> bytes | None:
+        """The bytes found for an entry; None is a miss."""
         into = memoryview(bytearray(CHUNK_BYTES))
         path, key = self._place(entry)
         try:
@@ -72,8 +57,8 @@ class Chunks(Store):
         return bytes(into)
 
 
-class Prompts(Store):
-    """Prompt-cache files, found by the tokens they begin with."""
+class Prompts:
+    """Prompt-cache files, found by the tokens they begin with; the same methods as ``Chunks``."""
 
     def __init__(self, folder: Path) -> None:
         layers = [LayerFingerprint.of(n, CodecSpec.parse("k4v4", 32), 2, "float32") for n in range(2)]
@@ -110,15 +95,19 @@ class Prompts(Store):
             return None
 
 
+Store = Chunks | Prompts  # a folder of entries, numbered from 0
+Fault = Callable[[Store, random.Random], None]
+
+
 @dataclass(frozen=True)
 class FaultReport:
-    """What happened: how many faults of each kind, and what readers got in all."""
+    """The number of faults of each kind, and what readers got in total."""
 
     faults: dict[str, int]
     right: int
     missed: int
     wrong: int
-    broken: tuple[str, ...]  # errors that no reader or writer may see
+    broken: tuple[str, ...]  # unexpected errors of readers and writers
 
     @property
     def passed(self) -> bool:
@@ -127,23 +116,27 @@ class FaultReport:
 
 
 def soak_faults(count: int, folder: Path, seed: int = 0) -> FaultReport:
-    """Faults of every kind in turn, at random places of the empty ``folder``; after each, every entry is read."""
+    """Injects ``count`` faults, kind by kind, at random places in ``folder``; after each, reads every entry."""
     source, faults, got = random.Random(seed), Counter[str](), Counter[str]()
     broken: list[str] = []
     stores: list[Store] = [Chunks(folder / "chunks"), Prompts(folder / "prompts")]
-    kinds: list[Callable[[Store, random.Random], None]] = [_flip, _cut, _grow, _lose_a_page, _mix, _kill, _full]
+    changes = {"flip": _flip, "cut": _cut, "grow": _grow, "lose a page": _lose_a_page}
+    kinds: dict[str, Callable[[Store, random.Random], None]] = {
+        name: partial(_rewrite, x) for name, x in changes.items()
+    }
+    kinds |= {"mix": _mix, "kill": _kill, "full": _full}
     for i in range(count):
-        store, fault = stores[i % len(stores)], kinds[i // len(stores) % len(kinds)]
-        faults[f"{type(store).__name__.lower()}: {fault.__name__[1:].replace('_', ' ')}"] += 1
+        store, fault = stores[i % len(stores)], list(kinds)[i // len(stores) % len(kinds)]
+        faults[f"{type(store).__name__.lower()}: {fault}"] += 1
         try:
             for entry in range(ENTRIES):
                 store.save(entry)
-            fault(store, source)
+            kinds[fault](store, source)
             for entry in range(ENTRIES):
                 found = store.load(entry)
                 got["missed" if found is None else "right" if found == store.truth(entry) else "wrong"] += 1
-        except Exception as error:  # whatever it is, a server would have stopped
-            broken.append(f"{fault.__name__[1:]}: {error!r}")
+        except Exception as error:  # any error here would stop a server
+            broken.append(f"{fault}: {error!r}")
     return FaultReport(dict(sorted(faults.items())), got["right"], got["missed"], got["wrong"], tuple(broken))
 
 
@@ -151,37 +144,30 @@ def _files(store: Store) -> list[Path]:
     return sorted(p for p in store.folder.iterdir() if p.suffix in (".bin", ".safetensors"))
 
 
-def _rewrite(store: Store, source: random.Random, change: Callable[[bytearray], object]) -> None:
+def _flip(data: bytearray, source: random.Random) -> None:
+    data[source.randrange(len(data))] ^= 1 << source.randrange(8)
+
+
+def _cut(data: bytearray, source: random.Random) -> None:
+    del data[source.randrange(len(data)) :]
+
+
+def _grow(data: bytearray, source: random.Random) -> None:
+    data.extend(source.randbytes(source.randint(1, 4096)))
+
+
+def _lose_a_page(data: bytearray, source: random.Random) -> None:
+    """Zeros where a page of a file never reached the disk."""
+    start = source.randrange(len(data)) // 4096 * 4096
+    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+
+
+def _rewrite(change: Callable[[bytearray, random.Random], None], store: Store, source: random.Random) -> None:
     """One file, changed in place."""
     path = source.choice(_files(store))
     data = bytearray(path.read_bytes())
-    change(data)
+    change(data, source)
     path.write_bytes(data)
-
-
-def _flip(store: Store, source: random.Random) -> None:
-    def change(data: bytearray) -> None:
-        data[source.randrange(len(data))] ^= 1 << source.randrange(8)
-
-    _rewrite(store, source, change)
-
-
-def _cut(store: Store, source: random.Random) -> None:
-    _rewrite(store, source, lambda data: data.__delitem__(slice(source.randrange(len(data)), None)))
-
-
-def _grow(store: Store, source: random.Random) -> None:
-    _rewrite(store, source, lambda data: data.extend(source.randbytes(source.randint(1, 4096))))
-
-
-def _lose_a_page(store: Store, source: random.Random) -> None:
-    """Zeros where a page of a file never reached the disk."""
-
-    def change(data: bytearray) -> None:
-        start = source.randrange(len(data)) // 4096 * 4096
-        data[start : start + 4096] = bytes(len(data[start : start + 4096]))
-
-    _rewrite(store, source, change)
 
 
 def _mix(store: Store, source: random.Random) -> None:

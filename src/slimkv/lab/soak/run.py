@@ -5,21 +5,23 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 from slimkv.lab import models
+from slimkv.lab.engine_process import EngineError, log_tail
 from slimkv.lab.evals.texts import load_text
 from slimkv.lab.provenance import provenance
 from slimkv.lab.soak import checks
 from slimkv.lab.soak.checks import Answers, Check, Memory, Sample
 from slimkv.lab.soak.client import Ask, BadReplyError, Client
-from slimkv.lab.soak.load import Counts, Load
+from slimkv.lab.soak.load import Load
 from slimkv.lab.soak.metrics import parse_metrics, session_memory
-from slimkv.lab.soak.server import Server, ServerError, log_tail, serving
+from slimkv.lab.soak.server import Server, serving
 from slimkv.lab.soak.settings import SoakSettings
 
 _SETTLE_SECONDS = 60.0
@@ -51,39 +53,29 @@ class SoakReport:
         return all(check.passed for check in self.checks)
 
 
-class _Sampler:
-    """A thread that samples the server."""
+@contextmanager
+def _sampling(server: Server, every: float) -> Iterator[list[Sample]]:
+    """Samples of the server's memory and metrics, taken by a thread until the context ends."""
+    samples, stop, begin = list[Sample](), threading.Event(), time.monotonic()
 
-    def __init__(self, server: Server, every: float) -> None:
-        self.samples: list[Sample] = []
-        self.errors: list[str] = []
-        self._server, self._every = server, every
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def run() -> None:
+        while not stop.wait(every):
+            with suppress(OSError):  # failing requests of the load show whether the server is alive
+                metrics = parse_metrics(server.client.metrics())
+                samples.append(Sample(time.monotonic() - begin, session_memory(server.process.pid), metrics))
 
-    def __enter__(self) -> _Sampler:
-        self._begin = time.monotonic()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._every):
-            try:
-                metrics = parse_metrics(self._server.client.metrics())
-            except OSError as error:  # failing requests of the load show whether the server is alive
-                self.errors.append(str(error))
-                continue
-            memory = session_memory(self._server.process.pid)
-            self.samples.append(Sample(time.monotonic() - self._begin, memory, metrics))
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
 
 
 def soak_server(settings: SoakSettings, step: Callable[[str], None], folder: Path | None = None) -> SoakReport:
     """Starts the server, loads it and runs the checks. ``folder`` gets the server's log; ``step`` is called with each
-    stage. Raises ``ServerError`` if the server does not start or dies; other problems are in the report's checks.
+    stage. Raises ``EngineError`` if the server does not start or dies; other problems are in the report's checks.
     """
     model = models.source(settings.model)
     with tempfile.TemporaryDirectory(prefix="slimkv-soak-") as scratch:
@@ -95,7 +87,7 @@ def soak_server(settings: SoakSettings, step: Callable[[str], None], folder: Pat
                 return _soak(server, settings, step)
             except (BadReplyError, OSError) as error:
                 server.check_alive()
-                raise ServerError(
+                raise EngineError(
                     f"the server does not answer as it should: {error}\n{log_tail(server.log)}"
                 ) from error
 
@@ -110,8 +102,9 @@ def _soak(server: Server, settings: SoakSettings, step: Callable[[str], None]) -
     load = Load(settings, client, text)
     step(f"load for {settings.seconds:g} s, at most {settings.requests} requests")
     slept: list[str] = []
-    pauses = _sleep_times(server, settings)
-    with _Sampler(server, settings.sample_seconds) as sampler:
+    times = settings.sleeps if server.can_sleep else 0
+    pauses = [settings.seconds * (i + 1) / (times + 1) for i in range(times)]
+    with _sampling(server, settings.sample_seconds) as samples:
         seconds = load.run(pauses, lambda: slept.append(_sleep_and_wake(client)), _progress(server, load, step))
     counts = load.counts
     step(f"{counts.served} requests served, {counts.failed} failed; waiting for the server to come to rest")
@@ -120,14 +113,14 @@ def _soak(server: Server, settings: SoakSettings, step: Callable[[str], None]) -
     answers = Answers(first, again, _answers(client, asks, empty=True), _answers(client, asks, empty=False))
     beside = 4 * len(asks) + min(_WARM_UP, len(asks))
     final = _settle(client)
-    memory = checks.memory_of(sampler.samples) if len(sampler.samples) >= 3 else Memory(0, 0, 0, 0, 0)
+    memory = checks.memory_of(samples) if len(samples) >= 3 else Memory(0, 0, 0, 0, 0)
     sleeps = f"{len(slept)} of {len(pauses)}" if pauses else f"none: no sleep mode on {server.platform}, or not asked"
     found = [
         checks.check_requests(counts),
         *checks.check_answers(answers),
-        checks.check_memory(memory, sampler.samples, settings),
+        checks.check_memory(memory, samples, settings),
         checks.check_blocks(at_rest, emptied),
-        checks.check_metrics(sampler.samples, final, counts, beside),
+        checks.check_metrics(samples, final, counts, beside),
         checks.check_abused(final, counts, settings, beside),
     ]
     if pauses:
@@ -135,9 +128,13 @@ def _soak(server: Server, settings: SoakSettings, step: Callable[[str], None]) -
             Check("sleeps and wakes", len(slept) == len(pauses) and not any(slept), "; ".join(slept) or sleeps)
         )
     device = "cuda" if server.platform == "cuda" else "cpu"
+    requests = asdict(counts)
+    waits, latency = requests.pop("seconds"), dict[str, float]()
+    if len(waits) > 1:
+        latency = {"p50": median(waits), "p99": quantiles(waits, n=100)[98], "max": max(waits)}
     return SoakReport(
-        settings, server.platform, seconds, counts.served, _requests(counts), _latency(counts.seconds), memory, sleeps,
-        final, answers, found, sampler.samples, asdict(provenance(device)),
+        settings, server.platform, seconds, counts.served, requests, latency, memory, sleeps, final, answers, found,
+        samples, asdict(provenance(device)),
     )  # fmt: skip
 
 
@@ -179,12 +176,6 @@ def _settle(client: Client) -> dict[str, float]:
         time.sleep(0.5)
 
 
-def _sleep_times(server: Server, settings: SoakSettings) -> list[float]:
-    if not server.can_sleep:
-        return []
-    return [settings.seconds * (i + 1) / (settings.sleeps + 1) for i in range(settings.sleeps)]
-
-
 def _sleep_and_wake(client: Client) -> str:
     """An empty string, or the error."""
     try:
@@ -208,15 +199,3 @@ def _progress(server: Server, load: Load, step: Callable[[str], None]) -> Callab
             step(f"{load.counts.served} requests served, {load.counts.failed} failed")
 
     return check
-
-
-def _requests(counts: Counts) -> dict[str, Any]:
-    fields = asdict(counts)
-    del fields["seconds"]
-    return fields
-
-
-def _latency(seconds: list[float]) -> dict[str, float]:
-    if len(seconds) < 2:
-        return {}
-    return {"p50": median(seconds), "p99": quantiles(seconds, n=100)[98], "max": max(seconds)}

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from slimkv.errors import MissingDependencyError, SlimKVError
+from slimkv.errors import MissingDependencyError
+from slimkv.lab import engine_process
+from slimkv.lab.engine_process import EngineError, log_tail
 from slimkv.lab.soak.client import Client
 from slimkv.lab.soak.settings import SoakSettings
 
@@ -24,16 +26,10 @@ LOOPBACK = "127.0.0.1"
 _STOP_SECONDS = 60
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",
     "VLLM_COMPUTE_NANS_IN_LOGITS": "1",  # counts requests whose logits have a NaN
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # resetting the prefix cache, sleep and wake-up over HTTP
 }
-
-
-class ServerError(SlimKVError, RuntimeError):
-    """A server that did not start or stopped by itself; the text includes the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +45,7 @@ class Server:
     def check_alive(self) -> None:
         """Raises with the end of the log if the process has ended."""
         if (code := self.process.poll()) is not None:
-            raise ServerError(f"vllm serve ended with exit code {code}:\n{log_tail(self.log)}")
-
-
-def log_tail(log: Path, characters: int = 3000) -> str:
-    """The end of a log."""
-    return log.read_text(encoding="utf-8", errors="replace")[-characters:]
+            raise EngineError(f"vllm serve ended with exit code {code}:\n{log_tail(self.log)}")
 
 
 def platform_of_vllm() -> tuple[str, bool]:
@@ -70,7 +61,7 @@ def platform_of_vllm() -> tuple[str, bool]:
         if line.startswith("platform:"):
             _, name, sleeps = line.split()
             return name, sleeps == "1"
-    raise ServerError(f"the installed vLLM cannot be imported:\n{(done.stdout + done.stderr)[-2000:]}")
+    raise EngineError(f"the installed vLLM cannot be imported:\n{(done.stdout + done.stderr)[-2000:]}")
 
 
 def command(settings: SoakSettings, model: str, port: int, can_sleep: bool) -> list[str]:
@@ -92,7 +83,8 @@ def command(settings: SoakSettings, model: str, port: int, can_sleep: bool) -> l
 
 def environment(folder: Path) -> dict[str, str]:
     """For the server. vLLM's CPU build is the distribution vllm-cpu, but its command asks for the version of vllm."""
-    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    found = engine_process.environment(**_ENVIRONMENT)
+    found.pop("TRITON_INTERPRET", None)
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -100,8 +92,8 @@ def environment(folder: Path) -> dict[str, str]:
         info = folder / f"vllm-{version}+cpu.dist-info"
         info.mkdir(exist_ok=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-        inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), inherited.get("PYTHONPATH")]))
-    return {**_ENVIRONMENT, **inherited}
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), found.get("PYTHONPATH")]))
+    return found
 
 
 def free_port() -> int:
@@ -117,10 +109,7 @@ def serving(settings: SoakSettings, model: str, folder: Path) -> Iterator[Server
     platform, can_sleep = platform_of_vllm()
     port, log = free_port(), folder / "server.log"
     words = command(settings, model, port, can_sleep)
-    with (
-        log.open("wb") as out,
-        subprocess.Popen(words, env=environment(folder), stdout=out, stderr=out, start_new_session=True) as process,
-    ):
+    with engine_process.running(words, log, environment(folder)) as process:
         server = Server(process, Client(LOOPBACK, port, settings.request_seconds), log, can_sleep, platform)
         try:
             _wait_until_ready(server, settings.start_seconds)
@@ -129,8 +118,6 @@ def serving(settings: SoakSettings, model: str, folder: Path) -> Iterator[Server
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_SECONDS)
-            with suppress(ProcessLookupError):  # the engine's child processes
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _wait_until_ready(server: Server, seconds: float) -> None:
@@ -140,4 +127,4 @@ def _wait_until_ready(server: Server, seconds: float) -> None:
         if server.client.healthy():
             return
         time.sleep(0.5)
-    raise ServerError(f"vllm serve was not ready after {seconds:g} s:\n{log_tail(server.log)}")
+    raise EngineError(f"vllm serve was not ready after {seconds:g} s:\n{log_tail(server.log)}")

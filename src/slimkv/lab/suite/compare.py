@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from slimkv.lab.report.page import table_line
 from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, paired_answers, verdict
 from slimkv.lab.suite.summary import Document, Questions
 from slimkv.lab.suite.written import metrics
@@ -102,27 +103,17 @@ def _same_questions(a: Document, b: Document) -> bool:
 def as_markdown(found: Comparison) -> str:
     """A table of every figure, and what differs between the runs."""
     lines = [f"# {found.a} and {found.b}", ""]
-    for name, (a, b) in found.settings.items():
-        lines.append(f"- {name}: {_shown(a)} / {_shown(b)}")
-    lines += ["", f"| cache | figure | {found.a} | {found.b} | difference | {found.b} is |",
-              "| --- | --- | ---: | ---: | ---: | --- |"]  # fmt: skip
+    lines += [f"- {name}: {_shown(a)} / {_shown(b)}" for name, (a, b) in found.settings.items()]
+    lines += ["", table_line(["cache", "figure", found.a, found.b, "difference", f"{found.b} is"])]
+    lines.append(table_line(["---", "---", "---:", "---:", "---:", "---"]))
     for line in found.lines:
         what = " ".join(str(x) for x in (line.metric, line.task, line.length or "") if x != "")
-        numbers = f"{line.a:.6g} | {line.b:.6g} | {line.difference:+.4g}"
-        lines.append(f"| {line.format} | {what} | {numbers} | {line.verdict} |")
-    lines += [
-        "",
-        f"Figures that only one has: {found.only_a} and {found.only_b}.",
-        "Answers to the same questions are ",
-    ]
-    lines[-1] += f"tested in pairs (McNemar, bootstrap over contexts); {NOT_DISTINGUISHABLE}: p of 0.05 or more."
-    return "\n".join(lines) + "\n"
+        numbers = f"{line.a:.6g}", f"{line.b:.6g}", f"{line.difference:+.4g}"
+        lines.append(table_line([line.format, what, *numbers, line.verdict]))
+    tests = f"tested in pairs (McNemar, bootstrap over contexts); {NOT_DISTINGUISHABLE}: p of 0.05 or more."
+    lines += ["", f"Figures of only one run: {found.only_a} and {found.only_b}."]
+    return "\n".join([*lines, f"Answers to the same questions are {tests}", ""])
 
 
 def _shown(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def as_json(found: Comparison) -> dict[str, Any]:
-    """The same as plain data."""
-    return asdict(found)

@@ -7,6 +7,7 @@ requested kind, and attention reads all keys and values through the codec.
 from __future__ import annotations
 
 from functools import lru_cache
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from slimkv.errors import InputError, MissingDependencyError
 from slimkv.lab.evals.harness import RAW, STRICT, CacheKind, Progress, attending
 from slimkv.lab.suite.settings import VLLM
+from slimkv.lab.suite.vllm_engine import engine_arguments
 from slimkv.lab.suite.workbench import Workbench
 
 if TYPE_CHECKING:
@@ -65,8 +67,6 @@ def vllm_lm(bench: Workbench, format: str) -> LM:
     _import_lm_eval()
     from lm_eval.models.vllm_causallms import VLLM as VLLMModel
 
-    from slimkv.lab.suite.vllm_engine import engine_arguments
-
     arguments = engine_arguments(bench, format, None)
     return VLLMModel(pretrained=arguments.pop("model"), **arguments)
 
@@ -108,17 +108,10 @@ def _numbers(scores: dict[str, Any]) -> dict[str, float]:
     out = {}
     for name, value in scores.items():
         metric, _, filtered = name.partition(",")
-        if not filtered or metric.endswith("_stderr") or isinstance(value, (str, bool)) or not _is_number(value):
-            continue
-        out[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value)
+        number = not isinstance(value, (str, bool)) and isinstance(value, Real) and value == value
+        if filtered and number and not metric.endswith("_stderr"):
+            out[metric if filtered == "none" else f"{metric} ({filtered})"] = float(value)
     return out
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return float(value) == float(value)
-    except (TypeError, ValueError):
-        return False
 
 
 def _each(rows: list[dict[str, Any]]) -> dict[str, list[float]]:

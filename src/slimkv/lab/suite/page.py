@@ -9,8 +9,7 @@ from slimkv.lab.evals.harness import RAW
 from slimkv.lab.report.charts import Axis, Bar, Estimate, Series, bars, chart, intervals, shaded
 from slimkv.lab.report.page import Plot, document, plot_cards, table, table_of_lines, td, tile, versions_line
 from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE
-from slimkv.lab.suite.summary import Document, first_part, parts_of
-from slimkv.lab.suite.words import words
+from slimkv.lab.suite.summary import SHOWN, Column, Document, first_part, parts_of, words
 
 _TONE = {NOT_DISTINGUISHABLE: "same", "worse": "worse", "better": "better"}
 
@@ -43,11 +42,17 @@ def _position_plot(results: Document) -> list[Plot]:
     middles = [(a + b) / 2 for a, b in zip((0, *found["edges"][:-1]), found["edges"], strict=True)]
     series = [Series(row["format"], middles, [max(kl, 1e-7) for kl in row["kl"]]) for row in found["rows"]]
     svg = chart("KL divergence by position", Axis("position"), Axis("KL divergence to raw, nats", log=True), series)
-    plots = [("Over a long text", "What a format costs as the context grows.", svg)]
+    plots = [("Over a long text", "KL divergence to the stock cache as the context grows.", svg)]
     if all(row.get("bytes") for row in found["rows"]):
         sizes = [Series(row["format"], found["edges"], [x / 2**20 for x in row["bytes"]]) for row in found["rows"]]
         svg = chart("Bytes by position", Axis("position"), Axis("bytes of the cache, MiB"), sizes)
-        plots.append(("Bytes meanwhile", "What the cache takes there; a budget keeps old tokens in fewer bits.", svg))
+        plots.append(
+            (
+                "Bytes by position",
+                "A memory budget stores old tokens in fewer bits.",
+                svg,
+            )
+        )
     return plots
 
 
@@ -84,124 +89,102 @@ def _speed_plots(results: Document) -> list[Plot]:
     return plots
 
 
-def _tag(test: Document | None, shape: str) -> str:
-    if test is None:
-        return "<td></td>"
-    told = f"{shape.format(test['low'])} to {shape.format(test['high'])}, p {test['p_corrected']:.2g}"
-    return f'<td title="{escape(told)}">{escape(shape.format(test["difference"]))}{_verdict(test)}</td>'
-
-
 def _verdict(test: Document) -> str:
     return f' <span class="tag {_TONE[test["verdict"]]}">{escape(test["verdict"])}</span>'
+
+
+def _cell(column: Column, row: Document) -> str:
+    test = row.get(column.key)
+    if not column.is_test or test is None:
+        return td(column.text(row))
+    told = f"{column.shape.format(test['low'])} to {column.shape.format(test['high'])}, p {test['p_corrected']:.2g}"
+    return f'<td title="{escape(told)}">{escape(column.shape.format(test["difference"]))}{_verdict(test)}</td>'
 
 
 def _costs(results: Document) -> str:
     """The main table, grouped by caches of equal size."""
     rows = {row["format"]: row for row in results["summary"]["rows"]}
-    order = [name for group in results["summary"]["groups"] for name in group] or list(rows)
+    order = [name for group in results["summary"]["groups"] for name in group]
     firsts = {group[0] for group in results["summary"]["groups"][1:]}
     columns = [
-        ("bytes per token", lambda r: td(r.get("bytes_per_token"), "{:,.0f}"), "bytes_per_token"),
-        ("smaller than bf16", lambda r: td(r.get("smaller"), "{:.2f}x"), "smaller"),
-        ("KL", lambda r: td(r.get("kl"), "{:.4f}"), "kl"),
-        ("same next token", lambda r: td(r.get("top1"), "{:.1%}"), "top1"),
-        ("perplexity", lambda r: td(r.get("perplexity"), "{:.3f}"), "perplexity"),
-        ("perplexity over raw", lambda r: _tag(r.get("perplexity_test"), "{:+.2%}"), "perplexity_test"),
-        ("answers", lambda r: td(r.get("answers"), "{0[right]}/{0[asked]}"), "answers"),
-        ("answers over raw", lambda r: _tag(r.get("answers_test"), "{:+.1%}"), "answers_test"),
-        ("needles", lambda r: td(r.get("needle"), "{0[found]}/{0[tried]}"), "needle"),
-        ("drafts accepted", lambda r: td(r.get("drafts"), "{0[acceptance_length]:.2f} ({0[over_raw]:.3f}x)"), "drafts"),
-        ("decode tokens/s", lambda r: td(r.get("decode"), "{0[tokens_per_second]:.1f}"), "decode"),
-        ("prefill s", lambda r: td(r.get("decode"), "{0[prefill_seconds]:.2f}"), "decode"),
-    ]
-    kept = [(title, give) for title, give, key in columns if any(row.get(key) is not None for row in rows.values())]
+        *SHOWN[:1], Column("smaller than bf16", "smaller", "{:.2f}x"), *SHOWN[2:11],
+        Column("over raw", "drafts.over_raw", "{:.3f}x"), Column("prefill s", "decode.prefill_seconds", "{:.2f}"),
+    ]  # fmt: skip
+    kept = [column for column in columns if any(column.text(row) for row in rows.values())]
     body = []
-    for name in [*order, *(name for name in rows if name not in order)]:
+    for name in dict.fromkeys([*order, *rows]):
         style = ' class="same-bytes"' if name in firsts else ""
-        cells = "".join(give(rows[name]) for _, give in kept)
-        body.append(f"<tr{style}><td>{escape(name)}</td>{cells}</tr>")
+        body.append(f"<tr{style}>{td(name)}{''.join(_cell(column, rows[name]) for column in kept)}</tr>")
     told = (
-        "A line separates caches of different bytes. Intervals and corrected p-values show under the mouse. "
+        "A line separates caches of different bytes. Hover for intervals and corrected p-values. "
         "Perplexity is tested by a paired bootstrap over blocks of tokens; answers by McNemar's test and a paired "
         "bootstrap over contexts, whichever p-value is larger; both are corrected for the number of caches (Holm)."
     )
-    return table_of_lines(["cache", *(title for title, _ in kept)], body, "costs", note=told)
+    return table_of_lines(["cache", *(column.title for column in kept)], body, "costs", note=told)
+
+
+def _grid(title: str, head: list[str], lines: list[list[str]], name: str, style: str = "") -> str:
+    """A section with a table; nothing without lines."""
+    return f"<h2>{title}</h2>{table(head, lines, name, style)}" if lines else ""
+
+
+def _task_cell(row: Document | None) -> str:
+    if row is None:
+        return td(None)
+    tip = f"{row['value']:.0%} ({row['low']:.0%} to {row['high']:.0%})"
+    tip += f"; {row['test']['verdict']} (p {row['test']['p']:.2g})" if "test" in row else ""
+    return shaded(row["value"], f"{row['right']}/{row['asked']}", tip)
 
 
 def _task_grid(results: Document) -> str:
-    found = results["summary"]["tasks"]
-    if not found:
-        return ""
-    names = list(dict.fromkeys(row["format"] for row in found))
-    by_key = {(row["task"], row["length"], row["format"]): row for row in found}
-    lines = []
-    for task, length in dict.fromkeys((row["task"], row["length"]) for row in found):
-        cells = [f"<td>{escape(task)}, {length:,} tokens</td>"]
-        for name in names:
-            row = by_key.get((task, length, name))
-            if row is None:
-                cells.append("<td></td>")
-                continue
-            tip = f"{row['value']:.0%} ({row['low']:.0%} to {row['high']:.0%})"
-            tip += f"; {row['test']['verdict']} (p {row['test']['p']:.2g})" if "test" in row else ""
-            cells.append(shaded(row["value"], f"{row['right']}/{row['asked']}", tip))
-        lines.append(cells)
-    return "<h2>Task by task</h2>" + table(["task", *names], lines, "tasks", "grid-table")
+    by_key = {(row["task"], row["length"], row["format"]): row for row in results["summary"]["tasks"]}
+    names = list(dict.fromkeys(name for _, _, name in by_key))
+    lines = [
+        [td(f"{task}, {length:,} tokens"), *(_task_cell(by_key.get((task, length, name))) for name in names)]
+        for task, length in dict.fromkeys(key[:2] for key in by_key)
+    ]
+    return _grid("Task by task", ["task", *names], lines, "tasks", "grid-table")
 
 
 def _needle_grid(results: Document) -> str:
     cells = [cell for part in parts_of(results, "needle") for cell in part["cells"]]
-    if not cells:
-        return ""
     columns = list(dict.fromkeys((cell["context"], cell["depth"]) for cell in cells))
-    by_key = {(cell["format"], cell["context"], cell["depth"]): cell for cell in cells}
-    lines = []
-    for name in dict.fromkeys(cell["format"] for cell in cells):
-        line = [f"<td>{escape(name)}</td>"]
-        for context, depth in columns:
-            cell = by_key[name, context, depth]
-            line.append(shaded(cell["found"] / cell["tried"], f"{cell['found']}/{cell['tried']}"))
-        lines.append(line)
+    lines: dict[str, list[str]] = {}
+    for cell in sorted(cells, key=lambda cell: columns.index((cell["context"], cell["depth"]))):
+        line = lines.setdefault(cell["format"], [td(cell["format"])])
+        line.append(shaded(cell["found"] / cell["tried"], f"{cell['found']}/{cell['tried']}"))
     head = ["needles found", *(f"{context:,} at {depth:.0%}" for context, depth in columns)]
-    return "<h2>Needle in a haystack</h2>" + table(head, lines, "needle", "grid-table")
+    return _grid("Needle in a haystack", head, list(lines.values()), "needle", "grid-table")
 
 
 def _lm_eval_table(results: Document) -> str:
     rows = _rows(results, "lm_eval")
-    if not rows:
-        return ""
     scores = list(dict.fromkeys((t, m) for row in rows for t, found in row["lm_eval"].items() for m in found))
     lines = []
     for row in rows:
-        line, tests = [f"<td>{escape(row['format'])}</td>"], row.get("lm_eval_tests", {})
+        line, tests = [td(row["format"])], row.get("lm_eval_tests", {})
         for task, metric in scores:
-            value = row["lm_eval"].get(task, {}).get(metric)
-            test = tests.get(f"{task}/{metric}")
+            value, test = row["lm_eval"].get(task, {}).get(metric), tests.get(f"{task}/{metric}")
             line.append(f"<td>{'' if value is None else f'{value:.4f}'}{_verdict(test) if test else ''}</td>")
         lines.append(line)
-    head = ["cache", *(f"{task}: {metric}" for task, metric in scores)]
-    return "<h2>lm-evaluation-harness</h2>" + table(head, lines, "lm-eval")
+    return _grid("lm-evaluation-harness", ["cache", *(f"{t}: {m}" for t, m in scores)], lines, "lm-eval")
 
 
 def _speed_tables(results: Document) -> str:
-    out = ""
-    if (attend := first_part(results, "attend")) is not None:
-        lines = [
-            [td(row["cell"]), td(row["format"]), td(row["ms"], "{:.3f}"), td(row["fraction_of_copy"], "{:.0%}"),
-             td(", ".join(f"{b['name']} {b['ratio']:.2f}x" for b in row["baselines"] if b["ratio"] is not None))]
-            for row in attend["rows"]
-        ]  # fmt: skip
-        head = ["cell", "format", "milliseconds", "of copy bandwidth", "time of others over slimkv's"]
-        out += "<h2>Attention on pages</h2>" + table(head, lines, "attend")
-    if serving := _rows(results, "serving"):
-        lines = [
-            [td(row["format"]), *(td(row["serving"][key], shape) for key, shape in (
-                ("kv_tokens", "{:,}"), ("decode_tokens_per_second", "{:,.0f}"), ("time_to_first_token_p50", "{:.3f}")))]
-            for row in serving
-        ]  # fmt: skip
-        head = ["cache", "tokens the engine holds", "decode tokens/s", "time to first token, median s"]
-        out += "<h2>vLLM under load</h2>" + table(head, lines, "serving")
-    return out
+    attend = first_part(results, "attend") or {"rows": []}
+    lines = [
+        [td(row["cell"]), td(row["format"]), td(row["ms"], "{:.3f}"), td(row["fraction_of_copy"], "{:.0%}"),
+         td(", ".join(f"{b['name']} {b['ratio']:.2f}x" for b in row["baselines"] if b["ratio"] is not None))]
+        for row in attend["rows"]
+    ]  # fmt: skip
+    head = ["cell", "format", "milliseconds", "of copy bandwidth", "time of others over slimkv's"]
+    shapes = {"kv_tokens": "{:,}", "decode_tokens_per_second": "{:,.0f}", "time_to_first_token_p50": "{:.3f}"}
+    served = [
+        [td(row["format"]), *(td(row["serving"][key], shape) for key, shape in shapes.items())]
+        for row in _rows(results, "serving")
+    ]
+    told = ["cache", "tokens the engine holds", "decode tokens/s", "time to first token, median s"]
+    return _grid("Attention on pages", head, lines, "attend") + _grid("vLLM under load", told, served, "serving")
 
 
 def _tiles(results: Document) -> str:
@@ -236,17 +219,12 @@ def _failures(results: Document) -> str:
     return f'<div class="card failed after"><h3>Failed</h3><ul class="words">{lines}</ul></div>'
 
 
-def _parts_table(results: Document) -> str:
-    lines = [[td(p["title"]), td(p["status"]), td(p["seconds"], "{:.1f}")] for p in results["parts"]]
-    return "<h2>What was run</h2>" + table(["part", "status", "seconds"], lines, "parts")
-
-
 def html(results: Document) -> str:
     """The page."""
     plots = [*_quality_plot(results), *_answers_plot(results), *_position_plot(results), *_length_plot(results),
              *_speed_plots(results)]  # fmt: skip
     run, told = results["run"], "".join(f"<li>{escape(line)}</li>" for line in words(results))
-    versions = versions_line(run["versions"])
+    parts = [[td(p["title"]), td(p["status"]), td(p["seconds"], "{:.1f}")] for p in results["parts"]]
     calibration = first_part(results, "calibration")
     on = f"Calibrated on {calibration['source']}. " if calibration is not None else ""
     body = f"""<h1>slimkv suite {escape(results["suite"])}: {escape(results["model"])}</h1>
@@ -254,9 +232,11 @@ def html(results: Document) -> str:
 {escape(run["date"])}</div>
 {_tiles(results)}{_failures(results)}
 {plot_cards(plots)}
-<h2>What each cache costs</h2>
+<h2>Quality and cost of each cache</h2>
 {_costs(results)}
 <h2>In words</h2><div class="card"><ul class="words">{told}</ul></div>
-{_task_grid(results)}{_needle_grid(results)}{_lm_eval_table(results)}{_speed_tables(results)}{_parts_table(results)}
-<footer>{escape(on)}Command: {escape(run["command"])}. {escape(versions)}. {results["seconds"]:.0f} seconds.</footer>"""
+{_task_grid(results)}{_needle_grid(results)}{_lm_eval_table(results)}{_speed_tables(results)}
+{_grid("Parts of this run", ["part", "status", "seconds"], parts, "parts")}
+<footer>{escape(on)}Command: {escape(run["command"])}. {escape(versions_line(run["versions"]))}.
+{results["seconds"]:.0f} seconds.</footer>"""
     return document(f"slimkv suite: {results['model']}", body)

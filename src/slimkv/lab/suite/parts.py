@@ -10,6 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from slimkv.formats import DEFAULT_FORMAT
+from slimkv.lab.bench.attention import bench_attend
+from slimkv.lab.bench.generate import GenerateSettings, time_generation
+from slimkv.lab.bench.run import Options
+from slimkv.lab.bench.serve import bench_serve
+from slimkv.lab.bench.serve_settings import DTYPES, ServeSettings
+from slimkv.lab.engine_process import EngineError
 from slimkv.lab.evals.acceptance import measure_acceptance
 from slimkv.lab.evals.agreement import measure_agreement
 from slimkv.lab.evals.harness import (
@@ -23,9 +29,12 @@ from slimkv.lab.evals.harness import (
 )
 from slimkv.lab.evals.needle import measure_needle
 from slimkv.lab.evals.positions import measure_positions
-from slimkv.lab.suite.settings import SMOKE, TRANSFORMERS, VLLM, SuiteSettings
-from slimkv.lab.suite.tasks import TASKS
+from slimkv.lab.suite.lm_eval import run_lm_eval
+from slimkv.lab.suite.settings import PARTS, SMOKE, TRANSFORMERS, VLLM, SuiteSettings
+from slimkv.lab.suite.tasks import TASKS, answer_context
+from slimkv.lab.suite.vllm_engine import run_engine
 from slimkv.lab.suite.workbench import Workbench
+from slimkv.memory_plan import make_plan, parse_size, shape_of
 
 Data = dict[str, Any]
 BUDGET = f"{MEMORY}{DEFAULT_FORMAT}"  # a cache whose formats follow memory, in addition to the fixed ones
@@ -45,6 +54,15 @@ class Part:
     run: Callable[[Workbench, Progress], Data]
 
 
+def _part(
+    bench: Workbench, name: str, title: str, weight: float, run: Callable[[Workbench, Progress], Data], **given: Any
+) -> Part:
+    """A part called ``kind`` or ``kind-more``. Its result depends on ``given``, the text and the formats."""
+    kind = next(kind for kind in PARTS if name == kind or name.startswith(f"{kind}-"))
+    formats = {} if "format" in given else {"formats": bench.settings.formats}
+    return Part(name, kind, title, {"text": bench.text_digest, **formats, **given}, weight, run)
+
+
 def plan_parts(bench: Workbench) -> tuple[list[Part], list[str]]:
     """The parts of a run in order, and notes on what was left out and why."""
     settings, notes = bench.settings, list[str]()
@@ -52,17 +70,9 @@ def plan_parts(bench: Workbench) -> tuple[list[Part], list[str]]:
         "memory": _memory, "agreement": _agreement, "positions": _positions, "needle": _needle, "tasks": _tasks,
         "lm-eval": _lm_eval, "drafts": _drafts, "generate": _generate, "attend": _attend, "serve": _serve,
     }  # fmt: skip
-    in_process = ("agreement", "positions", "needle", "drafts", "generate")
-    parts = []
-    for kind, make in makers.items():
-        if kind not in settings.parts:
-            continue
-        if settings.engine != TRANSFORMERS and kind in in_process:
-            continue
-        if kind == "serve" and settings.engine != VLLM:
-            continue
-        parts += make(bench, notes)
-    return parts, notes
+    absent = {TRANSFORMERS: ("serve",), VLLM: ("agreement", "positions", "needle", "drafts", "generate")}
+    kinds = [kind for kind in makers if kind in settings.parts and kind not in absent[settings.engine]]
+    return [part for kind in kinds for part in makers[kind](bench, notes)], notes
 
 
 def _fitting(bench: Workbench, lengths: tuple[int, ...], what: str, notes: list[str]) -> list[int]:
@@ -80,7 +90,7 @@ def _window(bench: Workbench, tokens: int, what: str, notes: list[str]) -> int:
     allowed = min(tokens, bench.text_tokens, bench.max_positions or tokens)
     if allowed < tokens:
         why = "the text" if allowed == bench.text_tokens else "the model's positions"
-        notes.append(f"{what}: {allowed:,} tokens in place of {tokens:,}, which {why} does not reach")
+        notes.append(f"{what}: {allowed:,} tokens in place of {tokens:,}, limited by {why}")
     return allowed
 
 
@@ -92,16 +102,13 @@ def _memory(bench: Workbench, notes: list[str]) -> list[Part]:
     settings = bench.settings
 
     def run(bench: Workbench, progress: Progress) -> Data:
-        from slimkv.memory_plan import make_plan, parse_size, shape_of
-
         shape = shape_of(bench.config.to_dict())
         names = {format: format.removesuffix(WITH_CALIBRATION) for format in bench.formats}
         plan = make_plan(shape, list(dict.fromkeys(names.values())), parse_size(settings.memory))
         rows = {row.format: asdict(row) for row in plan.formats}
         return {"memory_bytes": plan.memory_bytes, "formats": {name: rows[plain] for name, plain in names.items()}}
 
-    given = {"formats": settings.formats, "memory": settings.memory}
-    return [Part("memory", "memory", "bytes per token, tokens that fit", given, 500, run)]
+    return [_part(bench, "memory", "bytes per token, tokens that fit", 500, run, memory=settings.memory)]
 
 
 def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
@@ -127,9 +134,8 @@ def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
         report = bench.measured(measure_agreement, windows, progress=progress, observe=observe)
         return {**report, "block_losses": losses, "block_tokens": counts}
 
-    given = {"formats": settings.formats, "windows": count, "tokens": tokens, "text": bench.text_digest}
-    weight = _reading(settings, count * tokens)
-    return [Part("agreement", "agreement", "perplexity, agreement, KL divergence", given, weight, run)]
+    weight, title = _reading(settings, count * tokens), "perplexity, agreement, KL divergence"
+    return [_part(bench, "agreement", title, weight, run, windows=count, tokens=tokens)]
 
 
 def _positions(bench: Workbench, notes: list[str]) -> list[Part]:
@@ -140,9 +146,8 @@ def _positions(bench: Workbench, notes: list[str]) -> list[Part]:
         more = [BUDGET] if takes_budget(bench.loaded.model) else []
         return bench.measured(measure_positions, bench.windows(1, tokens), progress=progress, more=more)
 
-    given = {"formats": [*settings.formats, BUDGET], "tokens": tokens, "text": bench.text_digest}
-    weight = _reading(settings, tokens * (1 + tokens / 8192))
-    return [Part("positions", "positions", f"KL divergence by position to {tokens:,}", given, weight, run)]
+    weight, title = _reading(settings, tokens * (1 + tokens / 8192)), f"KL divergence by position to {tokens:,}"
+    return [_part(bench, "positions", title, weight, run, budget=BUDGET, tokens=tokens)]
 
 
 def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
@@ -155,9 +160,8 @@ def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
                 contexts=[context], depths=depths, mode=STRICT, progress=progress,
             )  # fmt: skip
 
-        given = {"formats": settings.formats, "context": context, "depths": depths, "text": bench.text_digest}
-        weight = _reading(settings, 4 * len(depths) * (context + 100))
-        return Part(f"needle-{context}", "needle", f"needle grid at {context:,} tokens", given, weight, run)
+        weight, title = _reading(settings, 4 * len(depths) * (context + 100)), f"needle grid at {context:,} tokens"
+        return _part(bench, f"needle-{context}", title, weight, run, context=context, depths=depths)
 
     fitting = _fitting(bench, settings.size.needle_contexts, "needle", notes)
     if long := [context for context in fitting if context > bench.text_tokens]:
@@ -184,14 +188,12 @@ def task_items(contexts: list[Any]) -> list[Data]:
 def _tasks(bench: Workbench, notes: list[str]) -> list[Part]:
     settings, size = bench.settings, bench.settings.size
     lengths = _fitting(bench, size.lengths, "tasks", notes)
-    given = {"contexts": size.contexts, "questions": size.questions, "seed": settings.seed, "text": bench.text_digest}
+    given = {"contexts": size.contexts, "questions": size.questions, "seed": settings.seed}
     if settings.engine == VLLM:
         return _tasks_in_vllm(bench, lengths, given)
 
     def of(task: str, length: int) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
-            from slimkv.lab.suite.answers import answer_context
-
             contexts, kinds = task_contexts(bench, task, length), bench.kinds()
             answers: dict[str, Data] = {kind.name: {"exact": [], "nll": []} for kind in kinds}
             steps = len(contexts) * len(kinds)
@@ -205,8 +207,8 @@ def _tasks(bench: Workbench, notes: list[str]) -> list[Part]:
             return {"items": task_items(contexts), "answers": answers}
 
         weight = _reading(settings, size.contexts * (length + 40 * size.questions))
-        more = {"formats": settings.formats, "task": task, "length": length}
-        return Part(f"tasks-{task}-{length}", "tasks", f"{task} at {length:,} tokens", {**given, **more}, weight, run)
+        name, title = f"tasks-{task}-{length}", f"{task} at {length:,} tokens"
+        return _part(bench, name, title, weight, run, task=task, length=length, **given)
 
     return [of(task, length) for length in lengths for task in TASKS]
 
@@ -217,8 +219,6 @@ def _tasks_in_vllm(bench: Workbench, lengths: list[int], given: Data) -> list[Pa
 
     def of(format: str) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
-            from slimkv.lab.suite.vllm_engine import run_engine
-
             contexts = [task_contexts(bench, task, length) for length in lengths for task in TASKS]
             bench.release()
             found = run_engine(bench, format, [one for several in contexts for one in several], progress)
@@ -226,8 +226,8 @@ def _tasks_in_vllm(bench: Workbench, lengths: list[int], given: Data) -> list[Pa
             return {"items": items, "answers": {format: {"exact": found.pop("exact"), "nll": None}}, "engine": found}
 
         weight = _START + len(TASKS) * sum(size.contexts * (length + 40 * size.questions) for length in lengths)
-        more = {"format": format, "lengths": lengths}
-        return Part(f"tasks-vllm-{format}", "tasks", f"tasks through vLLM: {format}", {**given, **more}, weight, run)
+        name, title = f"tasks-vllm-{format}", f"tasks through vLLM: {format}"
+        return _part(bench, name, title, weight, run, format=format, lengths=lengths, **given)
 
     return [of(format) for format in bench.settings.formats]
 
@@ -237,13 +237,11 @@ def _lm_eval(bench: Workbench, notes: list[str]) -> list[Part]:
 
     def of(format: str) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
-            from slimkv.lab.suite.lm_eval import run_lm_eval
-
             return run_lm_eval(bench, format, progress)
 
         given = {"format": format, "tasks": settings.tasks, "limit": size.limit, "folder": settings.task_folder}
         title = f"lm-evaluation-harness: {format}"
-        return Part(f"lm-eval-{format}", "lm-eval", title, given, _START * len(settings.tasks), run)
+        return _part(bench, f"lm-eval-{format}", title, _START * len(settings.tasks), run, **given)
 
     return [of(format) for format in settings.formats] if settings.tasks else []
 
@@ -257,11 +255,8 @@ def _drafts(bench: Workbench, notes: list[str]) -> list[Part]:
     def run(bench: Workbench, progress: Progress) -> Data:
         return bench.measured(measure_acceptance, bench.windows(count, tokens), progress=progress, new_tokens=new)
 
-    given = {
-        "formats": settings.formats, "windows": count, "tokens": tokens, "new_tokens": new, "text": bench.text_digest,
-    }  # fmt: skip
-    weight = _reading(settings, count * tokens + 25.0 * new)
-    return [Part("drafts", "drafts", f"acceptance of n-gram drafts after {tokens:,} tokens", given, weight, run)]
+    weight, title = _reading(settings, count * tokens + 25.0 * new), f"n-gram drafts accepted after {tokens:,} tokens"
+    return [_part(bench, "drafts", title, weight, run, windows=count, tokens=tokens, new_tokens=new)]
 
 
 def _generate(bench: Workbench, notes: list[str]) -> list[Part]:
@@ -271,8 +266,6 @@ def _generate(bench: Workbench, notes: list[str]) -> list[Part]:
     context = int(min(size.decode_context, max(room, 16)))
 
     def run(bench: Workbench, progress: Progress) -> Data:
-        from slimkv.lab.bench.generate import GenerateSettings, time_generation
-
         wanted = GenerateSettings(
             model=settings.model, context=context, new_tokens=new, rounds=rounds, formats=tuple(bench.packed),
             dtype=settings.dtype, device=settings.device,
@@ -283,9 +276,8 @@ def _generate(bench: Workbench, notes: list[str]) -> list[Part]:
         sizes = {x.name: empty_bytes_per_token(model, x.new(model, STRICT), x.format) for x in bench.kinds()}
         return {**report, "bytes_per_token": sizes}
 
-    given = {"formats": settings.formats, "context": context, "new_tokens": new, "rounds": rounds}
-    weight = _reading(settings, rounds * (context + 25.0 * (2 * new + 2)))
-    return [Part("generate", "generate", f"decoding speed at {context:,} tokens", given, weight, run)]
+    weight, title = _reading(settings, rounds * (context + 50.0 * (new + 1))), f"decoding speed at {context:,} tokens"
+    return [_part(bench, "generate", title, weight, run, context=context, new_tokens=new, rounds=rounds)]
 
 
 def _attend(bench: Workbench, notes: list[str]) -> list[Part]:
@@ -294,50 +286,36 @@ def _attend(bench: Workbench, notes: list[str]) -> list[Part]:
     small = settings.name == SMOKE
 
     def run(bench: Workbench, progress: Progress) -> Data:
-        import json
+        return asdict(bench_attend(Options(cells=cells, device=settings.device, small=small), lambda step: None))
 
-        from slimkv.lab.bench.attention import bench_attend
-        from slimkv.lab.bench.options import Options
-
-        report = bench_attend(Options(cells=cells, device=settings.device, small=small), lambda step: None)
-        return json.loads(report.to_json())
-
-    given = {"cells": cells, "small": small}
     weight = 4000 if settings.device == "cpu" and small else 2 * _START
-    return [Part("attend", "attend", "attention on pages", given, weight, run)]
+    return [_part(bench, "attend", "attention on pages", weight, run, cells=cells, small=small)]
 
 
 def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
     """Engines under load with a model of random weights: the memory and the speed are those of its shape."""
-    from slimkv.lab.bench.serve import DTYPES
-
     settings, on_gpu = bench.settings, bench.settings.device != "cpu"
     plain = [f for f in settings.formats if f != RAW and not f.endswith(WITH_CALIBRATION)]
     sizes: Data = {"dtype": settings.dtype}
     if not on_gpu:
         sizes |= {
-            "shape": "tiny", "context": 512, "requests": 3, "output": 8, "most_requests": 4, "arrivals": 6,
+            "shape": "tiny", "context": 512, "requests": 3, "new_tokens": 8, "most_requests": 4, "arrivals": 6,
             "rate": 4.0, "eager": True,
         }  # fmt: skip
         if dropped := [f for f in plain if f == "fp8" or f.startswith("turboquant")]:
-            notes.append(f"serve: {', '.join(dropped)} are vLLM's own caches, which need a GPU")
+            notes.append(f"serve: {', '.join(dropped)} are caches of vLLM that need a GPU")
         plain = [f for f in plain if f not in dropped]
 
     def of(system: str) -> Part:
         def run(bench: Workbench, progress: Progress) -> Data:
-            import json
-
-            from slimkv.lab.bench.serve import ServeSettings, bench_serve
-            from slimkv.lab.suite.vllm_engine import EngineError
-
             bench.release()
             wanted = ServeSettings(systems=(system,), **sizes)
-            report = json.loads(bench_serve(wanted, lambda step: None, "", bench.folder / "serve").to_json())
+            report = asdict(bench_serve(wanted, lambda step: None, "", bench.folder / "serve"))
             if "error" in report["systems"][system]:
                 raise EngineError(report["systems"][system]["error"])
             return report
 
         title = f"vLLM under load: {system}"
-        return Part(f"serve-{system}", "serve", title, {"system": system, **sizes}, 2 * _START, run)
+        return _part(bench, f"serve-{system}", title, 2 * _START, run, system=system, **sizes)
 
     return [of(system) for system in (DTYPES[settings.dtype], *plain)]

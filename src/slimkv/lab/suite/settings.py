@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from slimkv.errors import InputError
 from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, check_formats
 from slimkv.lab.evals.texts import SHIPPED
@@ -69,7 +71,7 @@ SIZES: dict[tuple[str, bool], Size] = {  # by name and whether there is a GPU
     ),
 }  # fmt: skip
 NAMES = (SMOKE, QUICK, FULL)
-CPU_PARAMETERS = 150_000_000  # of a model that a CPU takes through the sizes as they are
+CPU_PARAMETERS = 150_000_000  # of the largest model for which a CPU keeps the sizes
 PARTS = ("memory", "agreement", "positions", "needle", "tasks", "lm-eval", "drafts", "generate", "attend", "serve")
 
 
@@ -117,8 +119,6 @@ def make_settings(name: str, model: str, *, device: str | None = None, **changes
 
     A change of None leaves the field alone. Without ``calibration`` (``none``) the sizes drop their calibrated formats.
     """
-    import torch
-
     if name not in NAMES:
         raise InputError(f"unknown size {name!r}; known are {', '.join(NAMES)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -153,5 +153,5 @@ def lighter(settings: SuiteSettings, parameters: int) -> tuple[SuiteSettings, li
         "position_tokens": max(512, int(size.position_tokens * share) // 256 * 256),
     }  # fmt: skip
     told = ", ".join(f"{name} {value} in place of {getattr(size, name)}" for name, value in less.items())
-    note = f"a CPU and {parameters / 1e6:,.0f} million parameters: {told}; name one of them to choose it yourself"
+    note = f"on a CPU with {parameters / 1e6:,.0f} million parameters: {told}; set one of them to choose it yourself"
     return replace(settings, size=replace(size, **less)), [note]

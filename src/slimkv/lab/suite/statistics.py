@@ -1,4 +1,4 @@
-"""Paired tests: how certain a difference is, and the words for it."""
+"""Paired tests of differences, and their verdicts."""
 
 from __future__ import annotations
 

@@ -5,14 +5,50 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from slimkv.lab.evals.harness import RAW
 from slimkv.lab.evals.intervals import wilson
-from slimkv.lab.suite.statistics import PairedTest, holm, paired_answers, paired_losses, verdict
+from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, PairedTest, holm, paired_answers, paired_losses, verdict
 
 Document = dict[str, Any]
 _EQUAL = 1.08  # largest relative difference in bytes of caches that are compared as equal
+
+
+class Column(NamedTuple):
+    """A column of the table of caches: its title, the field of a row, and how that is written."""
+
+    title: str
+    key: str
+    shape: str
+    is_test: bool = False  # ``shape`` is for its difference
+
+    def text(self, row: Document) -> str:
+        """The cell as text; empty for a missing figure."""
+        found: Any = row
+        for name in self.key.split("."):
+            found = (found or {}).get(name)
+        if found is None or not self.is_test:
+            return "" if found is None else self.shape.format(found)
+        sure = "" if found["verdict"] == NOT_DISTINGUISHABLE else f" (p {found['p_corrected']:.2g})"
+        return f"{self.shape.format(found['difference'])}, {found['verdict']}{sure}"
+
+
+SHOWN = (
+    Column("bytes/token", "bytes_per_token", "{:,.0f}"),
+    Column("tokens that fit", "tokens_fit", "{:,}"),
+    Column("KL", "kl", "{:.4f}"),
+    Column("same next token", "top1", "{:.1%}"),
+    Column("perplexity", "perplexity", "{:.3f}"),
+    Column("over raw", "perplexity_test", "{:+.2%}", is_test=True),
+    Column("answers", "answers", "{0[value]:.1%} ({0[low]:.0%} to {0[high]:.0%})"),
+    Column("against raw", "answers_test", "{:+.1%}", is_test=True),
+    Column("needles", "needle", "{0[found]}/{0[tried]}"),
+    Column("drafts accepted", "drafts.acceptance_length", "{:.2f}"),
+    Column("decode tokens/s", "decode.tokens_per_second", "{:.1f}"),
+    Column("served tokens/s", "serving.decode_tokens_per_second", "{:.0f}"),
+    Column("tokens in vLLM", "serving.kv_tokens", "{:,}"),
+)
 
 
 def parts_of(document: Document, kind: str) -> list[Document]:
@@ -33,7 +69,6 @@ def summarise(document: Document) -> Document:
     _add_needle(document, rows)
     questions = Questions(document)
     _add_answers(questions, rows)
-    _add_drafts(document, rows)
     _add_speed(document, rows)
     _add_lm_eval(document, rows)
     _add_serving(document, rows)
@@ -53,12 +88,10 @@ def equal_bytes(rows: Sequence[Document]) -> list[list[str]]:
 
 
 def _add_memory(document: Document, rows: dict[str, Document]) -> None:
-    memory = first_part(document, "memory")
-    for name, row in rows.items():
-        if memory is not None and name in memory["formats"]:
-            plan = memory["formats"][name]
-            row["bytes_per_token"], row["smaller"] = plan["bytes_per_token"], plan["ratio_to_bf16"]
-            row["bits"], row["tokens_fit"] = plan["bits_per_number"], plan["tokens_per_sequence"]
+    for name, plan in (first_part(document, "memory") or {"formats": {}})["formats"].items():
+        if name in rows:
+            rows[name] |= {"bytes_per_token": plan["bytes_per_token"], "smaller": plan["ratio_to_bf16"]}
+            rows[name] |= {"bits": plan["bits_per_number"], "tokens_fit": plan["tokens_per_sequence"]}
 
 
 def _tested(rows: dict[str, Document], key: str, tests: dict[str, PairedTest], higher_is_better: bool) -> None:
@@ -153,20 +186,20 @@ def _add_answers(questions: Questions, rows: dict[str, Document]) -> None:
 
 
 def _add_speed(document: Document, rows: dict[str, Document]) -> None:
-    found = first_part(document, "generate")
-    for row in found["rows"] if found is not None else ():
-        name = RAW if row["cache"] == "DynamicCache" else row["cache"]
-        if name in rows:
-            rows[name]["decode"] = {
-                key: row[key] for key in ("tokens_per_second", "over_stock", "milliseconds_per_step", "prefill_seconds")
-            }
-
-
-def _add_drafts(document: Document, rows: dict[str, Document]) -> None:
-    found = first_part(document, "drafts")
-    for row in found["rows"] if found is not None else ():
-        if row["format"] in rows:
-            rows[row["format"]]["drafts"] = {key: row[key] for key in ("acceptance_length", "over_raw")}
+    """Acceptance of drafts, and the speed of decoding."""
+    kept = {
+        "drafts": ("drafts", "format", ("acceptance_length", "over_raw")),
+        "generate": (
+            "decode",
+            "cache",
+            ("tokens_per_second", "over_stock", "milliseconds_per_step", "prefill_seconds"),
+        ),
+    }
+    for kind, (key, name, figures) in kept.items():
+        for row in (first_part(document, kind) or {"rows": []})["rows"]:
+            into = RAW if row[name] == "DynamicCache" else row[name]
+            if into in rows:
+                rows[into][key] = {figure: row[figure] for figure in figures}
 
 
 def _add_lm_eval(document: Document, rows: dict[str, Document]) -> None:
@@ -199,3 +232,23 @@ def _add_serving(document: Document, rows: dict[str, Document]) -> None:
                     "decode_tokens_per_second": (found.get("decode") or {}).get("decode_tokens_per_second"),
                     "time_to_first_token_p50": (found.get("poisson") or {}).get("time_to_first_token_p50"),
                 }
+
+
+def words(document: Document) -> list[str]:
+    """The results of the statistical tests in sentences, and what was left out."""
+    told = []
+    for key, what in (("perplexity_test", "perplexity"), ("answers_test", "answers to the tasks")):
+        tested = {row["format"]: row[key]["verdict"] for row in document["summary"]["rows"] if key in row}
+        for word in dict.fromkeys(tested.values()):
+            names = ", ".join(name for name, other in tested.items() if other == word)
+            told.append(f"{what} of {names}: {word} {'from' if word == NOT_DISTINGUISHABLE else 'than'} {RAW}")
+    for group in document["summary"]["groups"]:
+        rows = {row["format"]: row for row in document["summary"]["rows"]}
+        measured = [name for name in group if rows[name].get("kl") is not None]
+        if len(measured) > 1:
+            best = min(measured, key=lambda name: rows[name]["kl"])
+            others = ", ".join(f"{n} {rows[n]['kl']:.4f}" for n in measured if n != best)
+            size = rows[best]["bytes_per_token"]
+            told.append(f"about {size:,.0f} bytes per token: {best} has the smallest KL divergence, "
+                        f"{rows[best]['kl']:.4f} ({others})")  # fmt: skip
+    return told + list(document["notes"])

@@ -6,16 +6,26 @@ answered if greedy decoding begins with exactly the answer's tokens.
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from slimkv.errors import InputError
+from slimkv.lab.evals.harness import STRICT, CacheKind, attending
 from slimkv.lab.evals.texts import wants_bos
-from slimkv.lab.suite.vocabulary import ADJECTIVES, CITIES, FIRST_NAMES, JOBS, LAST_NAMES, LETTERS, NOUNS
 
+_VOCABULARY = resources.files("slimkv.lab.suite").joinpath("vocabulary.json").read_text(encoding="utf-8")
+WORDS = {kind: words.split() for kind, words in json.loads(_VOCABULARY).items()}
+LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 _SENTENCE = re.compile("[^.!?]+[.!?]+[\"'\u201d\u2019]?", re.S)
 _FACTS_SHARE = 0.5  # of a context at most; the rest is text
 
@@ -65,7 +75,7 @@ def _number(source: random.Random) -> str:
 
 
 def _keys(source: random.Random, count: int) -> list[str]:
-    pairs = [f"{a}-{b}" for a in ADJECTIVES for b in NOUNS]
+    pairs = [f"{a}-{b}" for a in WORDS["adjectives"] for b in WORDS["nouns"]]
     return source.sample(pairs, min(count, len(pairs)))
 
 
@@ -132,7 +142,7 @@ def common_words(source: random.Random, room: int, questions: int) -> Draft:
     size = max(8, 3 * room // count)  # words of a list
     blocks, asks = [], []
     for number in range(count):
-        common, *others = source.sample(NOUNS, len(NOUNS))
+        common, *others = source.sample(WORDS["nouns"], len(WORDS["nouns"]))
         words = [common] * (size // 2) + [others[i % len(others)] for i in range(size - size // 2)]
         source.shuffle(words)
         letter = LETTERS[number]
@@ -144,10 +154,12 @@ def common_words(source: random.Random, room: int, questions: int) -> Draft:
 
 def documents(source: random.Random, room: int, questions: int) -> Draft:
     """Documents about people in random order; the questions ask for birthplaces and professions."""
-    people = source.sample([f"{a} {b}" for a in FIRST_NAMES for b in LAST_NAMES], max(1, min(room // 2, 500)))
+    people = source.sample(
+        [f"{a} {b}" for a in WORDS["first_names"] for b in WORDS["last_names"]], max(1, min(room // 2, 500))
+    )
     blocks, asks = [], []
     for number, name in enumerate(people):
-        city, job = source.choice(CITIES), source.choice(JOBS)
+        city, job = source.choice(WORDS["cities"]), source.choice(WORDS["jobs"])
         blocks.append(f"\nDocument {number + 1}: {name} was born in the city of {city} and works as a {job}.")
         if number % 2:
             question = f"\nQuestion: In which city was {name} born?\nAnswer: {name} was born in the city of"
@@ -244,3 +256,39 @@ class TaskMaker:
             starts.append(len(text))
             text, done = f"{text}{block} ", place
         return (text + " ".join(filler[done:])).rstrip(), starts
+
+
+class Answer(NamedTuple):
+    """Whether greedy decoding begins with the answer, and the answer's negative log-likelihood in nats."""
+
+    exact: bool
+    nll: float | None  # None: the engine does not report it
+
+
+@torch.no_grad()
+def answer_context(model: Any, kind: CacheKind, context: Context, chunk: int = 512) -> list[Answer]:
+    """Reads the context once, in passes of ``chunk`` tokens, and each question from a copy of that cache.
+
+    Attention reads every key and value through the codec. Greedy decoding begins with the answer's tokens if and only
+    if each of them is the most likely one after the question and the previous tokens, so one pass over question and
+    answer is enough.
+    """
+    cache = kind.new(model, STRICT)
+    with attending(model, kind.format):
+        for first in range(0, len(context.prefix), chunk):
+            part = _ids(context.prefix[first : first + chunk], model)
+            model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return [_answer(model, copy.deepcopy(cache), question) for question in context.questions]
+
+
+def _ids(tokens: tuple[int, ...], model: Any) -> Tensor:
+    return torch.tensor([tokens], dtype=torch.int64, device=model.device)
+
+
+def _answer(model: Any, cache: Any, question: Question) -> Answer:
+    count = len(question.answer)
+    given = _ids(question.suffix + question.answer[:-1], model)
+    logits = model(given, past_key_values=cache, use_cache=True, logits_to_keep=count).logits[0].float()
+    expected = _ids(question.answer, model)[0]
+    nll = cross_entropy(logits, expected, reduction="sum")
+    return Answer(bool((logits.argmax(-1) == expected).all()), float(nll))

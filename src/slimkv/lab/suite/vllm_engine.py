@@ -6,28 +6,22 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slimkv.errors import MissingDependencyError, SlimKVError
+from slimkv.errors import MissingDependencyError
+from slimkv.lab.engine_process import EngineError, environment, log_tail, run_plan
 from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, Progress
 from slimkv.lab.suite.tasks import Context
 from slimkv.lab.suite.workbench import Workbench
 
 _STEP = "slimkv-suite: "  # prefix of progress lines
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
-
-class EngineError(SlimKVError, RuntimeError):
-    """An engine that did not start or stopped; the text is the end of its output."""
 
 
 def engine_arguments(bench: Workbench, format: str, longest: int | None) -> dict[str, Any]:
@@ -49,8 +43,6 @@ def engine_arguments(bench: Workbench, format: str, longest: int | None) -> dict
 
 def run_engine(bench: Workbench, format: str, contexts: Sequence[Context], progress: Progress) -> dict[str, Any]:
     """Whether each question of each context was answered (``exact``), prefix-cache hits and seconds."""
-    from importlib.util import find_spec
-
     if find_spec("vllm") is None:
         raise MissingDependencyError('--engine vllm needs vLLM: pip install "slimkv[vllm]"')
     longest = max(context.length for context in contexts) + 16
@@ -58,44 +50,26 @@ def run_engine(bench: Workbench, format: str, contexts: Sequence[Context], progr
         "arguments": engine_arguments(bench, format, longest),
         "contexts": [[context.prefix, [[q.suffix, q.answer] for q in context.questions]] for context in contexts],
     }
-    with tempfile.TemporaryDirectory(prefix="slimkv-suite-") as scratch:
-        asked, target, log = (Path(scratch, name) for name in ("request.json", "result.json", "log.txt"))
-        asked.write_text(json.dumps(request))
-        command = [sys.executable, "-u", "-m", "slimkv.lab.suite.vllm_engine", str(asked), str(target)]
-        code = _watched(command, log, format, progress, _environment(bench))
-        if code or not target.is_file():
-            tail = log.read_text(errors="replace")[-2000:]
-            raise EngineError(f"vLLM with {format} ended with exit code {code}: {_last_line(tail)}\n{tail}")
-        return json.loads(target.read_text())
-
-
-def _environment(bench: Workbench) -> dict[str, str]:
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
     on_cpu = _CPU if bench.settings.device == "cpu" else {}
-    return {**quiet, **on_cpu, **os.environ}
+    progress(f"vLLM: {format}", 0, 1)
+
+    def tell(line: str) -> None:
+        if line.startswith(_STEP):
+            done, total = (int(x) for x in line.removeprefix(_STEP).split("/"))
+            progress(f"vLLM: {format}", done, total)
+
+    with tempfile.TemporaryDirectory(prefix="slimkv-suite-") as scratch:
+        stem = Path(scratch, "tasks")
+        result, error = run_plan("slimkv.lab.suite.vllm_engine", request, stem, environment(**on_cpu), tell)
+        if error or not result:
+            tail = log_tail(stem.with_suffix(".log"), 2000)
+            raise EngineError(f"vLLM with {format} ended with {error}: {_last_line(tail)}\n{tail}")
+        return result
 
 
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip()[:300] if lines else "it printed nothing"
-
-
-def _watched(command: list[str], log: Path, format: str, progress: Progress, environment: dict[str, str]) -> int:
-    """Runs the engine's process and forwards its progress; its children end with it."""
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment) as process,
-    ):
-        try:
-            while process.poll() is None:
-                time.sleep(0.5)
-                steps = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(_STEP)]
-                done, total = (int(x) for x in steps[-1].removeprefix(_STEP).split("/")) if steps else (0, 1)
-                progress(f"vLLM: {format}", done, total)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode
 
 
 def main() -> None:

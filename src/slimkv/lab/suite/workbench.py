@@ -10,11 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
 from slimkv.calibration.identity import folder_digest
 from slimkv.errors import InputError
+from slimkv.lab import models
 from slimkv.lab.evals.harness import RAW, STOCK, WITH_CALIBRATION, CacheKind, Progress, cache_kinds
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.lab.suite.settings import AUTO, NO_CALIBRATION, SuiteSettings
@@ -22,7 +24,7 @@ from slimkv.lab.suite.tasks import TaskMaker
 
 
 class Workbench:
-    """Everything is loaded on first use, so that a run whose parts are all finished loads nothing."""
+    """Loads everything on first use: a run whose parts are all finished loads nothing."""
 
     def __init__(self, settings: SuiteSettings, folder: Path) -> None:
         self.settings, self.folder = settings, folder
@@ -34,8 +36,6 @@ class Workbench:
     def loaded(self) -> Any:
         """``slimkv.lab.models.Loaded``: the model, its tokenizer, its name."""
         if self._loaded is None:
-            from slimkv.lab import models
-
             models.quiet_loading()
             dtype = models.parse_dtype(self.settings.dtype)
             self._loaded = models.load(self.settings.model, dtype, self.settings.device)
@@ -43,8 +43,6 @@ class Workbench:
 
     def release(self) -> None:
         """Frees the model's memory, for engines that load it themselves."""
-        import torch
-
         self._loaded = None
         gc.collect()
         if torch.cuda.is_available():
@@ -53,8 +51,6 @@ class Workbench:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, without loading the model."""
-        if self._loaded is not None:
-            return self._loaded.tokenizer
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.model_source)
@@ -62,21 +58,24 @@ class Workbench:
     @cached_property
     def model_source(self) -> str:
         """The model argument for engines: a folder, or a name on the hub."""
-        from slimkv.lab import models
-
         return models.source(self.settings.model)
 
     @cached_property
     def config(self) -> Any:
-        """The model's configuration."""
+        """The model's configuration; raises if it cannot be read."""
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.model_source)
+        try:
+            return AutoConfig.from_pretrained(self.model_source)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"the model {self.settings.model!r} cannot be read ({str(error).splitlines()[0]}); give a folder with "
+                f"a transformers model, a name on the hub, or a packaged model: {', '.join(models.PACKAGED)}"
+            ) from error
 
     @cached_property
     def parameters(self) -> int:
         """The number of the model's parameters; tied ones count once."""
-        import torch
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -163,7 +162,7 @@ class Workbench:
         )  # fmt: skip
         return asdict(report)
 
-    # -- what a stored result belongs to -----------------------------------------------------------------------------
+    # -- digests -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def model_digest(self) -> str:
@@ -182,15 +181,3 @@ class Workbench:
     def text_digest(self) -> str:
         """A digest of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
-
-    def check(self) -> None:
-        """Raises if the model's configuration cannot be read."""
-        from slimkv.lab import models
-
-        try:
-            _ = self.config
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"the model {self.settings.model!r} cannot be read ({str(error).splitlines()[0]}); give a folder with "
-                f"a transformers model, a name on the hub, or a packaged model: {', '.join(models.PACKAGED)}"
-            ) from error

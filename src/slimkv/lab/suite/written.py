@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.errors import InputError
-from slimkv.lab.report.markdown import table_line
-from slimkv.lab.report.page import versions_line
+from slimkv.lab.report.page import table_line, versions_line
 from slimkv.lab.suite.page import html
-from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE
-from slimkv.lab.suite.summary import Document, summarise
-from slimkv.lab.suite.words import words
+from slimkv.lab.suite.summary import SHOWN, Document, summarise, words
 
 COLUMNS = ("format", "part", "metric", "task", "length", "value", "low", "high", "p", "verdict")
 
@@ -92,45 +89,14 @@ def as_csv(document: Document) -> str:
     return out.getvalue()
 
 
-def _cell(value: Any, shape: str) -> str:
-    return "" if value is None else shape.format(value)
-
-
 def table_rows(document: Document) -> list[list[str]]:
     """A header and a row for each cache, formatted for reading; empty columns are left out."""
-    shown = [
-        ("cache", lambda r: r["format"]),
-        ("bytes/token", lambda r: _cell(r.get("bytes_per_token"), "{:,.0f}")),
-        ("tokens that fit", lambda r: _cell(r.get("tokens_fit"), "{:,}")),
-        ("KL", lambda r: _cell(r.get("kl"), "{:.4f}")),
-        ("same next token", lambda r: _cell(r.get("top1"), "{:.1%}")),
-        ("perplexity", lambda r: _cell(r.get("perplexity"), "{:.3f}")),
-        ("over raw", lambda r: _change(r.get("perplexity_test"), "{:+.2%}")),
-        ("answers", lambda r: _share(r.get("answers"))),
-        ("against raw", lambda r: _change(r.get("answers_test"), "{:+.1%}")),
-        ("needles", lambda r: _cell(r.get("needle"), "{0[found]}/{0[tried]}")),
-        ("drafts accepted", lambda r: _cell((r.get("drafts") or {}).get("acceptance_length"), "{:.2f}")),
-        ("decode tokens/s", lambda r: _cell((r.get("decode") or {}).get("tokens_per_second"), "{:.1f}")),
-        ("served tokens/s", lambda r: _cell((r.get("serving") or {}).get("decode_tokens_per_second"), "{:.0f}")),
-        ("tokens in vLLM", lambda r: _cell((r.get("serving") or {}).get("kv_tokens"), "{:,}")),
-    ]
     rows = document["summary"]["rows"]
-    kept = [(name, give) for name, give in shown if any(give(row) for row in rows)]
-    return [[name for name, _ in kept], *([give(row) for _, give in kept] for row in rows)]
-
-
-def _share(found: Document | None) -> str:
-    if found is None:
-        return ""
-    return f"{found['value']:.1%} ({found['low']:.0%} to {found['high']:.0%})"
-
-
-def _change(test: Document | None, shape: str) -> str:
-    if test is None:
-        return ""
-    if test["verdict"] == NOT_DISTINGUISHABLE:
-        return f"{shape.format(test['difference'])}, {NOT_DISTINGUISHABLE}"
-    return f"{shape.format(test['difference'])}, {test['verdict']} (p {test['p_corrected']:.2g})"
+    kept = [column for column in SHOWN if any(column.text(row) for row in rows)]
+    return [
+        ["cache", *(column.title for column in kept)],
+        *([row["format"], *(c.text(row) for c in kept)] for row in rows),
+    ]
 
 
 def markdown_table(document: Document) -> str:

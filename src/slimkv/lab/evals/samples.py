@@ -1,4 +1,4 @@
-"""Synthetic keys, values and queries with the properties that make real ones hard to quantise.
+"""Queries, keys and values: of a real model, or synthetic with the properties that make real ones hard to quantise.
 
 * a few key channels are many times larger than the rest and carry a constant offset (rotary pairs do this);
 * every channel has its own spread, and values have heavy tails (Student's t);
@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from slimkv.errors import MissingDependencyError
 
 OUTLIER_CHANNELS = 0.04
 CHANNEL_GAIN = (4.0, 12.0)
@@ -22,6 +25,7 @@ VALUE_TOKEN_GAIN = (3.0, 10.0)
 TAIL_FREEDOM = 5
 QUERY_RANK = 8
 SCORE_SPREAD = 1.5
+_CAPTURE = "slimkv_capture"
 
 
 @dataclass(frozen=True)
@@ -89,3 +93,34 @@ def heavy_tailed(
     scores = query @ key.transpose(-1, -2) / math.sqrt(dim)
     query = query * (SCORE_SPREAD / scores.std(-1, keepdim=True))
     return AttentionSample(query, key, value)
+
+
+def capture_attention(model: Any, token_ids: Tensor, queries: int = 64) -> list[AttentionSample]:
+    """One sample per layer of a transformers model reading ``token_ids`` (int64 [1, tokens]).
+
+    Keys and values are those of every token, one copy per query head; queries are those of the last ``queries`` tokens.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("real models need transformers: pip install 'slimkv[transformers]'") from error
+    samples: list[AttentionSample] = []
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = query.shape[1] // key.shape[1]
+        all_keys, all_values = (states[0].repeat_interleave(group, 0).float() for states in (key, value))
+        samples.append(AttentionSample(query[0, :, -queries:].float(), all_keys, all_values, causal=True))
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register(_CAPTURE, record)
+    AttentionMaskInterface.register(_CAPTURE, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_CAPTURE)
+    try:
+        with torch.no_grad():
+            model(token_ids, use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+    return samples

@@ -1,0 +1,74 @@
+"""Models and calibrations, loaded with a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from slimkv.calibration import Calibration
+from slimkv.cli.output import console
+from slimkv.config import AUTO
+from slimkv.errors import InputError
+from slimkv.lab import models
+from slimkv.lab.evals.harness import Progress
+from slimkv.lab.models import Loaded
+
+
+@contextmanager
+def progress_bar(enter: bool = True) -> Iterator[tuple[Callable[[], None], Progress]]:
+    """A progress bar on standard error: what starts it (``enter``: it starts now), and what advances it."""
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield lambda: None, _lines_of_progress()
+        return
+    columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Bar(*columns, console=screen, transient=True)
+    task = bar.add_task("loading the model")
+    if enter:
+        bar.start()
+    try:
+        yield bar.start, lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+    finally:
+        bar.stop()
+
+
+def _lines_of_progress() -> Progress:
+    """Progress without a terminal: a line for each stage after the first."""
+    last = ""
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if done and what != last:
+            last = what
+            typer.echo(f"[{done}/{total}] {what}", err=True)
+
+    return tell
+
+
+def load_quietly(model: str, threads: int | None, device: str, dtype: str, progress: Progress) -> Loaded:
+    """Loads the model without the progress bars of transformers, which would break the command's own."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    models.quiet_loading()
+    return models.load(model, models.parse_dtype(dtype), device, progress)
+
+
+def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> Calibration | None:
+    """A calibration for the model from a file, or with ``auto`` the cached one, made on first use."""
+    from slimkv.integrations.transformers.calibration.cached import AUTO, auto_calibration, find_calibration
+
+    if source == AUTO:
+        return auto_calibration(loaded.model, progress=progress)
+    return find_calibration(source, loaded.model.config, None)
+
+
+def check_calibration(source: str | None) -> None:
+    """Raises for a missing calibration before a model is loaded."""
+    if source not in (None, AUTO) and not Path(source).is_file():
+        raise InputError(f"there is no calibration file {source}; make one with slimkv calibrate, or use auto")

@@ -1,0 +1,163 @@
+"""How options are declared. Each is checked when it is parsed, before any work starts."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import torch
+import typer
+
+from slimkv.config import AUTO
+from slimkv.errors import InputError, MissingDependencyError
+
+T = TypeVar("T")
+
+
+def comma_list(text: str, convert: Callable[[str], T]) -> list[T]:
+    """``a,b,c`` -> converted parts; empty ones are dropped."""
+    return [convert(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def numbers(option: str, text: str, kind: Callable[[str], T]) -> list[T]:
+    """``512,1024`` -> numbers; at least one."""
+    try:
+        found = comma_list(text, kind)
+    except ValueError as error:
+        raise InputError(f"{option} takes numbers separated by commas, not {text!r}") from error
+    if not found:
+        raise InputError(f"{option} takes at least one number, not {text!r}")
+    return found
+
+
+def several(kind: Callable[[str], T]) -> Callable[[typer.CallbackParam, str], str]:
+    """A callback that checks a comma-separated list of numbers."""
+
+    def check(param: typer.CallbackParam, given: str) -> str:
+        numbers(param.opts[0], given, kind)
+        return given
+
+    return check
+
+
+def option(told: str, *names: str, **more: Any) -> Any:
+    """An option; ``told``: its help."""
+    return typer.Option(*names, help=told, **more)
+
+
+def choice(told: str, *known: str) -> Any:
+    """An option that takes one of the ``known`` values, which its help lists after ``told``."""
+
+    def check(param: typer.CallbackParam, given: str) -> str:
+        if given not in known:
+            raise InputError(f"{param.opts[0]} {given!r} is not one of {', '.join(known)}")
+        return given
+
+    return option(f"{told}: {', '.join(known)}.", callback=check)
+
+
+def count(told: str, least: int = 1) -> Any:
+    """An option that is a number of at least ``least``; ``told``: its help."""
+
+    def check(param: typer.CallbackParam, given: int | None) -> int | None:
+        if given is not None and given < least:
+            raise InputError(f"{param.opts[0]} must be at least {least}, not {given}")
+        return given
+
+    return option(told, callback=check)
+
+
+def check_device(name: str) -> str:
+    """``auto`` -> ``cuda`` if there is a GPU, else ``cpu``; raises for a missing device."""
+    if name == AUTO:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"slimkv does not run on {name!r}; use auto, cpu, cuda or cuda:1")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"torch sees no CUDA device, so --device {name} cannot be used; use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"there is no {name}: torch sees {torch.cuda.device_count()} CUDA device(s)")
+    return name
+
+
+def require_engine(engine: str) -> None:
+    """Raises if vLLM or SGLang is not installed."""
+    if find_spec(engine) is None:
+        raise MissingDependencyError(f"{engine} is not installed here: pip install 'slimkv[{engine}]'")
+
+
+def check_file(path: Path | None) -> Path | None:
+    """A file that can be written: its folder exists."""
+    if path is None:
+        return None
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"the folder {path.parent} does not exist, so {path.name} cannot be written there; create it")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"the folder {path.parent} cannot be written to; choose another for {path.name}")
+    return path
+
+
+def check_folder(path: Path | None) -> Path | None:
+    """A folder to write into; it is created when there is something to write."""
+    if path is None:
+        return None
+    first = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not first.is_dir():
+        raise InputError(f"{first} is a file; give a folder")
+    if not os.access(first, os.W_OK):
+        raise InputError(f"the folder {first} cannot be written to; choose another")
+    return path
+
+
+def command_like(
+    function: Callable[..., Any], run: Callable[..., None], parameters: Iterable[inspect.Parameter]
+) -> Callable[..., None]:
+    """``run`` as a command with the name and the help of ``function`` and these options."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    run.__signature__ = inspect.Signature([x.replace(kind=keyword) for x in parameters])  # type: ignore[attr-defined]
+    run.__annotations__, run.__doc__, run.__name__ = {}, function.__doc__, function.__name__
+    return run
+
+
+def option_parameters(options: dict[str, tuple[Any, Any]]) -> list[inspect.Parameter]:
+    """Parameters of a command from ``{name: (annotation, default)}``."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, keyword, default=d, annotation=a) for name, (a, d) in options.items()]
+
+
+def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options of a settings dataclass (``slimkv.lab.settings``): the fields that have a help.
+
+    The command's first argument is a dict of their values. A tuple is written as a comma-separated list.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        _, *rest = inspect.signature(function, eval_str=True).parameters.values()
+        hints, options, lists = get_type_hints(kind), dict[str, tuple[Any, Any]](), set[str]()
+        for one in fields(kind):
+            if one.metadata.get("help"):
+                default, hint = one.default, hints[one.name]
+                if isinstance(default, tuple):
+                    default, hint = ",".join(default), str
+                    lists.add(one.name)
+                named = option(one.metadata["help"], f"--{one.name.replace('_', '-')}")
+                options[one.name] = Annotated[hint, named], default
+
+        def run(**given: Any) -> None:
+            values = {name: given.pop(name) for name in options}
+            function(values | {name: tuple(comma_list(values[name], str)) for name in lists}, **given)
+
+        return command_like(function, run, [*option_parameters(options), *rest])
+
+    return decorate

@@ -1,0 +1,167 @@
+"""The loop over cells that ``bench attend`` and ``bench store`` share: options, compilation in advance, timing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from slimkv.errors import SlimKVError
+from slimkv.lab.bench.baselines import Candidates, time_baseline
+from slimkv.lab.bench.results import Baseline, Report, Row, make_report
+from slimkv.lab.bench.timing import Timer, copy_bandwidth
+from slimkv.ops.cuda import cuda_unavailable_reason
+
+_COMPILE_PROCESSES = 8
+Step = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run.
+
+    Attributes:
+        cells: names or shell patterns of cells; none means the default ones.
+        backends: implementations to time; none means the one for the device.
+        device: ``cuda`` or ``cpu``; by default CUDA if available.
+        page: tokens per page, for all cells.
+        baselines: whether to time the baselines too.
+        small: the small cells even on a GPU.
+        as_device: the record that the GPU is held to (``slimkv.ops.cuda.device``).
+    """
+
+    cells: list[str] = field(default_factory=list)
+    backends: list[str] = field(default_factory=list)
+    device: str | None = None
+    page: int | None = None
+    baselines: bool = True
+    small: bool = False
+    as_device: str | None = None
+
+    def command(self, operation: str) -> str:
+        """The command line that runs this again."""
+        values = {
+            "cells": ",".join(self.cells), "backend": ",".join(self.backends), "device": self.device, "page": self.page,
+            "as-device": self.as_device,
+        }  # fmt: skip
+        flags = {"no-baselines": not self.baselines, "small": self.small}
+        words = [f"--{name} {value}" for name, value in values.items() if value]
+        return " ".join(["slimkv bench", operation, *words, *(f"--{name}" for name, on in flags.items() if on)])
+
+    def torch_device(self) -> torch.device:
+        """The device, with an index."""
+        return torch.zeros(0, device=self.device or ("cuda" if torch.cuda.is_available() else "cpu")).device
+
+    def chosen_backends(self, device: torch.device) -> list[str]:
+        """The implementations to time."""
+        if self.backends or device.type != "cuda":
+            return self.backends or ["cpu"]
+        return ["triton" if cuda_unavailable_reason(device) else "cuda"]
+
+
+class Case(ABC):
+    """A cell with its tensors on a device."""
+
+    cell: Any
+
+    @abstractmethod
+    def run(self) -> object:
+        """The timed call."""
+
+    def error(self) -> float | None:
+        """Relative error of the result against float64 on the same codes; None: not checked."""
+        return None
+
+    @property
+    @abstractmethod
+    def moved_bytes(self) -> int:
+        """Bytes that the call reads and writes."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> object:
+        """Cases of equal shape have the same baselines."""
+
+    @property
+    def timing(self) -> dict[str, Any]:
+        """Arguments of the ``Timer``."""
+        return {}
+
+    @abstractmethod
+    def baselines(self) -> dict[str, tuple[int, Callable[[], Candidates]]]:
+        """The bytes that each baseline moves, and what prepares it."""
+
+
+Create = Callable[[Any, str, torch.device, bool], Case]  # cell, backend, device, whether only to compile
+
+
+def _compile(job: tuple[Create, Any, str, str]) -> None:
+    """Compiles the kernels of a cell, in a separate process."""
+    create, cell, backend, device = job
+    case = create(cell, backend, torch.device(device), True)
+    case.error()
+    case.run()
+    torch.cuda.synchronize()
+
+
+def _compile_ahead(jobs: Iterable[tuple[Create, Any, str, str]], step: Step) -> None:
+    """Compiles in other processes to fill the compiler's disk cache; errors show again when a cell runs."""
+    todo = list(jobs)
+    if len(todo) < 3:
+        return
+    workers = min(_COMPILE_PROCESSES, len(todo), max(1, (os.cpu_count() or 2) // 2))
+    step(f"compiling {len(todo)} kernels in {workers} processes")
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for future in [pool.submit(_compile, job) for job in todo]:
+            future.exception()
+
+
+def run_cells(
+    operation: str, cells: list[Any], backends: Callable[[Any], list[str]], create: Create, options: Options, step: Step
+) -> Report:
+    """Times every cell with each of its backends, and the baselines once per shape."""
+    device = options.torch_device()
+    work = [(cell, backend) for cell in cells for backend in backends(cell)]
+    if device.type == "cuda":
+        _compile_ahead([(create, cell, backend, str(device)) for cell, backend in work], step)
+    step("copy bandwidth")
+    copy, timer, rows = copy_bandwidth(device), Timer(device), list[Row]()
+    per_byte: dict[object, float] = {}  # time of the first k4v4 cell of a shape
+    shared: dict[object, list[Baseline]] = {}
+    for cell, backend in work:
+        step(f"{cell.name}: {backend}")
+        torch.manual_seed(0)
+        case = create(cell, backend, device, False)
+        error, moved, shape, timing = case.error(), case.moved_bytes, case.shape, case.timing
+        if error is not None and not error < 1:
+            raise SlimKVError(
+                f"{cell.name} with {backend}: the output differs from float64 by {error:.2g}; its time means nothing"
+            )
+        ms = timer(case.run, **timing)
+        base = per_byte.get((shape, backend))
+        if cell.format == "k4v4":
+            per_byte.setdefault((shape, backend), ms / moved)
+        if options.baselines and shape not in shared:
+            shared[shape] = []
+            for name, (size, candidates) in case.baselines().items():
+                step(f"{cell.name}: {name}")
+                shared[shape].append(time_baseline(name, candidates, timer, size, copy, **timing))
+        rows.append(
+            Row(
+                cell=cell.name, format=cell.format, shape=cell.sizes, backend=backend, ms=ms, moved_bytes=moved,
+                fraction_of_copy=moved / (1e-3 * ms) / copy, error=error,
+                tflops=cell.flops / (1e9 * ms) if getattr(cell, "compute_bound", False) else None,
+                over_k4v4_by_bytes=ms / moved / base if base else None,
+                baselines=[baseline.against(ms) for baseline in shared.get(shape, [])],
+            )
+        )  # fmt: skip
+        del case
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return make_report(operation, rows, device, copy, options.command(operation))

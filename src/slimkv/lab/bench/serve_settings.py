@@ -1,0 +1,244 @@
+"""What ``slimkv bench serve`` runs: its settings, and the arguments of the engines.
+
+Every engine gets the same share of the device's memory, a model of one shape with dummy weights and random tokens.
+Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or ``k4v4:triton`` for
+one implementation); ``bf16:FLASHMLA`` names the stock attention backend, ``k4v4@LBHNC`` the memory layout as well.
+``k4v4+host`` offloads to host memory; ``bf16+cold`` offloads to host memory and packs blocks there as ``k4v4``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimkv.config import AUTO, KVCacheConfig
+from slimkv.errors import InputError
+from slimkv.lab.bench.sessions import SHARED, session_bytes
+from slimkv.lab.settings import check_limits, setting
+from slimkv.memory_plan import shape_of
+from slimkv.spec import parse_spec
+
+PHASES = ("decode", "full", "poisson")
+ENGINES = ("vllm", "sglang")
+OFFLOAD = "offload"  # only on request, because it needs host memory
+SESSIONS = "sessions"  # only on request, because its cache is a share of the memory that holds all sessions
+COLD = "slimkv.integrations.vllm.cold"  # the module of the tier that packs blocks of a stock cache
+COLD_FORMAT = "k4v4"
+_STOCK = {
+    "vllm": {"bf16": "auto", "fp32": "auto", "fp8": "fp8"},
+    "sglang": {"bf16": "auto", "fp32": "auto", "fp8": "fp8_e4m3"},
+}
+DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # dtype of the model, and the system with an unquantised cache
+NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}  # sizes of the n-grams that drafts are looked up by
+_SGLANG_PAGE = 64
+# Weights are dummies, so a shape needs only what determines the work and the cache: layers, heads, windows, experts.
+SHAPES: dict[str, dict[str, Any]] = json.loads(
+    resources.files("slimkv.lab.bench").joinpath("shapes.json").read_text(encoding="utf-8")
+)
+
+
+def shape_config(shape: str) -> dict[str, Any]:
+    """The configuration of a shape: one of ``SHAPES``, or a ``config.json`` (or the folder it is in)."""
+    if shape in SHAPES:
+        return SHAPES[shape]
+    path = Path(shape)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(
+            f"unknown shape {shape!r}; known are {', '.join(SHAPES)}, or give a model's config.json or its folder"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise InputError(f"{file} does not name an architecture, as a model's configuration does")
+    return config
+
+
+def text_field(config: dict[str, Any], name: str) -> int:
+    """A field of the text model, which composite models keep in a nested configuration."""
+    nested = (config.get(part) or {} for part in ("text_config", "llm_config", "language_config"))
+    found = next((part[name] for part in (config, *nested) if part.get(name)), None)
+    if found is None:
+        raise InputError(f"the configuration of {config['architectures'][0]} has no {name}")
+    return int(found)
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """The model and the load."""
+
+    engine: str = setting("vllm", "vllm or sglang.")
+    systems: tuple[str, ...] = setting(
+        ("bf16", "fp8", "k4v4"), "Caches to compare: bf16, fp32, fp8, turboquant_*, formats of slimkv; +host, +cold."
+    )
+    phases: tuple[str, ...] = setting(PHASES, "decode, full, poisson, offload, sessions.")
+    shape: str = setting("llama-3.1-8b", "Model shape: llama-3.1-8b, qwen2.5-7b, ..., or a config.json or its folder.")
+    dtype: str = setting("bfloat16", "Data type of the model: bfloat16, or float32 on most CPUs.")
+    requests: int = setting(16, "Requests of the decode phase.", least=1)
+    context: int = setting(16384, "Tokens of each prompt.", least=1)
+    new_tokens: int = setting(96, "Tokens generated for each request.", least=2)
+    most_requests: int = setting(0, "Limit of the full phase; 0: as many as the cache holds.", least=0)
+    arrivals: int = setting(80, "Requests of the Poisson phase.", least=1)
+    rate: float = setting(5.0, "Arrivals per second.", positive=True)
+    memory: float = setting(0.85, "Fraction of the device's memory for each engine.")
+    max_num_seqs: int = setting(256, "Requests that an engine runs at once.", least=1)
+    max_num_batched_tokens: int = setting(8192, "Tokens of a step.", least=1)
+    prefill: str = setting(AUTO, "Arithmetic of slimkv's prefill: 16bit, 8bit or auto.")
+    drafts: int = setting(0, "Tokens drafted for each step from n-grams of the text; 0: none.", least=0)
+    eager: bool = setting(False, "Without torch.compile and CUDA graphs.")
+    seed: int = setting(0, "Seed of prompts and arrivals.")
+    limit_seconds: int = setting(600, "Time limit of each system.", least=1)
+    offload_gib: float = setting(40.0, "Host memory of the offload phase.")
+    short_context: int = setting(0, "Tokens of a second prompt of the offload phase; 0: none.", least=0)
+    rounds: int = setting(5, "Rounds of the offload phase to take the median of.", least=1)
+    users: int = setting(32, "Users of the sessions phase.", least=1)
+    turns: int = setting(4, "Turns of each user.", least=1)
+    think: float = setting(4.0, "Mean seconds between an answer and the user's next turn.", positive=True)
+    held: float = setting(0.2, "Fraction of the bf16 bytes of all sessions that the cache gets.", positive=True)
+    extra: tuple[tuple[str, Any], ...] = ()  # further engine arguments
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        if self.engine not in ENGINES:
+            raise InputError(f"unknown engine {self.engine!r}; known are {', '.join(ENGINES)}")
+        shape_config(self.shape)  # raises with the known shapes
+        if self.dtype not in DTYPES:
+            raise InputError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        for name, system in DTYPES.items():
+            if name != self.dtype and any(x.partition(":")[0] == system for x in self.systems):
+                raise InputError(f"the system {system} needs dtype {name}, not {self.dtype}")
+        for phase in self.phases:
+            if phase not in (*PHASES, OFFLOAD, SESSIONS):
+                raise InputError(f"unknown phase {phase!r}; known are {', '.join((*PHASES, OFFLOAD, SESSIONS))}")
+        if self.short_context > self.context:
+            raise InputError(f"short_context must be 0 to {self.context}, the context; not {self.short_context}")
+        own = {OFFLOAD, SESSIONS} & set(self.phases) or any(mark in x for x in self.systems for mark in "@+")
+        if self.engine == "sglang" and own:
+            raise InputError(
+                f"the phases {OFFLOAD} and {SESSIONS}, memory layouts (@) and tiers (+) are vLLM's; leave them out "
+                "with SGLang"
+            )
+        if SESSIONS in self.phases:
+            if self.context * SHARED / self.turns < self.new_tokens + 1:
+                raise InputError(
+                    f"{self.turns} turns of {self.new_tokens} new tokens leave no room in {self.context} tokens"
+                )
+            shape_of(shape_config(self.shape))  # raises where a token's bytes are not known
+        KVCacheConfig(prefill=self.prefill)  # raises with the known values
+        for system in self.systems:
+            cache_arguments(system, self.engine, self.prefill)
+            tier_arguments(system, self.offload_gib)
+
+
+def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> dict[str, Any]:
+    """Engine arguments of a system's cache: a stock cache dtype by its name, or a format of slimkv.
+
+    ``k4v4:triton`` is a format with one implementation of store and attend, ``bf16:FLASHMLA`` a stock cache with one
+    of the engine's own attention backends.
+    """
+    system, stock = system.partition("@")[0].partition("+")[0], _STOCK[engine]
+    format, _, backend = system.partition(":")
+    if format in stock or (engine == "vllm" and format.startswith("turboquant_")):
+        cache = {"kv_cache_dtype": stock.get(format, format)}
+        backend = backend or ("" if engine == "vllm" else _sglang_attention())
+        return {**cache, "attention_backend": backend} if backend else cache
+    parse_spec(format, 64)  # raises with the known formats
+    config = {"slimkv": {"format": format}}
+    if backend:
+        config["slimkv"]["backend"] = backend
+    if prefill != AUTO:
+        config["slimkv"]["prefill"] = prefill
+    if engine == "vllm":
+        return {"attention_backend": "CUSTOM", "additional_config": config}
+    return {
+        "attention_backend": "slimkv", "page_size": _SGLANG_PAGE, "json_model_override_args": json.dumps(config),
+    }  # fmt: skip
+
+
+def tier_arguments(system: str, gib: float) -> dict[str, Any]:
+    """vLLM's arguments for the tier behind a system's cache: ``+host``, ``+cold`` or none."""
+    tier = system.partition("@")[0].partition("+")[2]
+    if tier not in ("", "host", "cold"):
+        raise InputError(f"the system {system!r} names a tier {tier!r}; known are +host and +cold")
+    if tier == "host":
+        return {"kv_offloading_size": gib, "kv_offloading_backend": "native"}
+    if tier == "cold":
+        if importlib.util.find_spec(COLD) is None:
+            raise InputError(f"the system {system!r} needs {COLD}, which this slimkv does not have: leave it out")
+        extra = {
+            "spec_name": "SlimKVOffloadingSpec", "spec_module_path": COLD, "slimkv": COLD_FORMAT,
+            "cpu_bytes_to_use": int(gib * 2**30),
+        }  # fmt: skip
+        connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        return {"kv_transfer_config": connector}
+    return {}
+
+
+def _sglang_attention() -> str:
+    """SGLang's fastest attention backend on this machine."""
+    if not torch.cuda.is_available():
+        return "torch_native"
+    return "fa3" if torch.cuda.get_device_capability()[0] == 9 else "flashinfer"
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """A folder with only a configuration; the engine creates dummy weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape_config(shape), indent=2))
+
+
+def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str, Any]:
+    """The plan that ``serve_engine`` runs."""
+    shape = shape_config(settings.shape)
+    longest = min(settings.context + settings.new_tokens + 64, text_field(shape, "max_position_embeddings"))
+    own = _vllm_arguments if settings.engine == "vllm" else _sglang_arguments
+    layout = system.partition("@")[2]
+    tier = "+host" if OFFLOAD in settings.phases and "+" not in system else system
+    return {
+        **asdict(settings),
+        "system": system,
+        "environment": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
+        "arguments": {
+            **own(settings, str(folder), longest), **cache_arguments(system, settings.engine, settings.prefill),
+            **tier_arguments(tier, settings.offload_gib), **dict(settings.extra),
+        },
+        "vocabulary": text_field(shape, "vocab_size"),
+    }  # fmt: skip
+
+
+def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
+    sized: dict[str, Any] = {}
+    if SESSIONS in settings.phases:
+        sized["kv_cache_memory_bytes"] = session_bytes(settings, shape_of(shape_config(settings.shape)))
+    return {
+        "model": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": settings.dtype,
+        "max_model_len": longest, "gpu_memory_utilization": settings.memory, "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens, "enforce_eager": settings.eager,
+        "enable_prefix_caching": True, "disable_log_stats": False, "seed": settings.seed, **sized,
+        **({"speculative_config": {"method": "ngram", "num_speculative_tokens": settings.drafts, **NGRAMS}}
+           if settings.drafts else {}),
+    }  # fmt: skip
+
+
+def _sglang_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
+    """Prefill runs without graphs, whose capture dominates SGLang's start-up; metrics provide times per request."""
+    return {
+        "model_path": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": settings.dtype,
+        "context_length": longest, "mem_fraction_static": settings.memory,
+        "max_running_requests": settings.max_num_seqs, "cuda_graph_max_bs_decode": settings.max_num_seqs,
+        "chunked_prefill_size": settings.max_num_batched_tokens, "disable_cuda_graph": settings.eager,
+        "disable_prefill_cuda_graph": True, "enable_metrics": True, "random_seed": settings.seed,
+        "log_level": "warning",
+        **({
+            "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": settings.drafts + 1,
+            "speculative_ngram_max_bfs_breadth": 1,
+        } if settings.drafts else {}),
+    }  # fmt: skip

@@ -1,0 +1,94 @@
+"""Engines in processes of their own: their environment, their log, and an end that leaves no child behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from slimkv.errors import SlimKVError
+
+
+class EngineError(SlimKVError, RuntimeError):
+    """An engine that did not start or stopped; the text includes the end of its log."""
+
+
+def environment(**own: str) -> dict[str, str]:
+    """The environment of an engine; what the user has set wins."""
+    return {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", **own, **os.environ}
+
+
+def log_tail(log: Path, characters: int = 3000) -> str:
+    """The end of a log."""
+    return log.read_text(encoding="utf-8", errors="replace")[-characters:]
+
+
+@contextmanager
+def running(command: list[str], log: Path, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a command in a session of its own. Its children end with it: they would hold the next engine's memory."""
+    with (
+        _ends_when_asked(),
+        log.open("wb") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=env) as process,
+    ):
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def _ends_when_asked() -> Iterator[None]:
+    """On SIGTERM (for example from a time limit), also ends the engine, which runs in its own session."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_plan(
+    module: str, plan: dict[str, Any], stem: Path, env: dict[str, str], tell: Callable[[str], object],
+    limit_seconds: float | None = None,
+) -> tuple[dict[str, Any], str | None]:  # fmt: skip
+    """Runs ``python -m module PLAN RESULT``: (the result as far as it was written, the error if it failed).
+
+    The files are ``stem`` with the endings ``.plan.json``, ``.json`` and ``.log``. ``tell`` gets each line of the log.
+    """
+    target, request, log = (stem.with_name(stem.name + end) for end in (".json", ".plan.json", ".log"))
+    target.unlink(missing_ok=True)
+    request.write_text(json.dumps(plan, indent=2))
+    error, shown, begin = None, 0, time.monotonic()
+    with running([sys.executable, "-u", "-m", module, str(request), str(target)], log, env) as process:
+        while process.poll() is None and error is None:
+            time.sleep(0.2)
+            shown = _tell_lines(log, shown, tell)
+            if limit_seconds is not None and time.monotonic() - begin > limit_seconds:
+                error = f"stopped after {limit_seconds} s"
+        if error is None and process.returncode:
+            error = f"exit code {process.returncode}"
+    _tell_lines(log, shown, tell)
+    return json.loads(target.read_text()) if target.is_file() else {}, error
+
+
+def _tell_lines(log: Path, shown: int, tell: Callable[[str], object]) -> int:
+    """Passes on the complete lines after the first ``shown`` bytes; returns how many bytes are passed on now."""
+    with log.open("rb") as file:
+        file.seek(shown)
+        for line in file.read().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                shown += len(line)
+                tell(line.decode(errors="replace").rstrip())
+    return shown
