@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
+import typer.testing
 
 from slimkv.lab import models
+
+# Making the commands of an app takes a tenth of a second. Hundreds of tests call them: once is enough.
+typer.testing._get_command = cache(typer.testing._get_command)
 
 
 @pytest.fixture(scope="session")

@@ -99,7 +99,7 @@ def test_what_cannot_work_fails_before_a_model_is_loaded(arguments, message, mon
     "arguments",
     [
         ["eval", "agreement", "--windows", "1", "--tokens", "64", "--format", "k4v4", "--model"],
-        ["eval", "positions", "--tokens", "64", "--format", "k4v4", "--model"],
+        pytest.param(["eval", "positions", "--tokens", "64", "--format", "k4v4", "--model"], marks=pytest.mark.tail),
         ["calibrate", "--windows", "1", "--tokens", "48", "--ids", "random"],
     ],
 )

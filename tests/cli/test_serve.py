@@ -154,7 +154,8 @@ def test_models_of_latents_are_not_calibrated(engines):
     assert json.dumps({"slimkv": {"format": "auto"}}) in command
 
 
-def test_a_model_that_is_not_downloaded_yet(engines):
+def test_a_model_that_is_not_downloaded_yet(engines, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # it would ask the hub again and again
     make, command = dry("nobody/no-such-model")
     assert make[4] == command[2] == "nobody/no-such-model"
 

@@ -10,6 +10,7 @@ import torch
 from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
+from tail import sample
 
 KV_HEADS, GROUP, DIM, PAGE = 2, 3, 32, 16
 LENGTHS = (1100, 530, 70, 1)  # beyond two parts of 512 keys, one, none; a single token
@@ -95,17 +96,19 @@ def check(cache: Cache, backend: str, last: int) -> None:
         assert torch.equal(crowded, singly)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", sample(VARIANTS, 3), ids=str)
 def test_a_query_gets_one_result_however_it_is_asked(variant):
     check(Cache(variant), "cpu", 20)
 
 
-@pytest.mark.parametrize("variant", [Variant(), Variant("raw", window=37), Variant(sinks=True, offset=True)], ids=str)
+@pytest.mark.parametrize(
+    "variant", sample([Variant(sinks=True, offset=True), Variant(), Variant("raw", window=37)], 3), ids=str
+)
 def test_the_reference_does_so_too(variant):
     check(Cache(variant, (90, 33)), "reference", 12)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", sample(VARIANTS, 3), ids=str)
 def test_it_is_attention(variant):
     cache = Cache(variant, (600, 45))
     calls = [(0, 560, 600), (1, 0, 45)]

@@ -98,7 +98,7 @@ def as_params(cases: list[Case], always: bool) -> list:
 
 
 @pytest.mark.parametrize(
-    "case", [*sample(as_params(COVERING, True), 3), *as_params([c for c in MATRIX if c not in COVERING], False)]
+    "case", [*sample(as_params(COVERING, True), 4), *as_params([c for c in MATRIX if c not in COVERING], False)]
 )
 def test_bytes_are_the_codecs(case, device):
     check(case, device)
@@ -130,7 +130,7 @@ def test_products_are_compared_as_they_are(dtype, device):
     assert_same_bytes(pages, want, case.layout)
 
 
-@pytest.mark.parametrize("format", ["k4v4", "turboquant_k8v4", "kur4vu3", "krawbf16vrawbf16"])
+@pytest.mark.parametrize("format", sample(["k4v4", "turboquant_k8v4", "kur4vu3", "krawbf16vrawbf16"], 2))
 def test_tokens_that_cannot_be_encoded_are_marked_and_their_neighbours_are_not(format, device):
     case = Case(format=format, heads=2, tokens=32, slots="aligned", dtype="bf16")
     _, _, slots, pages, codec = build(case, device)

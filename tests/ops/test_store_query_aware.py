@@ -45,7 +45,7 @@ def check(case: Case, device: torch.device, backend: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *sample((pytest.param(c, id=str(c)) for c in COVERING), 3),
+        *sample((pytest.param(c, id=str(c)) for c in COVERING), 4),
         *(pytest.param(c, id=str(c), marks=pytest.mark.full) for c in FULL),
     ],
 )

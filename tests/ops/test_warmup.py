@@ -69,7 +69,7 @@ def test_every_request_runs_a_kernel_that_warm_up_compiles(format, device):
     chance, ran = random.Random(format), 0
     for dim in (64, 80, 96, 112, 128, 192, 256):
         codec = Codec(parse_spec(format, dim))
-        for _ in range(30):
+        for _ in range(12):
             layout, group = (
                 PageLayout(codec.spec, chance.choice((16, 32, 64))),
                 chance.choice((1, 2, 3, 4, 7, 8, 12, 16, 32)),

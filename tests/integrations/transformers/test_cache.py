@@ -304,7 +304,7 @@ def test_core_does_not_import_transformers():
     import subprocess
     import sys
 
-    code = "import sys, slimkv; assert 'transformers' not in sys.modules; assert slimkv.SlimKVCache.__module__"
+    code = "import sys, slimkv; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -21,6 +21,7 @@ from slimkv.lab.bench.serve_engine import percentile
 from slimkv.lab.bench.serve_settings import SHAPES, ServeSettings, cache_arguments, engine_plan
 from slimkv.lab.bench.sessions import Sessions, held_tokens
 from slimkv.memory_plan import read_config
+from tail import sample
 
 BF16 = {"kv_tokens": 100, "start_seconds": 10.0, "decode": {"decode_tokens_per_second": 50.0, "prefill_seconds": 2.0}}
 SLIM = {"kv_tokens": 388, "start_seconds": 12.5, "decode": {"decode_tokens_per_second": 75.0, "prefill_seconds": 2.2}}
@@ -325,7 +326,7 @@ def test_a_small_run_in_sglang():
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", sample([signal.SIGTERM, signal.SIGINT], 2))
 def test_an_engine_ends_with_who_started_it(sent, tmp_path):
     """The engine here is a shell that says which process it started, and waits for it."""
     engine, started = tmp_path / "engine", tmp_path / "started"

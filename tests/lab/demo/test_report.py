@@ -126,6 +126,7 @@ def _pixels(png: bytes) -> tuple[int, int, bytes]:
     return width, height, raw
 
 
+@pytest.mark.tail
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt-get install chromium)")
 def test_report_in_a_browser(report, tmp_path):
     _, page, _ = report

@@ -95,7 +95,7 @@ TILES_OF_FEW = Case(format="c4", latent_dim=64, rope_dim=128, lens=(70, 9), quer
 
 
 @emulated
-@pytest.mark.parametrize("case", EMULATED, ids=str)
+@pytest.mark.parametrize("case", sample(EMULATED, 2), ids=str)
 def test_attend(case):
     attend_and_check(case)
 
@@ -130,7 +130,9 @@ def test_attend_many_rows_in_tiles_of_few():
 
 
 @emulated
-@pytest.mark.parametrize(("format", "heads"), [("c4", 16), ("c4r8", 16), ("c6r8", 16), ("c4", 32), ("c6r8", 24)])
+@pytest.mark.parametrize(
+    ("format", "heads"), sample([("c4", 16), ("c4r8", 16), ("c6r8", 16), ("c4", 32), ("c6r8", 24)], 2)
+)
 def test_rings_go_round(format, heads):
     """One block has all KV blocks of two sequences, so that both teams have several."""
     case = Case(format=format, heads=heads, page=16, lens=(650, 40), queries=(1, 1))
@@ -141,12 +143,12 @@ def test_rings_go_round(format, heads):
 @pytest.mark.parametrize("heads", [4, 20])
 def test_more_sequences_than_lanes_of_a_warp(heads):
     """Blocks begin anywhere among them and have several each; some have no tokens."""
-    case = Case(heads=heads, lens=(0, *(33, 5, 0, 64, 130) * 9, 0), queries=(1,) * 47, padding=1)
+    case = Case(heads=heads, lens=(0, *(33, 5, 0, 64, 130) * 7, 0), queries=(1,) * 37, padding=1)
     attend_and_check(case, replace(H200, multiprocessors=11))
 
 
 @emulated
-@pytest.mark.parametrize(("format", "heads"), [("c4", 8), ("c4", 40), ("c6", 8), ("c6", 20)])
+@pytest.mark.parametrize(("format", "heads"), sample([("c4", 8), ("c6", 8), ("c4", 40), ("c6", 20)], 2))
 def test_parts_and_workspace(format, heads):
     case = Case(format=format, heads=heads, page=64, lens=(700, 3, 130), queries=(1, 1, 1))
     need = latent_cuda.workspace_bytes(case.layout, 3, 3, heads, 1, SMALL)
@@ -156,7 +158,7 @@ def test_parts_and_workspace(format, heads):
 
 
 @emulated
-@pytest.mark.parametrize(("multiprocessors", "warps"), [(1, 2), (2, 4), (5, 8), (30, 32)])
+@pytest.mark.parametrize(("multiprocessors", "warps"), sample([(1, 2), (2, 4), (5, 8), (30, 32)], 3))
 def test_few_rows_are_merged_by_more_warps(multiprocessors, warps):
     case = Case(format="c4", heads=9, page=64, lens=(1100,), queries=(1,))
     device = replace(H200, multiprocessors=multiprocessors)
@@ -261,7 +263,7 @@ def test_it_compiles(format):
 
 
 @pytest.mark.parametrize(
-    ("format", "rows"), sample([("c4", True), ("c4r8", False), ("c4", False), ("cfp8r8", False)], 3)
+    ("format", "rows"), sample([("c4", True), ("c4r8", False), ("c4", False), ("cfp8r8", False)], 4)
 )
 def test_products_do_not_wait_for_one_another(format, rows):
     """Where registers are too few, the compiler puts a wait behind every product, and says so nowhere."""
@@ -277,7 +279,7 @@ def test_products_do_not_wait_for_one_another(format, rows):
     assert waits < products // 8
 
 
-@pytest.mark.parametrize(("format", "rows", "spilled"), sample([("c4", 32, 0), ("c4r8", 24, 0), ("c6r8", 24, 0)], 2))
+@pytest.mark.parametrize(("format", "rows", "spilled"), sample([("c4", 32, 0), ("c4r8", 24, 0), ("c6r8", 24, 0)], 3))
 def test_rows_as_columns_stay_in_registers(format, rows, spilled):
     pytest.importorskip("cuda.bindings.nvrtc")
     pytest.importorskip("triton")

@@ -88,7 +88,7 @@ EMULATED = [
 
 
 @emulated
-@pytest.mark.parametrize("case", sample(EMULATED, 2), ids=str)
+@pytest.mark.parametrize("case", sample(EMULATED, 4), ids=str)
 def test_attend(case):
     attend_and_check(case)
 
@@ -109,7 +109,7 @@ FUSED_CASES = [
 
 
 @emulated
-@pytest.mark.parametrize("case", sample(FUSED_CASES, 2), ids=str)
+@pytest.mark.parametrize("case", sample(FUSED_CASES, 4), ids=str)
 def test_attend_fused(case):
     """A warpgroup that unpacks beside those that multiply."""
     attend_and_check(case, config=config_of(case.format, case.dim, FUSED))
@@ -125,7 +125,7 @@ WIDE = [
 
 
 @emulated
-@pytest.mark.parametrize("case", sample(WIDE, 2), ids=str)
+@pytest.mark.parametrize("case", sample(WIDE, 3), ids=str)
 def test_attend_fused_with_two_blocks_of_rows(case):
     config = config_of(case.format, case.dim, FUSED, -1)
     assert config.row_blocks == 2
@@ -151,15 +151,18 @@ SOFT_CAP = {"softcap": 6.0, "sinks": True}
 @emulated
 @pytest.mark.parametrize(
     ("options", "unpack", "at"),
-    [
-        ({}, FIRST, 0),
-        ({"sinks": True, "window": 100}, FIRST, 0),
-        (SOFT_CAP, FIRST, 0),
-        ({**SOFT_CAP, "dim": 80}, FIRST, 0),
-        (SOFT_CAP, FUSED, 0),
-        ({**SOFT_CAP, "lens": (200,), "queries": (150,)}, FUSED, -1),
-        ({**SOFT_CAP, "dim": 128, "lens": (300, 140), "queries": (40, 33)}, AHEAD, 0),
-    ],
+    sample(
+        [
+            ({}, FIRST, 0),
+            ({"sinks": True, "window": 100}, FIRST, 0),
+            (SOFT_CAP, FIRST, 0),
+            ({**SOFT_CAP, "dim": 80}, FIRST, 0),
+            (SOFT_CAP, FUSED, 0),
+            ({**SOFT_CAP, "lens": (200,), "queries": (150,)}, FUSED, -1),
+            ({**SOFT_CAP, "dim": 128, "lens": (300, 140), "queries": (40, 33)}, AHEAD, 0),
+        ],
+        2,
+    ),
     ids=["plain", "sinks", "softcap", "dim_80", "fused", "wide", "ahead"],
 )
 def test_centred_keys(options, unpack, at):
@@ -184,7 +187,7 @@ AHEAD_CASES = [
 
 @emulated
 @pytest.mark.parametrize("room", [prefill_cuda.WORKSPACE_BYTES, 1], ids=["all", "ring"])
-@pytest.mark.parametrize("case", sample(AHEAD_CASES, 2), ids=str)
+@pytest.mark.parametrize("case", sample(AHEAD_CASES, 4), ids=str)
 def test_attend_ahead(case, room):
     """Blocks unpack what later ones attend, into a workspace of everything or of as little as there can be."""
     cuts = []
@@ -339,7 +342,7 @@ WARP_CASES = [
 @pytest.mark.parametrize(
     ("case", "config"),
     sample(
-        ((case, config) for case in WARP_CASES for dims, config in prefill_config.WARP_CONFIGS if case.dim in dims), 2
+        ((case, config) for case in WARP_CASES for dims, config in prefill_config.WARP_CONFIGS if case.dim in dims), 4
     ),
     ids=str,
 )

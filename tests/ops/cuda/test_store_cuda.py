@@ -66,7 +66,7 @@ def named(cases: list[Case], shaped: bool = False) -> list:
 
 
 @emulated
-@pytest.mark.parametrize("case", sample(named(COVERING), 2))
+@pytest.mark.parametrize("case", sample(named(COVERING), 4))
 def test_bytes_are_the_codecs(case):
     check(case)
 
@@ -129,7 +129,7 @@ def test_squares_of_the_nearest_levels_fit_32_bits(bits, dim):
 
 
 @emulated
-@pytest.mark.parametrize("case", sample(named(QUERY_AWARE, shaped=True), 2))
+@pytest.mark.parametrize("case", sample(named(QUERY_AWARE, shaped=True), 3))
 def test_query_aware_rounding_is_the_codecs(case):
     check(case, shaped=True)
 
