@@ -116,7 +116,7 @@ class SlimKVImpl(compat.AttentionImpl):
                 f"under decode context parallelism slimkv has no {' or '.join(asked)}; use tensor parallelism"
             )
 
-    # -- after the weights are there: the layer's name, hence its format ---------------------------------------------
+    # -- after loading: the layer's name and format ------------------------------------------------------------------
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds the layer this belongs to and binds its backend class to the layer's format."""
