@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from slimkv.ops.attention.eight_bit import format_refusal
 from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy, parse_size
 
 FRESH = ("auto", "codes", "raw")
-# What fields may be where ``deterministic`` is set.
+# The accepted values of fields with ``deterministic``.
 _DETERMINISTIC: dict[str, tuple[object, ...]] = {
     "sink_tokens": (0,), "recent_tokens": (0,), "fresh": (AUTO, "codes"), "prefill": (AUTO, SIXTEEN_BIT),
 }  # fmt: skip
@@ -90,14 +90,12 @@ class KVCacheConfig:
     deterministic: bool = False
 
     def __repr__(self) -> str:
-        set_fields = [x.name for x in fields(self) if getattr(self, x.name) != getattr(KVCacheConfig, x.name, {})]
-        return f"KVCacheConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in set_fields)})"
+        return f"KVCacheConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in self.changed())})"
 
     def __post_init__(self) -> None:
         self._check_format("format", self.format)
         object.__setattr__(self, "layers", self._checked_layers())
-        if self.fresh not in FRESH:
-            raise InputError(f"fresh must be one of {', '.join(FRESH)}, not {self.fresh!r}")
+        self._check_choice("fresh", FRESH)
         self._check_tiers()
         self._check_prefill()
         for name in ("sink_tokens", "recent_tokens", "seed"):
@@ -120,12 +118,15 @@ class KVCacheConfig:
         limit = self.max_score_error
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 <= limit < math.inf:
             raise InputError(f"max_score_error must be a number of nats, or 0 for no guard, not {limit!r}")
-        if self.backend is not None and self.backend not in ATTENTION.names:
-            raise InputError(f"backend must be one of {', '.join(ATTENTION.names)}, not {self.backend!r}")
+        if self.backend is not None:
+            self._check_choice("backend", ATTENTION.names)
+
+    def _check_choice(self, name: str, known: Sequence[str]) -> None:
+        if getattr(self, name) not in known:
+            raise InputError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
 
     def _check_prefill(self) -> None:
-        if self.prefill not in PREFILL:
-            raise InputError(f"prefill must be one of {', '.join(PREFILL)}, not {self.prefill!r}")
+        self._check_choice("prefill", PREFILL)
         if self.prefill == EIGHT_BIT and (self.fresh == "raw" or self.tiered):
             raise InputError(
                 f"prefill='8bit' reads every token through one kind of codes; fresh={self.fresh!r}, sink_tokens="
@@ -136,11 +137,11 @@ class KVCacheConfig:
     def _check_deterministic(self) -> None:
         if not self.deterministic:
             return
-        for name in ("sink_tokens", "recent_tokens", "fresh", "prefill"):
-            if getattr(self, name) not in _DETERMINISTIC[name]:
+        for name, allowed in _DETERMINISTIC.items():
+            if getattr(self, name) not in allowed:
                 raise InputError(
                     f"deterministic reads every token through its codes, in 16 bits: {name} must be one of "
-                    f"{', '.join(map(repr, _DETERMINISTIC[name]))}, not {getattr(self, name)!r}"
+                    f"{', '.join(map(repr, allowed))}, not {getattr(self, name)!r}"
                 )
         for format in (self.format, *self.layers.values()):
             if is_latent_format(format):

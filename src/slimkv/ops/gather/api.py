@@ -27,7 +27,7 @@ class GatherRequest:
     codec: Codec
     layout: PageLayout
     rotated: bool
-    key_offset: Tensor | None = None  # [heads, key_dim], for a kernel that adds it (``fuses_offset``)
+    key_offset: Tensor | None = None  # [heads, key_dim], for a kernel that adds it (``FUSES_OFFSET``)
 
 
 REGISTRY = Registry.of_kernels(
@@ -74,8 +74,7 @@ def gather_kv(
         module.run(request)
         return key, value
     check_offset(key_offset, layout.spec, pages.shape[1], pages.device)
-    fuses = getattr(module, "fuses_offset", None)
-    if fuses is not None and fuses(request):
+    if getattr(module, "FUSES_OFFSET", False):
         module.run(replace(request, key_offset=key_offset))
         return key, value
     centred = torch.empty(shapes[0], dtype=torch.float32, device=pages.device)

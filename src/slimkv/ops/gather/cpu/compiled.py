@@ -11,11 +11,6 @@ from slimkv.ops.cpu.structures import CGatherCall, pages_of, vectors_of
 from slimkv.ops.gather.api import GatherRequest
 
 
-def supports(request: GatherRequest) -> str | None:
-    """Everything."""
-    return None
-
-
 def run(request: GatherRequest) -> None:
     """See ``slimkv.ops.gather.api.gather_kv``."""
     tables, slots = layout_tables(request.layout), request.slots.contiguous()

@@ -18,6 +18,7 @@ _LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
 _UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
 _FP8: tl.constexpr = tl.constexpr(side.FP8)
 _RAW: tl.constexpr = tl.constexpr(side.RAW)
+FUSES_OFFSET = True  # the kernel adds the offset of keys itself
 _DENSE: tl.constexpr = tl.constexpr(64)  # up to this a product with the whole matrix rotates back
 
 
@@ -81,11 +82,6 @@ def gather_kernel(
 def supports(request: GatherRequest) -> str | None:
     """Every format; blocks of at least a tile."""
     return PLAIN_ROWS if request.layout.plain_rows else None
-
-
-def fuses_offset(request: GatherRequest) -> bool:
-    """The kernel adds the offset of keys itself."""
-    return True
 
 
 def _offset(request: GatherRequest) -> Tensor | None:
