@@ -39,7 +39,7 @@ class KVCacheConfig:
     Attributes:
         format: how K and V are stored, as ``CodecSpec.parse`` reads it (``k4v4``, ``fp8``, ``raw``, ...), or the
             latents of a model with latent attention, as ``LatentSpec.parse`` reads it (``c4``, ``c4r8``, ``craw``);
-            ``auto``: 4 bits of whichever the model caches; ``calibrated``: each layer as the calibration chose for its
+            ``auto``: 4 bits, for K and V or for latents; ``calibrated``: each layer as the calibration chose for its
             budget.
         layers: formats of single layers. A key is a layer's number (``0``, ``"0"``), counted from the end when negative
             (``-1``), a range with both ends (``"4-6"``, ``"-2--1"``), or ``"default"``, which is ``format``. Later
@@ -154,7 +154,7 @@ class KVCacheConfig:
         for age, format in self.age.items():
             parse_format(format)
             if age <= self.recent_tokens:
-                raise InputError(f"age names {age} tokens, of which recent_tokens={self.recent_tokens} are kept raw")
+                raise InputError(f"age names {age} tokens, but recent_tokens={self.recent_tokens} keeps those raw")
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory))
         chosen = [name for name in ("age", "memory") if getattr(self, name)]

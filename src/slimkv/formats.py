@@ -51,7 +51,7 @@ class TensorFormat:
     rotated: bool = False
     policy: ScalePolicy = ScalePolicy.NORM
     raw_dtype: str = "bfloat16"
-    dtype_of_model: bool = False  # raw: ``with_raw_dtype`` may replace raw_dtype by what the model computes in
+    dtype_of_model: bool = False  # raw: ``with_raw_dtype`` may replace raw_dtype by the dtype of the model
 
     def __post_init__(self) -> None:
         allowed = {Kind.LLOYD: range(1, 9), Kind.UNIFORM: range(2, 9), Kind.FP8: (8,)}

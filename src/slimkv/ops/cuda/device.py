@@ -70,7 +70,7 @@ def record_of(capability: tuple[int, int], multiprocessors: int) -> Device:
 
 
 def held_to(device: Device, name: str, capability: tuple[int, int]) -> Device:
-    """A device of this capability with no more than what the named one has; multiprocessors stay its own."""
+    """``device`` limited to the features of the named GPU; it keeps its own number of multiprocessors."""
     if name not in NAMED:
         raise InputError(f"{AS_DEVICE}={name!r} is not a device that is known; known are {', '.join(sorted(NAMED))}")
     named = record_of(NAMED[name], device.multiprocessors)

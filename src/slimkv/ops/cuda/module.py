@@ -49,7 +49,7 @@ class Kernel:
         """Queues the kernel on the device's current stream.
 
         With ``overlap`` its blocks may start while the kernel before it in the stream is finishing (where the hardware
-        can); it must then wait for that kernel itself before it reads what it wrote.
+        can); it must then wait for that kernel before it reads its results.
         """
         # A configuration for each stream: threads that launch on streams of their own share this kernel.
         stream = torch._C._cuda_getCurrentRawStream(_index(device))
@@ -153,7 +153,7 @@ def _load(source: str, defines: tuple[tuple[str, int], ...], device: torch.devic
     major, minor = torch.cuda.get_device_capability(device)
     target = device_of(device).target
     code = compile_kernels(source, dict(defines), target or f"sm_{major}{minor}{'a' if exactly else ''}")
-    return Module(code, device, may_overlap=not target)  # what is compiled for older devices does not wait by itself
+    return Module(code, device, may_overlap=not target)  # code compiled for older devices does not wait by itself
 
 
 def _index(device: torch.device) -> int:

@@ -103,7 +103,7 @@ _80_TO_128, _TO_128, _TO_256 = (80, 96, 112, 128), (64, 80, 96, 112, 128), (192,
 CONFIGS: tuple[tuple[tuple[int, ...], tuple[Codes, ...], PrefillConfig], ...] = (
     (_TO_128, ANY, PrefillConfig(FIRST, 128, 2)),
     (_TO_256, ANY, PrefillConfig(FIRST, 64, 2)),
-    # At head size 64, unpacking beside so few products takes longer than unpacking first.
+    # At head size 64 there are few products to hide unpacking behind, so unpacking first is faster.
     (_80_TO_128, ANY, PrefillConfig(AHEAD, 128, 2, producer_registers=56)),
     (_TO_128, (SHORT,), PrefillConfig(FUSED, 128, 2, producers=2, producer_registers=48)),
     (_TO_128, (UNIFORM,), PrefillConfig(FUSED, 128, 2, producer_registers=88)),  # two producers with 48 would spill

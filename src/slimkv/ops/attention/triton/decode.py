@@ -291,7 +291,7 @@ def attend_kernel(
         s = _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, K)
         if SOFTCAP:
             s = soft_cap(s + shift[None, :], softcap)
-        # Rows without a query attend garbage that is never stored, so only the edges of what is visible need a mask.
+        # Rows without a query attend garbage that is never stored, so only the first and last visible keys need a mask.
         if token0 + BT > clear_end or token0 < clear_begin:
             s = _hide(s, token, valid & (token < packed_end), position, window, CAUSAL, WINDOW)
         m, z, w, acc = _add_values(

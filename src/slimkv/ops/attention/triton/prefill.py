@@ -129,7 +129,7 @@ def unpack_kernel(
 ):  # fmt: skip
     """One program: 16 NT tokens of a head of a sequence -> dense K and V [rank, head, token, dim], in stored space.
 
-    Tokens before the window of every query become zeros: a weight of zero would not hide what is not finite."""
+    Tokens before the window of every query become zeros: a probability of zero would not hide NaN or Inf."""
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     BT: tl.constexpr = 16 * NT

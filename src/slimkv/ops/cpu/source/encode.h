@@ -54,7 +54,7 @@ static bool fixed_point(const float* x, int dim, u32 largest, int bits, i32* fix
 // Integers -> the exact rotated sums, rounded once.
 static void rotate_fixed(EncodeScratch& s, const Side& side) {
   const int dim = side.dim;
-  if (dim <= 512) {  // sums of so many integers of 21 bits fit 32
+  if (dim <= 512) {  // sums of up to 512 integers of 21 bits fit 32 bits
     rotate(s.fixed, side);
     for (int d = 0; d < dim; d++) s.rotated[d] = (float)s.fixed[d];
   } else {

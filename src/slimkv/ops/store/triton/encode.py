@@ -1,8 +1,8 @@
 """Triton pieces that turn rows of numbers into codes and fields, byte for byte as the reference does.
 
 Sums are sums of integers, so their order does not matter: the rotation is a tensor-core product of a vector of short
-integers (11 bits of which are not zero, as of the 16-bit floats they come from) or of the upper and lower 11 bits of
-longer ones, with a matrix of +-1. Everything else is single IEEE operations, compiled without contraction.
+integers (with 11 significant bits, as the 16-bit floats they come from) or of the upper and lower 11 bits of longer
+ones, with a matrix of +-1. Everything else is single IEEE operations, compiled without contraction.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def encode_uniform(
 
 @triton.jit
 def encode_fp8(x):
-    """Rows -> e4m3 codes int32 [M, DP] and the scale's field int32 [M]; nearest even by hand, as sm_80 cannot."""
+    """Rows -> e4m3 codes int32 [M, DP] and the scale's field int32 [M]; rounded in integers: sm_80 has no e4m3."""
     largest, exponent, zero, bad = _largest_exponent(x)
     shift = exponent - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     scaled = tl.where((zero | bad)[:, None], 0.0, x * _power_of_two(254 - shift)[:, None])
