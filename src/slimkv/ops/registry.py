@@ -50,9 +50,9 @@ class Registry:
         self._by_name = {i.name: i for i in implementations}
 
     @classmethod
-    def of_kernels(cls, operation: str, **modules: str) -> Registry:
-        """From ``cpu``, ``cuda``, ``triton`` and ``reference``, each with its module in ``slimkv.ops``, best first."""
-        return cls(operation, [Backend(n, f"slimkv.ops.{m}", _AVAILABLE[n]) for n, m in modules.items()])
+    def of_kernels(cls, operation: str, package: str, **modules: str) -> Registry:
+        """From ``cpu``, ``cuda``, ``triton`` and ``reference``, each with its module in ``slimkv.ops.<package>``."""
+        return cls(operation, [Backend(n, f"slimkv.ops.{package}.{m}", _AVAILABLE[n]) for n, m in modules.items()])
 
     @property
     def names(self) -> list[str]:

@@ -38,14 +38,9 @@ class Kernel:
         }
 
     def launch(
-        self,
-        grid: tuple[int, int],
-        threads: int,
-        shared: int,
-        args: ctypes.Structure,
-        device: torch.device,
+        self, grid: tuple[int, int], threads: int, shared: int, args: ctypes.Structure, device: torch.device,
         overlap: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Queues the kernel on the device's current stream.
 
         With ``overlap`` its blocks may start while the kernel before it in the stream is finishing (where the hardware
@@ -62,14 +57,9 @@ class Kernel:
         self._queue(config, ctypes.pointer(args))
 
     def bound(
-        self,
-        grid: tuple[int, int],
-        threads: int,
-        shared: int,
-        args: ctypes.Structure,
-        device: torch.device,
+        self, grid: tuple[int, int], threads: int, shared: int, args: ctypes.Structure, device: torch.device,
         overlap: bool = False,
-    ) -> Callable[[], None]:
+    ) -> Callable[[], None]:  # fmt: skip
         """A call that does what ``launch`` does, with what ``args`` then holds; for one thread at a time."""
         config = self._config(grid, threads, shared, overlap)
         return partial(self._start, config, ctypes.pointer(args), _index(device))

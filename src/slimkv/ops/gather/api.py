@@ -31,11 +31,7 @@ class GatherRequest:
 
 
 REGISTRY = Registry.of_kernels(
-    "gather",
-    cpu="gather.cpu.compiled",
-    cuda="gather.cuda.launch",
-    triton="gather.triton.launch",
-    reference="gather.reference",
+    "gather", "gather", cpu="cpu.compiled", cuda="cuda.launch", triton="triton.launch", reference="reference"
 )
 
 

@@ -308,30 +308,27 @@ def tile_numbers(page, inside, keep, levels, AS_VALUES: tl.constexpr, S: tl.cons
 
 
 @triton.jit
+def _by_lanes(cube):
+    """[32, NT, SP, 2, 2, 2] -> [8 g, 4 t, NT, SP, 2, 2, 2]."""
+    return tl.reshape(cube, (8, 4, cube.shape[1], cube.shape[2], 2, 2, 2))
+
+
+@triton.jit
 def as_keys(cube):
     """[32, NT, SP, 2, 2, 2] -> K [16 NT, 16 SP]: tokens in order, dimensions in `fragment_order`."""
-    NT: tl.constexpr = cube.shape[1]
-    SP: tl.constexpr = cube.shape[2]
-    split = tl.reshape(cube, (8, 4, NT, SP, 2, 2, 2))
-    return tl.reshape(tl.permute(split, (2, 6, 0, 3, 1, 5, 4)), (16 * NT, 16 * SP))
+    return tl.reshape(tl.permute(_by_lanes(cube), (2, 6, 0, 3, 1, 5, 4)), (16 * cube.shape[1], 16 * cube.shape[2]))
 
 
 @triton.jit
 def as_values(cube):
     """[32, NT, SP, 2, 2, 2] -> V transposed, [16 SP, 16 NT]: dimensions in order, tokens in `fragment_order`."""
-    NT: tl.constexpr = cube.shape[1]
-    SP: tl.constexpr = cube.shape[2]
-    split = tl.reshape(cube, (8, 4, NT, SP, 2, 2, 2))
-    return tl.reshape(tl.permute(split, (3, 4, 0, 2, 1, 6, 5)), (16 * SP, 16 * NT))
+    return tl.reshape(tl.permute(_by_lanes(cube), (3, 4, 0, 2, 1, 6, 5)), (16 * cube.shape[2], 16 * cube.shape[1]))
 
 
 @triton.jit
 def values_as_keys(cube):
     """[32, NT, SP, 2, 2, 2] of values -> [16 NT, 16 SP]: tokens and dimensions in order."""
-    NT: tl.constexpr = cube.shape[1]
-    SP: tl.constexpr = cube.shape[2]
-    split = tl.reshape(cube, (8, 4, NT, SP, 2, 2, 2))
-    return tl.reshape(tl.permute(split, (2, 6, 1, 5, 3, 4, 0)), (16 * NT, 16 * SP))
+    return tl.reshape(tl.permute(_by_lanes(cube), (2, 6, 1, 5, 3, 4, 0)), (16 * cube.shape[1], 16 * cube.shape[2]))
 
 
 @triton.jit
