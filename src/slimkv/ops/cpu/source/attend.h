@@ -154,10 +154,7 @@ struct TileMemory {
     take(query, rows * key_stride, base, used);
     take(digits, rows * 3 * key_stride, base, used);
     take(offset, rows * 3, base, used);
-    take(row_scale, rows, base, used);
-    take(row_sum, rows, base, used);
-    take(row_shift, rows, base, used);
-    take(rescale, rows, base, used);
+    for (float** numbers : {&row_scale, &row_sum, &row_shift, &rescale}) take(*numbers, rows, base, used);
     take(seen, rows, base, used);
     take(scores, rows * CHUNK, base, used);
     take(weight_digits, rows * 3 * CHUNK, base, used);
@@ -165,13 +162,9 @@ struct TileMemory {
     take(key_floats, CHUNK * (key_stride > value_dim ? key_stride : value_dim), base, used);
     key_bytes = value_bytes = (u8*)key_floats;
     value_floats = key_floats;
-    take(key_scale, CHUNK, base, used);
-    take(key_zero, CHUNK, base, used);
-    take(value_scale, CHUNK, base, used);
-    take(value_zero, CHUNK, base, used);
+    for (float** fields : {&key_scale, &key_zero, &value_scale, &value_zero}) take(*fields, CHUNK, base, used);
     take(row, MAX_DIM, base, used);
-    take(state, (size_t)state_floats((i64)rows, (i64)value_dim), base, used);
-    take(part, (size_t)state_floats((i64)rows, (i64)value_dim), base, used);
+    for (float** of : {&state, &part}) take(*of, (size_t)state_floats((i64)rows, (i64)value_dim), base, used);
     return used;
   }
 };
