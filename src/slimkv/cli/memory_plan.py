@@ -39,7 +39,7 @@ def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, he
     given = {"--layers": layers, "--num-kv-heads": num_kv_heads, "--head-dim": head_dim}
     if config is not None:
         if clash := [name for name, value in given.items() if value is not None]:
-            raise InputError(f"--config already says what {', '.join(clash)} would; give one or the other")
+            raise InputError(f"--config replaces {', '.join(clash)}; give one or the other")
         return read_config(config)
     if layers is None or num_kv_heads is None or head_dim is None:
         missing = [name for name, value in given.items() if value is None]

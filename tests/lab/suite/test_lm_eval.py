@@ -86,7 +86,7 @@ def test_unknown_tasks_are_refused(tiny_folder, folder):
 
     loaded = models.load(str(tiny_folder))
     model = slimkv_lm(loaded.model, loaded.tokenizer, STOCK)
-    with pytest.raises(InputError, match="knows no task nonsense"):
+    with pytest.raises(InputError, match="has no task nonsense"):
         evaluate(model, ("nonsense",), None, folder)
     with pytest.raises(InputError, match="no folder /nowhere"):
         evaluate(model, TASKS, None, "/nowhere")

@@ -230,8 +230,8 @@ def test_a_model_with_sliding_windows(tiny_folder, tmp_path):
     [
         ({"engine": "tgi"}, "unknown engine 'tgi'; known are transformers, vllm"),
         ({"parts": ("speed",)}, "unknown part 'speed'; known are memory"),
-        ({"formats": ("k4v4", "k4v4")}, "must be different ones"),
-        ({"formats": ("raw",)}, "raw is always measured"),
+        ({"formats": ("k4v4", "k4v4")}, "list each format once"),
+        ({"formats": ("raw",)}, "leave out raw, which is always measured"),
         ({"formats": ("k9v9",)}, "k9v9"),
         ({"formats": ("k4v4+cal",), "calibration": "none"}, "needs a calibration"),
         ({"formats": ("calibrated",)}, "name formats such as"),

@@ -27,7 +27,7 @@ class Interval:
 def wilson(successes: int, trials: int) -> Interval:
     """The share of successes with Wilson's score interval."""
     if not 0 <= successes <= trials or trials < 1:
-        raise InputError(f"{successes} successes of {trials} trials are no share")
+        raise InputError(f"{successes} successes of {trials} trials is not a valid share")
     share, z2 = successes / trials, _Z * _Z
     middle = (share + z2 / (2 * trials)) / (1 + z2 / trials)
     half = _Z / (1 + z2 / trials) * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials * trials))

@@ -56,7 +56,7 @@ def haystack(
     hay = tokenizer(text[: max(end, 1) * CHARACTERS_PER_TOKEN], add_special_tokens=False)["input_ids"][offset:end]
     if room < 16 or len(hay) < room:
         raise InputError(
-            f"a context of {context} tokens is too short for a needle, or the text ({len(hay)} tokens) for it"
+            f"a context of {context} tokens is too short for a needle, or longer than the text ({len(hay)} tokens)"
         )
     cut = round(depth * len(hay))
     return torch.tensor([[*hay[:cut], *needle, *hay[cut:], *question]])

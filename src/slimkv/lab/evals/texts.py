@@ -38,7 +38,7 @@ def _hub_text(source: str) -> str:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
-            f"{source!r} is no file; as a hub data set it needs the datasets package: pip install datasets"
+            f"{source!r} is not a file; to load it from the hub, install the datasets package: pip install datasets"
         ) from error
     name, config, split = [*source.split(":"), None, None][:3]
     try:
@@ -74,7 +74,7 @@ def token_windows(
     if len(ids) < needed:
         raise InputError(
             f"the text has {len(ids)} tokens; {count} windows of {tokens} from token {offset} on need {needed}: use "
-            "fewer or more text"
+            "fewer or shorter windows, or a longer text"
         )
     starts = [offset + i * min(stride, body) for i in range(count)]
     rows = [([bos] if bos is not None else []) + ids[start : start + body] for start in starts]

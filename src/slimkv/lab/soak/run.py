@@ -87,9 +87,7 @@ def soak_server(settings: SoakSettings, step: Callable[[str], None], folder: Pat
                 return _soak(server, settings, step)
             except (BadReplyError, OSError) as error:
                 server.check_alive()
-                raise EngineError(
-                    f"the server does not answer as it should: {error}\n{log_tail(server.log)}"
-                ) from error
+                raise EngineError(f"the server gave an invalid answer: {error}\n{log_tail(server.log)}") from error
 
 
 def _soak(server: Server, settings: SoakSettings, step: Callable[[str], None]) -> SoakReport:

@@ -47,7 +47,7 @@ def slimkv_lm(model: Any, tokenizer: Any, kind: CacheKind, batch_size: int = 1) 
 
         def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
             if attn_mask is not None or labels is not None:
-                raise InputError("encoder-decoder models are not measured through lm-evaluation-harness")
+                raise InputError("encoder-decoder models are not supported with lm-evaluation-harness")
             cache = kind.new(self.model, STRICT)
             with torch.no_grad(), attending(self.model, kind.format):
                 return self.model(inps, past_key_values=cache, use_cache=True).logits
@@ -91,13 +91,13 @@ def evaluate(model: LM, tasks: tuple[str, ...], limit: int | None, task_folder: 
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise InputError(
-            f"lm-evaluation-harness knows no task {', '.join(unknown)}; python -m lm_eval ls tasks lists them"
+            f"lm-evaluation-harness has no task {', '.join(unknown)}; python -m lm_eval ls tasks lists them"
         )
     found = lm_eval.simple_evaluate(
         model=model, tasks=list(tasks), limit=limit, task_manager=manager, bootstrap_iters=0, log_samples=True
     )
     if found is None:
-        raise InputError("lm-evaluation-harness gave no result in this process")
+        raise InputError("lm-evaluation-harness returned no result in this process")
     results = {task: _numbers(scores) for task, scores in found["results"].items()}
     samples = {task: _each(rows) for task, rows in found.get("samples", {}).items()}
     return {"results": {task: scores for task, scores in results.items() if scores}, "samples": samples}

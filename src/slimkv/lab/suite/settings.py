@@ -103,10 +103,10 @@ class SuiteSettings:
         check_formats([f for f in self.size.formats if f != RAW], self.calibration != NO_CALIBRATION)
         if RAW in self.size.formats or len(set(self.size.formats)) != len(self.size.formats):
             raise InputError(
-                f"formats must be different ones, and raw is always measured: not {','.join(self.size.formats)}"
+                f"list each format once, and leave out raw, which is always measured: not {','.join(self.size.formats)}"
             )
         if "calibrated" in self.size.formats:
-            raise InputError("'calibrated' is a format of each layer's own; name formats such as k4v4+cal here")
+            raise InputError("'calibrated' has another format in each layer; name formats such as k4v4+cal")
 
     @property
     def formats(self) -> tuple[str, ...]:
