@@ -85,7 +85,7 @@ def test_what_an_index_must_be(device):
     matrices = several(TINY, codec)
     good = torch.zeros(TINY.tokens, dtype=torch.int32, device=device)
     for index in (good.long(), good[:-1]):
-        with pytest.raises(InputError, match="must be int32"):
+        with pytest.raises(InputError, match="index must be contiguous int32"):
             ops.store_kv(key, value, PackedKV(pages, codec, TINY.layout), slots, Rounding(matrices, index))
     with pytest.raises(InputError, match="matrices must be a tensor, not None"):
         Rounding(None, good)
