@@ -88,7 +88,8 @@ def record(case: dict[str, Any], path: Path, threads: int) -> Path:
     recorder = _Recorder()
     out = torch.zeros(*built.query.shape[:2], built.layout.spec.value_dim)
     request = attend_request(**built.arguments(), out=out, lse=torch.zeros(built.query.shape[:2]))
-    call, kept = attention._call(request)
+    prepared = attention._call(request)
+    call, kept = prepared.args, prepared.kept
     call.threads = threads
     tables = layout_tables(built.layout)
     for array in tables._kept:

@@ -96,8 +96,8 @@ class Call:
     """A call of the library that can be repeated: its arguments, and the objects that they point to."""
 
     def __init__(self, function: Callable[[Any], int], args: Any, *kept: object) -> None:
-        self.args = args
-        self._function, self._address, self._kept = function, ctypes.addressof(args), kept
+        self.args, self.kept = args, kept
+        self._function, self._address = function, ctypes.addressof(args)
 
     def __call__(self) -> None:
         """Runs it on torch's number of threads; raises if it rejected its arguments."""
