@@ -28,35 +28,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionBatch",
-    "Calibration",
-    "Codec",
-    "CodecSpec",
-    "CorruptDataError",
-    "Encoded",
-    "FidelityError",
-    "InputError",
-    "KVCacheConfig",
-    "LatentSpec",
-    "MissingDependencyError",
-    "OutOfPagesError",
-    "PageLayout",
-    "PagedPool",
-    "ScalePolicy",
-    "SlimKVCache",
-    "SlimKVError",
-    "SpecError",
-    "TensorFormat",
-    "UnsupportedError",
-    "__version__",
-    "attention",
-    "calibrate_model",
-    "disable",
-    "enable",
-    "fake_quantize",
-    "ops",
-    "status",
-]
+    "AttentionBatch", "Calibration", "Codec", "CodecSpec", "CorruptDataError", "Encoded", "FidelityError", "InputError",
+    "KVCacheConfig", "LatentSpec", "MissingDependencyError", "OutOfPagesError", "PageLayout", "PagedPool",
+    "ScalePolicy", "SlimKVCache", "SlimKVError", "SpecError", "TensorFormat", "UnsupportedError", "__version__",
+    "attention", "calibrate_model", "disable", "enable", "fake_quantize", "ops", "status",
+]  # fmt: skip
 
 # Imported on first use, because they need optional packages (an engine, kernels).
 _HOME = {

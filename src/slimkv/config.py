@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from slimkv.ops.attention.eight_bit import format_refusal
 from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy, parse_size
 
 FRESH = ("auto", "codes", "raw")
-# What fields may be where ``deterministic`` is set.
+# The accepted values of fields with ``deterministic``.
 _DETERMINISTIC: dict[str, tuple[object, ...]] = {
     "sink_tokens": (0,), "recent_tokens": (0,), "fresh": (AUTO, "codes"), "prefill": (AUTO, SIXTEEN_BIT),
 }  # fmt: skip
@@ -39,7 +39,7 @@ class KVCacheConfig:
     Attributes:
         format: how K and V are stored, as ``CodecSpec.parse`` reads it (``k4v4``, ``fp8``, ``raw``, ...), or the
             latents of a model with latent attention, as ``LatentSpec.parse`` reads it (``c4``, ``c4r8``, ``craw``);
-            ``auto``: 4 bits of whichever the model caches; ``calibrated``: each layer as the calibration chose for its
+            ``auto``: 4 bits, for K and V or for latents; ``calibrated``: each layer as the calibration chose for its
             budget.
         layers: formats of single layers. A key is a layer's number (``0``, ``"0"``), counted from the end when negative
             (``-1``), a range with both ends (``"4-6"``, ``"-2--1"``), or ``"default"``, which is ``format``. Later
@@ -90,14 +90,12 @@ class KVCacheConfig:
     deterministic: bool = False
 
     def __repr__(self) -> str:
-        set_fields = [x.name for x in fields(self) if getattr(self, x.name) != getattr(KVCacheConfig, x.name, {})]
-        return f"KVCacheConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in set_fields)})"
+        return f"KVCacheConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in self.changed())})"
 
     def __post_init__(self) -> None:
         self._check_format("format", self.format)
         object.__setattr__(self, "layers", self._checked_layers())
-        if self.fresh not in FRESH:
-            raise InputError(f"fresh must be one of {', '.join(FRESH)}, not {self.fresh!r}")
+        self._check_choice("fresh", FRESH)
         self._check_tiers()
         self._check_prefill()
         for name in ("sink_tokens", "recent_tokens", "seed"):
@@ -120,12 +118,15 @@ class KVCacheConfig:
         limit = self.max_score_error
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 <= limit < math.inf:
             raise InputError(f"max_score_error must be a number of nats, or 0 for no guard, not {limit!r}")
-        if self.backend is not None and self.backend not in ATTENTION.names:
-            raise InputError(f"backend must be one of {', '.join(ATTENTION.names)}, not {self.backend!r}")
+        if self.backend is not None:
+            self._check_choice("backend", ATTENTION.names)
+
+    def _check_choice(self, name: str, known: Sequence[str]) -> None:
+        if getattr(self, name) not in known:
+            raise InputError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
 
     def _check_prefill(self) -> None:
-        if self.prefill not in PREFILL:
-            raise InputError(f"prefill must be one of {', '.join(PREFILL)}, not {self.prefill!r}")
+        self._check_choice("prefill", PREFILL)
         if self.prefill == EIGHT_BIT and (self.fresh == "raw" or self.tiered):
             raise InputError(
                 f"prefill='8bit' reads every token through one kind of codes; fresh={self.fresh!r}, sink_tokens="
@@ -136,11 +137,11 @@ class KVCacheConfig:
     def _check_deterministic(self) -> None:
         if not self.deterministic:
             return
-        for name in ("sink_tokens", "recent_tokens", "fresh", "prefill"):
-            if getattr(self, name) not in _DETERMINISTIC[name]:
+        for name, allowed in _DETERMINISTIC.items():
+            if getattr(self, name) not in allowed:
                 raise InputError(
                     f"deterministic reads every token through its codes, in 16 bits: {name} must be one of "
-                    f"{', '.join(map(repr, _DETERMINISTIC[name]))}, not {getattr(self, name)!r}"
+                    f"{', '.join(map(repr, allowed))}, not {getattr(self, name)!r}"
                 )
         for format in (self.format, *self.layers.values()):
             if is_latent_format(format):
@@ -153,7 +154,7 @@ class KVCacheConfig:
         for age, format in self.age.items():
             parse_format(format)
             if age <= self.recent_tokens:
-                raise InputError(f"age names {age} tokens, of which recent_tokens={self.recent_tokens} are kept raw")
+                raise InputError(f"age names {age} tokens, but recent_tokens={self.recent_tokens} keeps those raw")
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory))
         chosen = [name for name in ("age", "memory") if getattr(self, name)]

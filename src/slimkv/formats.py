@@ -51,7 +51,7 @@ class TensorFormat:
     rotated: bool = False
     policy: ScalePolicy = ScalePolicy.NORM
     raw_dtype: str = "bfloat16"
-    dtype_of_model: bool = False  # raw: ``with_raw_dtype`` may replace raw_dtype by what the model computes in
+    dtype_of_model: bool = False  # raw: ``with_raw_dtype`` may replace raw_dtype by the dtype of the model
 
     def __post_init__(self) -> None:
         allowed = {Kind.LLOYD: range(1, 9), Kind.UNIFORM: range(2, 9), Kind.FP8: (8,)}
@@ -123,6 +123,10 @@ _PRESETS: dict[str, tuple[TensorFormat, TensorFormat]] = {
 }
 PRESET_NAMES = {formats: name for name, formats in _PRESETS.items()}
 _PART = r"(?:[1-8]|u[2-8]|ur[2-8]|fp8|raw|rawbf16|rawfp16|rawfp32)"
+_PARTS = (
+    "1-8 (Lloyd-Max), u2-u8 (uniform), ur2-ur8 (uniform, rotated), fp8, raw (the dtype of the model), rawbf16, "
+    "rawfp16, rawfp32"
+)
 _PAIR = re.compile(rf"k({_PART})v({_PART})")
 _LATENT = re.compile(rf"c({_PART})(?:r({_PART}))?")
 _RAW_DTYPES_BY_NAME = {name: dtype for dtype, name in _RAW_NAMES.items()}
@@ -130,12 +134,7 @@ _RAW_DTYPES_BY_NAME = {name: dtype for dtype, name in _RAW_NAMES.items()}
 
 def known_formats() -> str:
     """The accepted format names, in one line for error messages and help texts."""
-    presets = ", ".join(_PRESETS)
-    return (
-        f"{presets}, or k<K>v<V> with K and V each one of 1-8 (Lloyd-Max), u2-u8 (uniform), ur2-ur8 (uniform, "
-        "rotated), "
-        "fp8, raw (the dtype of the model), rawbf16, rawfp16, rawfp32"
-    )
+    return f"{', '.join(_PRESETS)}, or k<K>v<V> with K and V each one of {_PARTS}"
 
 
 def parse_format(name: str) -> tuple[TensorFormat, TensorFormat]:
@@ -172,11 +171,8 @@ AUTO, CALIBRATED = "auto", "calibrated"
 
 def known_latent_formats() -> str:
     """The accepted names of latent formats, in one line for error messages and help texts."""
-    return (
-        "c<L> or c<L>r<R> with L (the latent) and R (the rope part; raw without it) each one of 1-8 (Lloyd-Max), u2-u8 "
-        "(uniform), ur2-ur8 (uniform, rotated), fp8, raw (the dtype of the model), rawbf16, rawfp16, rawfp32: c4, "
-        "c4r8, c6r8, craw"
-    )
+    latent = "c<L> or c<L>r<R> with L (the latent) and R (the rope part; raw without it) each one of"
+    return f"{latent} {_PARTS}: c4, c4r8, c6r8, craw"
 
 
 def is_latent_format(name: str) -> bool:

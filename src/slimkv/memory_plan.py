@@ -138,7 +138,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _indexers(config: Mapping[str, Any], layers: int) -> int:
-    """How many layers pick tokens; the others attend what the layer before them did."""
+    """How many layers select tokens; the others reuse the selection of the layer before them."""
     if pattern := config.get("index_topk_pattern"):
         return layers - str(pattern)[:layers].count("S")
     every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)

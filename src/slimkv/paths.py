@@ -38,7 +38,7 @@ def unsafe_reason(folder: Path) -> str | None:
         except OSError as error:
             return f"{path} cannot be looked at ({error.strerror})"
         if not stat.S_ISDIR(about.st_mode):
-            return f"{path} is no folder"
+            return f"{path} is not a folder"
         if about.st_uid not in owners:
             return f"{path} belongs to user {about.st_uid}, not to this one ({me})"
         sticky = path != folder and about.st_mode & stat.S_ISVTX  # sticky, as /tmp: only owners can rename

@@ -128,13 +128,13 @@ class CodecSpec:
         return PRESET_NAMES.get(plain) or f"k{self.key.name}v{self.value.name}"
 
     def is_lossless_for(self, dtype: str) -> bool:
-        """Whether what is stored of numbers of ``dtype`` (``torch.bfloat16``, as text) is what they were."""
+        """Whether numbers of ``dtype`` (``torch.bfloat16``, as text) are stored bit for bit."""
         name = dtype.removeprefix("torch.")
         return all(side.kind == Kind.RAW and side.raw_dtype == name for side in (self.key, self.value))
 
     @typed
     def with_raw_dtype(self, dtype: str) -> CodecSpec:
-        """The same spec with every ``raw`` side holding ``dtype``, what the model computes in.
+        """The same spec with every ``raw`` side in ``dtype``, the dtype of the model.
 
         A side that names its dtype, such as ``rawbf16``, keeps it.
         """

@@ -19,7 +19,7 @@ def version_text(version: tuple[int, ...]) -> str:
 
 
 def require_parts(owner: Any, *names: str) -> None:
-    """Raises ``ImportError`` unless ``owner`` has all of ``names``, as where a module lacks what is imported of it."""
+    """Raises ``ImportError`` unless ``owner`` has all of ``names``, as a failed import would."""
     for name in names:
         if not hasattr(owner, name):
             raise ImportError(f"{owner.__name__}.{name}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slimkv import Codec, CodecSpec, PageLayout, ops
-from slimkv.codec.key_offset import add_offset, subtract_offset
+from slimkv.codec.key_offset import subtract_offset
 from slimkv.codec.pack import page_tables, take_tokens
 from slimkv.codec.quantize import SideTables
 from slimkv.codec.rotation import block_size
@@ -19,6 +19,11 @@ from slimkv.spec import Kind
 
 POISON_BYTE = 0xA5
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def add_offset(key: Tensor, offset: Tensor) -> Tensor:
+    """The inverse of ``subtract_offset``, up to its rounding."""
+    return (key.float() + offset).to(key.dtype)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from slimkv import ops
 from slimkv.arguments import describe, typed
 from slimkv.cache.allocator import BlockAllocator
 from slimkv.codec import Codec
-from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError
 from slimkv.ops.batch import AttentionBatch, PackedKV, Rounding
 from slimkv.ops.checks import INTEGERS, check_slot_range
@@ -94,19 +93,12 @@ class PagedPool:
     @typed
     def move_tokens(self, source: Tensor, target: Tensor) -> None:
         """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
-        pages, size = self.pages, self.layout.block_size
+        pages = self.pages
         for name, slots in (("source", source), ("target", target)):
             if slots.dtype not in INTEGERS or slots.ndim != 1 or slots.shape != source.shape:
                 raise InputError(f"{name} must be int32 or int64 {list(source.shape[:1])} slots, not {describe(slots)}")
             check_slot_range(name, slots, pages, self.layout, least=0)
-        offsets = page_tables(self.layout, pages.device).byte_offsets
-        heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
-
-        def where(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            slots = slots.to(pages.device)
-            return (slots // size)[:, None, None], heads, offsets[slots % size][:, None, :]
-
-        pages[where(target)] = pages[where(source)]
+        ops.copy_tokens(pages, source.to(pages.device), target.to(pages.device), layout=self.layout)
 
     def to(self, device: torch.device | str) -> None:
         """Moves the pages, as offloading does; the codec stays where it is."""

@@ -62,7 +62,7 @@ class Calibration:
             if isinstance(error, CorruptDataError):
                 raise
             raise CorruptDataError(
-                f"{path} is no calibration that slimkv wrote ({error!r}); make it again with slimkv calibrate"
+                f"{path} is not a calibration that slimkv wrote ({error!r}); make it again with slimkv calibrate"
             ) from error
 
     @classmethod

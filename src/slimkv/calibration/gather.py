@@ -24,7 +24,7 @@ def probe_shifts(max_positions: int) -> tuple[int, ...]:
     longest = max_positions - PROBE_TOKENS
     if longest < 1:
         raise InputError(
-            f"a model of {max_positions} positions is too short to measure what they do to queries; "
+            f"a model of {max_positions} positions is too short to measure their effect on queries; "
             f"{PROBE_TOKENS + 1} are needed"
         )
     shifts = [1]

@@ -78,7 +78,7 @@ class ModelIdentity:
 
 
 def model_folder(name: str) -> Path | None:
-    """The folder with a model's files: itself, or what the Hugging Face hub's client has of it here; else None."""
+    """The folder with a model's files: ``name`` itself, or its snapshot in the Hugging Face cache; else None."""
     if Path(name).is_dir():
         return Path(name)
     try:

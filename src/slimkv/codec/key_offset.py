@@ -57,11 +57,6 @@ def subtract_offset(key: Tensor, offset: Tensor) -> Tensor:
     return (key.float() - offset).to(key.dtype)
 
 
-def add_offset(key: Tensor, offset: Tensor) -> Tensor:
-    """The inverse of ``subtract_offset``, up to its rounding; any dtype."""
-    return (key.float() + offset).to(key.dtype)
-
-
 def score_shift(query: Tensor, offset: Tensor, softmax_scale: float, deterministic: bool = False) -> Tensor:
     """By how much centring lowers every score of a query.
 

@@ -168,6 +168,14 @@ def _field(low: Tensor, high: Tensor) -> Tensor:
     return low.to(torch.int32) | high.to(torch.int32) << 8
 
 
+def token_bytes(layout: PageLayout, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the rows of the tokens in ``slots`` (int64 [tokens], >= 0) are: ``pages[token_bytes(...)]`` is uint8
+    [tokens, num_kv_heads, row_bytes]."""
+    offsets = page_tables(layout, pages.device).byte_offsets[slots % layout.block_size]
+    heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
+    return (slots // layout.block_size)[:, None, None], heads, offsets[:, None, :]
+
+
 def take_tokens(layout: PageLayout, pages: Tensor, slots: Tensor) -> tuple[Encoded, Encoded]:
     """The tokens in ``slots`` (int64 [tokens], >= 0) of pages uint8 [blocks, num_kv_heads, page_bytes].
 

@@ -85,7 +85,7 @@ def query_aware_index(
     Args:
         standard: float32 [..., dim], coordinates in the codebook's units.
         levels, boundaries: float32, ascending.
-        query_aware: int8, broadcastable to [..., dim, dim]; only what is above its diagonal is used.
+        query_aware: int8, broadcastable to [..., dim, dim]; only entries above its diagonal are used.
         error_steps: a power of two: steps per unit of the codebook in which errors are stored.
     """
     weights = query_aware.float()

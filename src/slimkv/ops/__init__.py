@@ -13,25 +13,7 @@ from slimkv.ops.plan import AttendPlan, StorePlan, plan_attend, plan_store
 from slimkv.ops.store.api import store_kv
 
 __all__ = [
-    "AttendOptions",
-    "AttendPlan",
-    "AttentionBatch",
-    "PackedKV",
-    "Rounding",
-    "StorePlan",
-    "attend",
-    "attend_latent",
-    "copy_tokens",
-    "gather_kv",
-    "gather_latent",
-    "latent_rotation",
-    "latent_workspace_bytes",
-    "merge_attention_states",
-    "plan_attend",
-    "plan_store",
-    "read_tokens",
-    "store_kv",
-    "store_latent",
-    "workspace_bytes",
-    "write_tokens",
-]
+    "AttendOptions", "AttendPlan", "AttentionBatch", "PackedKV", "Rounding", "StorePlan", "attend", "attend_latent",
+    "copy_tokens", "gather_kv", "gather_latent", "latent_rotation", "latent_workspace_bytes", "merge_attention_states",
+    "plan_attend", "plan_store", "read_tokens", "store_kv", "store_latent", "workspace_bytes", "write_tokens",
+]  # fmt: skip

@@ -59,8 +59,8 @@ class AttentionBatch:
         seq_lens: int32 [sequences], the new tokens included; 0 gives zero output.
         cu_seqlens_q: int32 [sequences + 1], ascending from 0 to the number of queries (rows beyond are not touched).
         max_query_len, max_seq_len: upper bounds of the lengths.
-        min_query_len: no sequence has fewer queries (0: not known). Above ``MAX_DECODE_QUERIES`` nothing is launched
-            for short sequences: rows of one that has fewer all the same are not written.
+        min_query_len: a lower bound of the number of queries (0: unknown). If it exceeds ``MAX_DECODE_QUERIES``, the
+            decode kernel is skipped, and sequences with fewer queries get no output.
         slot_mapping: int64 [new tokens]: where the new tokens are stored; attention does not look at it.
     """
 

@@ -121,14 +121,14 @@ class StorePlan:
         self._launch(key, value, slot_mapping, index)
 
     def _takes(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None) -> bool:
-        tokens, device = key.shape[:1], self._key[3]
+        if self._key != _geometry(key) or self._value != _geometry(value):
+            return False
+        tokens, device = key.shape[:1], key.device
+        if (slot_mapping.shape, slot_mapping.dtype, slot_mapping.device) != (tokens, self._slots, device):
+            return False
         if index is None or not self._indexed:
-            same_index = index is None and not self._indexed
-        else:
-            same_index = index.dtype == torch.int32 and index.shape == tokens and index.device == device
-        slots = slot_mapping.shape, slot_mapping.dtype, slot_mapping.device
-        vectors = self._key == _geometry(key) and self._value == _geometry(value)
-        return same_index and vectors and slots == (tokens, self._slots, device)
+            return index is None and not self._indexed
+        return (index.shape, index.dtype, index.device) == (tokens, torch.int32, device)
 
 
 @typed

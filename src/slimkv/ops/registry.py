@@ -25,7 +25,7 @@ class Backend:
     """One way to run an operation; its module is imported when it is first needed."""
 
     name: str
-    module: str  # has run(request) and supports(request) -> reason or None
+    module: str  # has run(request) and, unless it takes every request, supports(request) -> reason or None
     available: Callable[[torch.device], str | None]
 
     def load(self) -> Any:
@@ -38,7 +38,8 @@ class Backend:
 
     def refusal(self, device: torch.device, request: Any) -> str | None:
         """Why it cannot take ``request`` on ``device``, or None."""
-        return self.available(device) or self.load().supports(request)
+        supports = getattr(self.load(), "supports", None)
+        return self.available(device) or (supports(request) if supports is not None else None)
 
 
 class Registry:
@@ -49,9 +50,9 @@ class Registry:
         self._by_name = {i.name: i for i in implementations}
 
     @classmethod
-    def of_kernels(cls, operation: str, **modules: str) -> Registry:
-        """From ``cpu``, ``cuda``, ``triton`` and ``reference``, each with its module in ``slimkv.ops``, best first."""
-        return cls(operation, [Backend(n, f"slimkv.ops.{m}", _AVAILABLE[n]) for n, m in modules.items()])
+    def of_kernels(cls, operation: str, package: str, **modules: str) -> Registry:
+        """From ``cpu``, ``cuda``, ``triton`` and ``reference``, each with its module in ``slimkv.ops.<package>``."""
+        return cls(operation, [Backend(n, f"slimkv.ops.{package}.{m}", _AVAILABLE[n]) for n, m in modules.items()])
 
     @property
     def names(self) -> list[str]:
@@ -86,7 +87,7 @@ def anywhere(device: torch.device) -> str | None:
 
 
 def cpu_unavailable_reason(device: torch.device) -> str | None:
-    """Written for CPUs: before Triton's interpreter, which is there for testing kernels."""
+    """On a CPU it precedes Triton's interpreter, which is for testing kernels."""
     return None if device.type == "cpu" else f"it runs on a CPU, not on {device.type}"
 
 

@@ -22,6 +22,7 @@ from slimkv.integrations.vllm.cold.band import BandCodec, bands_of, block_bytes
 from slimkv.integrations.vllm.cold.compat import GPULoadStoreSpec, MLAAttention
 from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache
 from slimkv.integrations.vllm.cold.rows import LayerRows
+from slimkv.integrations.vllm.cold.spec import cold_settings
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.spec import CodecSpec, LatentSpec
 
@@ -282,3 +283,11 @@ def test_host_memory_holds_more_tokens(format, tokens, least):
     ]
     row = -(-block_bytes(bands_of(layers, tokens)) // 4096) * 4096
     assert 2 * 2 * 32 * heads * 128 * tokens / row >= least
+
+
+@pytest.mark.parametrize(
+    "field", [{"sink_tokens": 4}, {"recent_tokens": 4}, {"age": {512: "k2v2"}}, {"memory": "1GiB"}]
+)
+def test_formats_by_age_are_refused(field):
+    with pytest.raises(UnsupportedError, match=f"the cold tier does not support {next(iter(field))}"):
+        cold_settings({"slimkv": field})

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import NGRAM, run_engine, slimkv
+from engines import NGRAM, connector, run_engine, slimkv
 from mla_models import LAYERS, LONG, PROMPTS, deepseek_v3, saved, transformers_tokens, with_drafting_layer
 from prompts import run
 from sparse_on_cpu import restricted_tokens, with_indexer
@@ -62,6 +62,16 @@ def test_packed_rows_answer_the_same_every_way(model):
     assert plain["blocks"] / whole["blocks"] == pytest.approx(2304 / slot_bytes(spec), rel=0.002)
     drafted = serve(model(FEW), runs[:1], "c4", **NGRAM)
     assert drafted["tokens"]["miss"] == tokens["miss"]
+
+
+@pytest.mark.extended
+def test_a_prompt_file_of_rows_answers_as_the_miss_did(model, tmp_path):
+    """The stand-in keeps no keys; ``test_connectors.py`` has the files with an indexer's."""
+    runs, folder = [run("miss", SHARED[:1], 12)], model(FEW)
+    store = connector("SlimKVPromptConnector", tmp_path / "store")
+    writer, reader = (serve(folder, runs, "c4", **store) for _ in range(2))
+    assert reader["tokens"] == writer["tokens"]
+    assert reader["counters"]["miss"]["vllm:external_prefix_cache_hits"] == 9 * BLOCK
 
 
 @pytest.mark.extended

@@ -68,10 +68,10 @@ def test_an_unknown_name_is_refused(monkeypatch):
 
 def test_doctor_says_which_record_a_gpu_got(gpu):
     gpu((9, 0))
-    assert "227 KB of shared memory a block, prefill with wgmma, bulk copies and clusters" in _cuda().detail
+    assert "227 KB of shared memory a block, prefill with wgmma, bulk copies" in _cuda().detail
     gpu((9, 0), "rtx4090")
     detail = _cuda().detail
     assert "held to SLIMKV_AS_DEVICE=rtx4090" in detail
-    assert "99 KB of shared memory a block, prefill with mma.sync, no bulk copies or clusters" in detail
+    assert "99 KB of shared memory a block, prefill with mma.sync, no bulk copies" in detail
     gpu((10, 3), "b300")
     assert "int8 at 0.06x the rate of fp16, fp8 at 2x" in _cuda().detail

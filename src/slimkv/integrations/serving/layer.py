@@ -52,11 +52,11 @@ class ServedLayer:
     def check_scores(
         self, guard: Guard, name: str, query: Tensor, key: Tensor, kv: PackedKV, slots: Tensor, scale: float
     ) -> None:
-        """Compares scores from stored keys with exact ones, once, on a prompt that is long enough.
+        """Compares scores from stored keys with exact ones; called if the guard wants the layer ``name``.
 
         query [tokens, num_heads, dim] and key [tokens, num_kv_heads, dim] of the tokens in ``slots`` [tokens].
         """
-        if not guard.wants(name, len(slots)) or is_capturing(query.device):
+        if is_capturing(query.device):
             return
         rows = (slots >= self.padding).nonzero().flatten()
         if len(rows) < MIN_TOKENS:  # a warm-up step stores nothing; ranks may share the tokens

@@ -124,12 +124,13 @@ class SlimKVAttnBackend(PackedBackend):
 
     def _check_scores(self, query: Tensor, key: Tensor, layer: Any, step: Step, slots: Tensor) -> None:
         """See ``ServedLayer.check_scores``."""
-        pool, index, windowed = self._pool_of(layer.layer_id)
-        where = step.window_slots if windowed else slots
-        assert where is not None
-        where = where[: min(step.num_queries, slots.shape[0])]
-        scale = float(layer.scaling)
-        pool.served[index].check_scores(self._guard, str(layer.layer_id), query, key, pool.packed(index), where, scale)
+        name, count = str(layer.layer_id), min(step.num_queries, slots.shape[0])
+        if self._guard.wants(name, count):
+            pool, index, windowed = self._pool_of(layer.layer_id)
+            where = step.window_slots if windowed else slots
+            assert where is not None
+            kv, scale = pool.packed(index), float(layer.scaling)
+            pool.served[index].check_scores(self._guard, name, query, key, kv, where[:count], scale)
 
     def _attend(
         self, query: Tensor, fresh: tuple[Tensor, Tensor] | None, layer: Any, step: Step, sinks: Tensor | None,

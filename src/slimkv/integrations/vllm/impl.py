@@ -116,7 +116,7 @@ class SlimKVImpl(compat.AttentionImpl):
                 f"under decode context parallelism slimkv has no {' or '.join(asked)}; use tensor parallelism"
             )
 
-    # -- after the weights are there: the layer's name, hence its format ---------------------------------------------
+    # -- after loading: the layer's name and format ------------------------------------------------------------------
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds the layer this belongs to and binds its backend class to the layer's format."""
@@ -229,8 +229,9 @@ class SlimKVImpl(compat.AttentionImpl):
             profile_run(kind, query.shape[0], self._config)
             return output.zero_()
         kv = self._packed(kv_cache)
-        if self._guard is not None:
-            slots = attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens]
+        count = attn_metadata.num_actual_tokens
+        if self._guard is not None and self._guard.wants(self._name, count):
+            slots = attn_metadata.slot_mapping[:count]
             served.check_scores(self._guard, self._name, query, key, kv, slots, self.scale)
         self._attend(layer, query, key, value, kv, attn_metadata, output)
         return output

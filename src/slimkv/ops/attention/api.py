@@ -160,11 +160,7 @@ class AttendRequest:
 
 
 REGISTRY = Registry.of_kernels(
-    "attend",
-    cpu="attention.cpu.compiled",
-    cuda="attention.cuda.decode",
-    triton="attention.triton.launch",
-    reference="attention.reference",
+    "attend", "attention", cpu="cpu.compiled", cuda="cuda.decode", triton="triton.launch", reference="reference"
 )
 
 
@@ -205,16 +201,10 @@ def attend(
 
 
 def checked_request(
-    query: Tensor,
-    kv: PackedKV,
-    batch: AttentionBatch,
-    options: AttendOptions | None = None,
-    fresh: tuple[Tensor, Tensor] | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-    num_splits: int | None = None,
-) -> AttendRequest:
+    query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions | None = None,
+    fresh: tuple[Tensor, Tensor] | None = None, out: Tensor | None = None, lse: Tensor | None = None,
+    workspace: Tensor | None = None, num_splits: int | None = None,
+) -> AttendRequest:  # fmt: skip
     """The arguments of ``attend``, checked; ``out`` is allocated where it is missing."""
     pages, layout, key_offset = kv.pages, kv.layout, kv.key_offset
     block_table, max_query_len, max_seq_len = batch.block_table, batch.max_query_len, batch.max_seq_len

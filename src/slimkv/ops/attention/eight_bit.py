@@ -8,9 +8,9 @@ For a query q and the tokens t of its sequence, with K and V as the codec stores
                into (64, 128]
     output     sum_t w_t ve_t / sum_t w_t / v_t, where ve_t are the value's levels as e4m3 numbers
 
-Sums are exact in int8 and float32 in e4m3. E is an integer, so that weights are rounded alike whatever E is (until they
-are so small that e4m3 has no more bits for them): an implementation may let E follow the maximum as it likes. The
-denominator has the rounded weights, so that they always sum to 1.
+Sums are exact in int8 and float32 in e4m3. E is an integer, so the rounding of weights does not depend on it (until
+they underflow e4m3), and an implementation may update E whenever it likes. The denominator sums the rounded weights, so
+they are always normalised.
 
 The scale of a value is rounded so that its inverse has two digits of e4m3, which the tensor cores sum the weights with:
 to 2^-8 and better. A value whose scale is below 2^-12 of the power of two above the largest of its tile of 128 tokens

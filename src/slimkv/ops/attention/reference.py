@@ -14,7 +14,7 @@ from slimkv.ops.gather.reference import decode_slots
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Every format, size and option; keys are read in one pass."""
+    """Every format, size and option; keys are not split."""
     return refuses_split_arguments(request) or (eight_bit.refusal(request) if request.must_be_eight_bit else None)
 
 

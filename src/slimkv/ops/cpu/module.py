@@ -92,6 +92,21 @@ def layout_tables(layout: PageLayout) -> LayoutTables:
     return LayoutTables(layout, Codec(layout.spec))
 
 
+class Call:
+    """A call of the library that can be repeated: its arguments, and the objects that they point to."""
+
+    def __init__(self, function: Callable[[Any], int], args: Any, *kept: object) -> None:
+        self.args = args
+        self._function, self._address, self._kept = function, ctypes.addressof(args), kept
+
+    def __call__(self) -> None:
+        """Runs it on torch's number of threads; raises if it rejected its arguments."""
+        self.args.threads = torch.get_num_threads()
+        status = self._function(self._address)
+        if status:
+            check_status(status, self.args)
+
+
 def check_status(status: int, call: Any) -> None:
     """Raises if a call rejected its arguments; nothing has been written then."""
     if status == 0:

@@ -28,22 +28,20 @@ class Device:
     shared_of_block: int
     copy_engine: bool = False  # bulk copies that report to a barrier
     warpgroups: bool = False  # products of four warps (wgmma)
-    clusters: bool = False  # blocks that read one another's shared memory
     int8_rate: float = 2.0
     fp8_rate: float = 0.0
     target: str = ""  # what kernels are compiled for, if not for the device itself
 
     def says(self) -> str:
-        """What it means, in words."""
+        """The record in words."""
         prefill = "wgmma" if self.warpgroups else "mma.sync"
-        has = [name for name, there in (("bulk copies", self.copy_engine), ("clusters", self.clusters)) if there]
         rates = ", ".join(
             f"{name} at {rate:g}x the rate of fp16" if rate else f"no {name} tensor cores"
             for name, rate in (("int8", self.int8_rate), ("fp8", self.fp8_rate))
         )
         return (
             f"{self.multiprocessors} multiprocessors, {self.shared_of_block >> 10} KB of shared memory a block, "
-            f"prefill with {prefill}, {' and '.join(has) if has else 'no bulk copies or clusters'}, {rates}"
+            f"prefill with {prefill}, {'bulk' if self.copy_engine else 'no bulk'} copies, {rates}"
         )
 
 
@@ -54,10 +52,10 @@ _BY_CAPABILITY: dict[tuple[int, int], dict[str, Any]] = {
     (8, 6): {**_SMALL, "int8_rate": 4.0},
     (8, 7): {"shared_of_multiprocessor": 164 << 10, "shared_of_block": 163 << 10},
     (8, 9): {**_SMALL, "int8_rate": 4.0, "fp8_rate": 2.0},
-    (9, 0): {**_LARGE, "copy_engine": True, "warpgroups": True, "clusters": True, "fp8_rate": 2.0},
-    (10, 0): {**_LARGE, "copy_engine": True, "clusters": True, "fp8_rate": 2.0},
-    (10, 3): {**_LARGE, "copy_engine": True, "clusters": True, "int8_rate": 0.06, "fp8_rate": 2.0},
-    (12, 0): {**_SMALL, "copy_engine": True, "clusters": True, "int8_rate": 4.0, "fp8_rate": 2.0},
+    (9, 0): {**_LARGE, "copy_engine": True, "warpgroups": True, "fp8_rate": 2.0},
+    (10, 0): {**_LARGE, "copy_engine": True, "fp8_rate": 2.0},
+    (10, 3): {**_LARGE, "copy_engine": True, "int8_rate": 0.06, "fp8_rate": 2.0},
+    (12, 0): {**_SMALL, "copy_engine": True, "int8_rate": 4.0, "fp8_rate": 2.0},
 }
 # What AS_DEVICE may name. Kernels are compiled as for such a card where other GPUs run that, as newer ones do.
 NAMED = {"a100": (8, 0), "rtx4090": (8, 9), "rtx5090": (12, 0), "b300": (10, 3)}
@@ -70,7 +68,7 @@ def record_of(capability: tuple[int, int], multiprocessors: int) -> Device:
 
 
 def held_to(device: Device, name: str, capability: tuple[int, int]) -> Device:
-    """A device of this capability with no more than what the named one has; multiprocessors stay its own."""
+    """``device`` limited to the features of the named GPU; it keeps its own number of multiprocessors."""
     if name not in NAMED:
         raise InputError(f"{AS_DEVICE}={name!r} is not a device that is known; known are {', '.join(sorted(NAMED))}")
     named = record_of(NAMED[name], device.multiprocessors)

@@ -38,18 +38,13 @@ class Kernel:
         }
 
     def launch(
-        self,
-        grid: tuple[int, int],
-        threads: int,
-        shared: int,
-        args: ctypes.Structure,
-        device: torch.device,
+        self, grid: tuple[int, int], threads: int, shared: int, args: ctypes.Structure, device: torch.device,
         overlap: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Queues the kernel on the device's current stream.
 
         With ``overlap`` its blocks may start while the kernel before it in the stream is finishing (where the hardware
-        can); it must then wait for that kernel itself before it reads what it wrote.
+        can); it must then wait for that kernel before it reads its results.
         """
         # A configuration for each stream: threads that launch on streams of their own share this kernel.
         stream = torch._C._cuda_getCurrentRawStream(_index(device))
@@ -62,14 +57,9 @@ class Kernel:
         self._queue(config, ctypes.pointer(args))
 
     def bound(
-        self,
-        grid: tuple[int, int],
-        threads: int,
-        shared: int,
-        args: ctypes.Structure,
-        device: torch.device,
+        self, grid: tuple[int, int], threads: int, shared: int, args: ctypes.Structure, device: torch.device,
         overlap: bool = False,
-    ) -> Callable[[], None]:
+    ) -> Callable[[], None]:  # fmt: skip
         """A call that does what ``launch`` does, with what ``args`` then holds; for one thread at a time."""
         config = self._config(grid, threads, shared, overlap)
         return partial(self._start, config, ctypes.pointer(args), _index(device))
@@ -153,7 +143,7 @@ def _load(source: str, defines: tuple[tuple[str, int], ...], device: torch.devic
     major, minor = torch.cuda.get_device_capability(device)
     target = device_of(device).target
     code = compile_kernels(source, dict(defines), target or f"sm_{major}{minor}{'a' if exactly else ''}")
-    return Module(code, device, may_overlap=not target)  # what is compiled for older devices does not wait by itself
+    return Module(code, device, may_overlap=not target)  # code compiled for older devices does not wait by itself
 
 
 def _index(device: torch.device) -> int:

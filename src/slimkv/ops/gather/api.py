@@ -27,15 +27,11 @@ class GatherRequest:
     codec: Codec
     layout: PageLayout
     rotated: bool
-    key_offset: Tensor | None = None  # [heads, key_dim], for a kernel that adds it (``fuses_offset``)
+    key_offset: Tensor | None = None  # [heads, key_dim], for a kernel that adds it (``FUSES_OFFSET``)
 
 
 REGISTRY = Registry.of_kernels(
-    "gather",
-    cpu="gather.cpu.compiled",
-    cuda="gather.cuda.launch",
-    triton="gather.triton.launch",
-    reference="gather.reference",
+    "gather", "gather", cpu="cpu.compiled", cuda="cuda.launch", triton="triton.launch", reference="reference"
 )
 
 
@@ -74,8 +70,7 @@ def gather_kv(
         module.run(request)
         return key, value
     check_offset(key_offset, layout.spec, pages.shape[1], pages.device)
-    fuses = getattr(module, "fuses_offset", None)
-    if fuses is not None and fuses(request):
+    if getattr(module, "FUSES_OFFSET", False):
         module.run(replace(request, key_offset=key_offset))
         return key, value
     centred = torch.empty(shapes[0], dtype=torch.float32, device=pages.device)

@@ -12,13 +12,8 @@ from slimkv.ops.gather.api import GatherRequest
 from slimkv.spec import PageLayout
 
 
-def supports(request: GatherRequest) -> str | None:
-    """Everything."""
-    return None
-
-
 def run(request: GatherRequest) -> None:
-    """See ``slimkv.ops.gather.gather``."""
+    """See ``slimkv.ops.gather_kv``."""
     check_slot_range("slots", request.slots, request.pages, request.layout)
     key, value = decode_slots(
         request.pages, request.slots.clamp(min=0).long(), request.codec, request.layout, request.rotated

@@ -49,11 +49,7 @@ class LatentRequest:
 
 
 REGISTRY = Registry.of_kernels(
-    "attend_latent",
-    cpu="latent.cpu",
-    cuda="latent.cuda.launch",
-    triton="latent.triton.launch",
-    reference="latent.reference",
+    "attend_latent", "latent", cpu="cpu", cuda="cuda.launch", triton="triton.launch", reference="reference"
 )
 
 

@@ -51,11 +51,7 @@ class StoreRequest:
 
 
 REGISTRY = Registry.of_kernels(
-    "store",
-    cpu="store.cpu.compiled",
-    cuda="store.cuda.launch",
-    triton="store.triton.launch",
-    reference="store.reference",
+    "store", "store", cpu="cpu.compiled", cuda="cuda.launch", triton="triton.launch", reference="reference"
 )
 
 

@@ -5,25 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimkv.codec.pack import pack_rows, page_tables
+from slimkv.codec.pack import pack_rows, token_bytes
 from slimkv.codec.quantize import Encoded
 from slimkv.ops.checks import check_slot_range
 from slimkv.ops.store.api import StoreRequest
 
 
-def supports(request: StoreRequest) -> str | None:
-    """Everything."""
-    return None
-
-
 def run(request: StoreRequest) -> None:
-    """See ``slimkv.ops.store.store``."""
+    """See ``slimkv.ops.store_kv``."""
     check_slot_range("slot_mapping", request.slot_mapping, request.pages, request.layout)
     keep = request.slot_mapping >= 0
     slots = request.slot_mapping[keep].long()
     key = encode_keys(request, request.key[keep], keep)
     value = request.codec.encode_value(request.value[keep])
-    write_rows(request, pack_rows(request.layout, key, value), slots)
+    where = token_bytes(request.layout, request.pages, slots)
+    request.pages[where] = pack_rows(request.layout, key, value)
 
 
 def encode_keys(request: StoreRequest, key: Tensor, keep: Tensor) -> Encoded:
@@ -45,11 +41,3 @@ def encode_keys(request: StoreRequest, key: Tensor, keep: Tensor) -> Encoded:
         return request.codec.encode_key(key, query_aware=matrices[0])
     back = order.argsort()
     return Encoded(torch.cat(codes)[back], torch.cat(fields)[back])
-
-
-def write_rows(request: StoreRequest, rows: Tensor, slots: Tensor) -> None:
-    """rows uint8 [tokens, num_kv_heads, row_bytes] -> the bytes of slots [tokens]."""
-    tokens = request.layout.block_size
-    offsets = page_tables(request.layout, request.pages.device).byte_offsets[slots % tokens]
-    heads = torch.arange(request.pages.shape[1], device=slots.device)
-    request.pages[(slots // tokens)[:, None, None], heads[None, :, None], offsets[:, None, :]] = rows

@@ -7,12 +7,13 @@ from functools import lru_cache
 
 import torch
 import triton
+import triton.language as tl
 
 from slimkv.codec.codebook import codebook
 from slimkv.spec import Kind, SideLayout
 
-LLOYD, UNIFORM, FP8, RAW = 0, 1, 2, 3
-KIND_NUMBER = {Kind.LLOYD: LLOYD, Kind.UNIFORM: UNIFORM, Kind.FP8: FP8, Kind.RAW: RAW}
+KIND_NUMBER = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2, Kind.RAW: 3}
+LLOYD, UNIFORM, FP8, RAW = (tl.constexpr(number) for number in KIND_NUMBER.values())
 PLAIN_ROWS = (
     "the kernels read and write tiles of 16 tokens, not blocks of 1 token or token rows; use backend='reference'"
 )

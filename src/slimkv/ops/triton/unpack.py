@@ -10,12 +10,8 @@ import triton
 import triton.language as tl
 
 from slimkv.codec import scale16
-from slimkv.ops.triton import side
+from slimkv.ops.triton.side import FP8, LLOYD, RAW, UNIFORM
 
-_LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
-_UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
-_FP8: tl.constexpr = tl.constexpr(side.FP8)
-_RAW: tl.constexpr = tl.constexpr(side.RAW)
 _INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
 _RESCALE: tl.constexpr = tl.constexpr(2.0 ** (127 - scale16.BIAS))
 _BIAS: tl.constexpr = tl.constexpr(scale16.BIAS)
@@ -74,8 +70,8 @@ _NIBBLES_4_ASM = _nibbles_asm("0x64086408")
 _THREE_WORDS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
 _ONE_WORD = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
 
-KEY_OFFSET = 1024 + 63.5  # what LOOKUP_KEYS_ASM adds to a level
-VALUE_OFFSET = 0.5  # what LOOKUP_VALUES_ASM adds to a level
+KEY_OFFSET = tl.constexpr(1024 + 63.5)  # what LOOKUP_KEYS_ASM adds to a level
+VALUE_OFFSET = tl.constexpr(0.5)  # what LOOKUP_VALUES_ASM adds to a level
 
 
 @triton.jit
@@ -238,9 +234,9 @@ def fp8_to_half(code):
 def _number(low, high, levels, n: tl.constexpr, S: tl.constexpr):
     """Number n of every lane and slice, fp16 [32, NT, SP], in the unit that the vector's scale multiplies."""
     code = _code(low, high, n, S.BITS)
-    if S.KIND == _LLOYD:
+    if S.KIND == LLOYD:
         return tl.load(levels + code).to(tl.float16)
-    elif S.KIND == _FP8:
+    elif S.KIND == FP8:
         return fp8_to_half(code)
     else:
         return code.to(tl.float16) - (1 << (S.BITS - 1))
@@ -260,12 +256,12 @@ def _uniform_code_word(low, BITS: tl.constexpr):
 @triton.jit
 def _decoded(low, high, levels, AS_VALUES: tl.constexpr, S: tl.constexpr):
     """The 8 numbers of every lane and slice: fp16 [32, NT, SP, 2, 2, 2], number n = 4 i + 2 j + k at [..., k, j, i]."""
-    if S.PTX and S.KIND == _LLOYD:
+    if S.PTX and S.KIND == LLOYD:
         LOOKUP: tl.constexpr = LOOKUP_VALUES_ASM if AS_VALUES else LOOKUP_KEYS_ASM
         v = tl.inline_asm_elementwise(
             LOOKUP, _THREE_WORDS, [low, S.TABLE0, S.TABLE1], (tl.float16,) * 8, is_pure=True, pack=1
         )
-    elif S.PTX and S.KIND == _UNIFORM:
+    elif S.PTX and S.KIND == UNIFORM:
         NIBBLES: tl.constexpr = _NIBBLES_4_ASM if S.BITS == 4 else (_NIBBLES_3_ASM if S.BITS == 3 else _NIBBLES_2_ASM)
         word = _uniform_code_word(low, S.BITS)
         v = tl.inline_asm_elementwise(NIBBLES, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)
@@ -300,7 +296,7 @@ def tile_numbers(page, inside, keep, levels, AS_VALUES: tl.constexpr, S: tl.cons
     have to cancel in the output. With S.PTX, Lloyd-Max numbers have KEY_OFFSET or, with AS_VALUES, VALUE_OFFSET added.
     """
     base = page + S.CODES + inside * (2 * S.D * S.BITS)
-    if S.KIND == _RAW:
+    if S.KIND == RAW:
         return _raw(base, keep, S)
     else:
         low, high = _load_code_words(base, keep, S)
@@ -308,30 +304,27 @@ def tile_numbers(page, inside, keep, levels, AS_VALUES: tl.constexpr, S: tl.cons
 
 
 @triton.jit
+def _by_lanes(cube):
+    """[32, NT, SP, 2, 2, 2] -> [8 g, 4 t, NT, SP, 2, 2, 2]."""
+    return tl.reshape(cube, (8, 4, cube.shape[1], cube.shape[2], 2, 2, 2))
+
+
+@triton.jit
 def as_keys(cube):
     """[32, NT, SP, 2, 2, 2] -> K [16 NT, 16 SP]: tokens in order, dimensions in `fragment_order`."""
-    NT: tl.constexpr = cube.shape[1]
-    SP: tl.constexpr = cube.shape[2]
-    split = tl.reshape(cube, (8, 4, NT, SP, 2, 2, 2))
-    return tl.reshape(tl.permute(split, (2, 6, 0, 3, 1, 5, 4)), (16 * NT, 16 * SP))
+    return tl.reshape(tl.permute(_by_lanes(cube), (2, 6, 0, 3, 1, 5, 4)), (16 * cube.shape[1], 16 * cube.shape[2]))
 
 
 @triton.jit
 def as_values(cube):
     """[32, NT, SP, 2, 2, 2] -> V transposed, [16 SP, 16 NT]: dimensions in order, tokens in `fragment_order`."""
-    NT: tl.constexpr = cube.shape[1]
-    SP: tl.constexpr = cube.shape[2]
-    split = tl.reshape(cube, (8, 4, NT, SP, 2, 2, 2))
-    return tl.reshape(tl.permute(split, (3, 4, 0, 2, 1, 6, 5)), (16 * SP, 16 * NT))
+    return tl.reshape(tl.permute(_by_lanes(cube), (3, 4, 0, 2, 1, 6, 5)), (16 * cube.shape[2], 16 * cube.shape[1]))
 
 
 @triton.jit
 def values_as_keys(cube):
     """[32, NT, SP, 2, 2, 2] of values -> [16 NT, 16 SP]: tokens and dimensions in order."""
-    NT: tl.constexpr = cube.shape[1]
-    SP: tl.constexpr = cube.shape[2]
-    split = tl.reshape(cube, (8, 4, NT, SP, 2, 2, 2))
-    return tl.reshape(tl.permute(split, (2, 6, 1, 5, 3, 4, 0)), (16 * NT, 16 * SP))
+    return tl.reshape(tl.permute(_by_lanes(cube), (2, 6, 1, 5, 3, 4, 0)), (16 * cube.shape[1], 16 * cube.shape[2]))
 
 
 @triton.jit

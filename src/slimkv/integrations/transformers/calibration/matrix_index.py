@@ -39,8 +39,10 @@ class MatrixIndex:
         if self._last is None or self._last[0] != key:
             positions = self._noted_positions(first, new, len(pads))
             if positions is None:
-                counted = torch.arange(first, first + new, device=device) - torch.tensor(pads, device=device)[:, None]
-                positions = counted.clamp(min=0).reshape(-1)
+                counted = torch.arange(first, first + new, device=device).expand(len(pads), new)
+                if any(pads):
+                    counted = (counted - torch.tensor(pads, device=device)[:, None]).clamp(min=0)
+                positions = counted.reshape(-1)
             self._last = key, matrix_index(positions.to(device), self._edges)
         return self._last[1]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from slimkv.ops.attention.api import AttendRequest, refuses_eight_bit, refuses_split_arguments
-from slimkv.ops.cpu.module import check_status, layout_tables, library
+from slimkv.ops.cpu.module import Call, layout_tables, library
 from slimkv.ops.cpu.structures import CAttendCall, CVectors, pages_of, vectors_of
 
 
@@ -20,33 +18,27 @@ def supports(request: AttendRequest) -> str | None:
 
 def run(request: AttendRequest) -> None:
     """See ``slimkv.ops.attend``."""
-    call, _kept = _call(request)
-    check_status(library().attend(ctypes.addressof(call)), call)
+    _call(request)()
 
 
 def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None]:
     """``run`` for further queries and lengths of the same shapes, on the same pages and block table."""
-    call, kept = _call(request)
-    address, query_of, out_of, function = ctypes.addressof(call), call.query, call.out, library().attend
+    call = _call(request)
+    args, query_of, out_of = call.args, call.args.query, call.args.out
 
     def launch(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
-        query_of.data, out_of.data, call.seq_lens = query.data_ptr(), out.data_ptr(), seq_lens.data_ptr()
-        call.threads = torch.get_num_threads()
-        status = function(address)
-        if status:
-            check_status(status, call)
+        query_of.data, out_of.data, args.seq_lens = query.data_ptr(), out.data_ptr(), seq_lens.data_ptr()
+        call()
 
-    launch.kept = kept  # type: ignore[attr-defined]
     return launch
 
 
-def _call(request: AttendRequest) -> tuple[ctypes.Structure, tuple[object, ...]]:
-    """The call, and the objects that must stay alive with it."""
+def _call(request: AttendRequest) -> Call:
     options, table = request.options, request.block_table
     tables = layout_tables(request.layout)
     sinks, shift = request.sinks, request.score_shift
     fresh = (CVectors(), CVectors()) if request.fresh is None else tuple(map(vectors_of, request.fresh))
-    call = CAttendCall(
+    args = CAttendCall(
         layout=tables.address, pages=pages_of(request.pages), query=vectors_of(request.query),
         out=vectors_of(request.out), fresh_key=fresh[0], fresh_value=fresh[1], block_table=table.data_ptr(),
         table_stride=table.stride(0), table_width=table.shape[1], seq_lens=request.seq_lens.data_ptr(),
@@ -56,6 +48,6 @@ def _call(request: AttendRequest) -> tuple[ctypes.Structure, tuple[object, ...]]
         sinks=None if sinks is None else sinks.data_ptr(),
         sink_stride=0 if sinks is None or sinks.ndim == 1 else sinks.stride(0),
         score_shift=None if shift is None else shift.data_ptr(),
-        lse=None if request.lse is None else request.lse.data_ptr(), threads=torch.get_num_threads(),
+        lse=None if request.lse is None else request.lse.data_ptr(),
     )  # fmt: skip
-    return call, (tables, sinks, shift, table, request.cu_seqlens_q)
+    return Call(library().attend, args, tables, sinks, shift, table, request.cu_seqlens_q)

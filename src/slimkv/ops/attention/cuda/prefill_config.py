@@ -36,14 +36,6 @@ class Unpack(Enum):
     FUSED = "fused"
 
 
-class Codes(Enum):
-    """Kinds of codes, by how long they take to unpack."""
-
-    SHORT = "short"  # Lloyd-Max, at most 4 bits
-    UNIFORM = "uniform"  # at most 4 bits; zero points take registers
-    LONG = "long"  # more than 4 bits: from a table in shared memory
-
-
 @dataclass(frozen=True)
 class PrefillConfig:
     """A thread block of ``attend``: 64 x ``consumers`` x ``row_blocks`` query rows (queries x heads of a group)."""
@@ -95,15 +87,16 @@ class PrefillConfig:
 
 
 FIRST, AHEAD, FUSED = Unpack
-SHORT, UNIFORM, LONG = Codes
-ANY = tuple(Codes)
+# Codes by how long they take to unpack: Lloyd-Max of at most 4 bits; uniform of at most 4 bits, whose zero points take
+# registers; more than 4 bits, from a table in shared memory.
+SHORT, UNIFORM, LONG = ANY = ("short", "uniform", "long")
 _80_TO_128, _TO_128, _TO_256 = (80, 96, 112, 128), (64, 80, 96, 112, 128), (192, 256)
 
 # Head sizes and codes, and a configuration of their kernel. Of several, the one with the least estimated time is taken.
-CONFIGS: tuple[tuple[tuple[int, ...], tuple[Codes, ...], PrefillConfig], ...] = (
+CONFIGS: tuple[tuple[tuple[int, ...], tuple[str, ...], PrefillConfig], ...] = (
     (_TO_128, ANY, PrefillConfig(FIRST, 128, 2)),
     (_TO_256, ANY, PrefillConfig(FIRST, 64, 2)),
-    # At head size 64, unpacking beside so few products takes longer than unpacking first.
+    # At head size 64 there are few products to hide unpacking behind, so unpacking first is faster.
     (_80_TO_128, ANY, PrefillConfig(AHEAD, 128, 2, producer_registers=56)),
     (_TO_128, (SHORT,), PrefillConfig(FUSED, 128, 2, producers=2, producer_registers=48)),
     (_TO_128, (UNIFORM,), PrefillConfig(FUSED, 128, 2, producer_registers=88)),  # two producers with 48 would spill
@@ -145,7 +138,7 @@ EVERY_QUERY = 1 << 30
 
 
 @lru_cache(maxsize=64)
-def codes_of(spec: CodecSpec) -> Codes:
+def codes_of(spec: CodecSpec) -> str:
     """The kind of codes of the side that takes longer to unpack."""
     if max(spec.key.bits, spec.value.bits) > MOST_BITS:
         return LONG

@@ -12,9 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slimkv.ops.triton import side, unpack
 from slimkv.ops.triton.rotate import dot, rotate_columns, unrotate_store
+from slimkv.ops.triton.side import LLOYD, RAW, UNIFORM
 from slimkv.ops.triton.unpack import (
+    KEY_OFFSET,
+    VALUE_OFFSET,
     as_keys,
     as_values,
     decode_unsigned,
@@ -26,11 +28,6 @@ from slimkv.ops.triton.unpack import (
     tile_numbers,
 )
 
-_LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
-_UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
-_RAW: tl.constexpr = tl.constexpr(side.RAW)
-_KEY_OFFSET: tl.constexpr = tl.constexpr(unpack.KEY_OFFSET)
-_VALUE_OFFSET: tl.constexpr = tl.constexpr(unpack.VALUE_OFFSET)
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -124,9 +121,9 @@ def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, K: 
         q = tl.load(q_ptrs[None, :] + dim[:, None], mask=mask, other=0.0).to(tl.float32)
     down, up, _ = power_below(tl.max(tl.abs(q), 0))
     q *= down[None, :]
-    if K.KIND == _RAW and K.BITS == 32:
+    if K.KIND == RAW and K.BITS == 32:
         qh = q
-    elif K.KIND == _RAW and K.BF16:
+    elif K.KIND == RAW and K.BF16:
         qh = q.to(tl.bfloat16)
     else:
         qh = q.to(tl.float16)
@@ -138,15 +135,15 @@ def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, K: 
 def _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, levels, K: tl.constexpr):
     """Scores [BT, M] of a step's keys, in powers of two."""
     k = as_keys(tile_numbers(page, inside, tile_valid, levels, False, K))
-    if K.KIND == _RAW:
+    if K.KIND == RAW:
         s = dot(k, qh, tl.zeros([k.shape[0], qh.shape[1]], tl.float32))
     else:
         scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, valid_tiles, 0, K)), (k.shape[0],))
         s = tl.dot(k, qh)
-        if K.PTX and K.KIND == _LLOYD:
-            s -= _KEY_OFFSET * q_sum[None, :]
+        if K.PTX and K.KIND == LLOYD:
+            s -= KEY_OFFSET * q_sum[None, :]
         s *= scale[:, None]
-        if K.KIND == _UNIFORM:
+        if K.KIND == UNIFORM:
             s += load_centre(page[:, None], field_at, valid_tiles, scale, K)[:, None] * q_sum[None, :]
     return s * row_scale[None, :]
 
@@ -156,7 +153,7 @@ def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, vali
                 levels, V: tl.constexpr):  # fmt: skip
     """One step of the online softmax with a step's values: scores s [BT, M] -> m, z, w [M] and acc [VDP, M]."""
     BT: tl.constexpr = s.shape[0]
-    if V.KIND == _RAW:
+    if V.KIND == RAW:
         p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
         v = as_values(tile_numbers(page, inside, tile_valid, levels, True, V))
         v_token = token0 + fragment_order(tl.arange(0, BT))
@@ -171,11 +168,11 @@ def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, vali
         ph = (p * tl.where(valid, scale, 0.0)[:, None]).to(tl.float16)
         v = as_values(tile_numbers(page, inside, tile_valid, levels, True, V))
         acc = tl.dot(v, in_fragment_order(ph), acc)
-        if V.KIND == _UNIFORM:
+        if V.KIND == UNIFORM:
             centre = load_centre(page[:, None], field_at, valid_tiles, scale, V)
             w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
-        elif V.PTX and V.KIND == _LLOYD:
-            w = w * alpha - _VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
+        elif V.PTX and V.KIND == LLOYD:
+            w = w * alpha - VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
     return m, z, w, acc
 
 
@@ -291,7 +288,7 @@ def attend_kernel(
         s = _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, K)
         if SOFTCAP:
             s = soft_cap(s + shift[None, :], softcap)
-        # Rows without a query attend garbage that is never stored, so only the edges of what is visible need a mask.
+        # Rows without a query attend garbage that is never stored, so only the first and last visible keys need a mask.
         if token0 + BT > clear_end or token0 < clear_begin:
             s = _hide(s, token, valid & (token < packed_end), position, window, CAUSAL, WINDOW)
         m, z, w, acc = _add_values(

@@ -120,7 +120,7 @@ def run(request: AttendRequest) -> None:
 
 
 def attend_prefill(request: AttendRequest) -> None:
-    """Only the sequences of more than MAX_DECODE_QUERIES queries, beside an implementation that attends the others."""
+    """Only the sequences of more than MAX_DECODE_QUERIES queries; another backend attends the rest."""
     _attend_prefill(request, _fresh_in_stored_space(request))
 
 

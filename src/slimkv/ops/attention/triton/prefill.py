@@ -15,9 +15,11 @@ import triton.language as tl
 
 from slimkv.codec import scale16
 from slimkv.ops.attention.triton.decode import _LOG2E, find_block, finish, power_below, soft_cap
-from slimkv.ops.triton import side, unpack
 from slimkv.ops.triton.rotate import dot, rotate_rows
+from slimkv.ops.triton.side import LLOYD, RAW, UNIFORM
 from slimkv.ops.triton.unpack import (
+    KEY_OFFSET,
+    VALUE_OFFSET,
     as_keys,
     decode_unsigned,
     fragment_order,
@@ -27,11 +29,6 @@ from slimkv.ops.triton.unpack import (
     values_as_keys,
 )
 
-_LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
-_UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
-_RAW: tl.constexpr = tl.constexpr(side.RAW)
-_KEY_OFFSET: tl.constexpr = tl.constexpr(unpack.KEY_OFFSET)
-_VALUE_OFFSET: tl.constexpr = tl.constexpr(unpack.VALUE_OFFSET)
 _BIAS: tl.constexpr = tl.constexpr(scale16.BIAS)
 _INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
 _TARGET: tl.constexpr = tl.constexpr(6)
@@ -40,11 +37,11 @@ _TARGET: tl.constexpr = tl.constexpr(6)
 @triton.jit
 def _raise_exponent(exponent_ptr, page, position, mask, S: tl.constexpr):
     """Raises an exponent to one that no number of these tokens exceeds: codes are below 2^8 (lloyd), 2^BITS or 2^9."""
-    if S.KIND != _RAW:
+    if S.KIND != RAW:
         code = load_field(page, position, mask, 0, S)
         code = tl.where(code == _INVALID, 0, code)
-        top = tl.max(code >> 10, 0) + (S.BITS if S.KIND == _UNIFORM else 9)
-        if S.KIND == _UNIFORM:
+        top = tl.max(code >> 10, 0) + (S.BITS if S.KIND == UNIFORM else 9)
+        if S.KIND == UNIFORM:
             zero = load_field(page, position, mask, 1, S)
             zero = tl.where(zero == _INVALID, 0, zero & 0x7FFF)
             top = tl.maximum(top, tl.max(zero >> 9, 0)) + 2
@@ -102,15 +99,15 @@ def _unpack_side(page, inside, tile_valid, present, fresh, fresh_row, row, level
     else:
         x = as_keys(cube)
         dim = fragment_order(dim)
-    if S.KIND != _RAW:
+    if S.KIND != RAW:
         x = x.to(tl.float32)
-        if S.PTX and S.KIND == _LLOYD:
-            x -= _VALUE_OFFSET if S.TRANSPOSED else _KEY_OFFSET
+        if S.PTX and S.KIND == LLOYD:
+            x -= VALUE_OFFSET if S.TRANSPOSED else KEY_OFFSET
         keep = tl.reshape(present, (BT // 16, 16))
         field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]
         scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, keep, 0, S)), (BT,))
         x *= scale[:, None]
-        if S.KIND == _UNIFORM:
+        if S.KIND == UNIFORM:
             x += load_centre(page[:, None], field_at, keep, scale, S)[:, None]
         x *= up
     if fresh_ptr is not None:
@@ -129,7 +126,7 @@ def unpack_kernel(
 ):  # fmt: skip
     """One program: 16 NT tokens of a head of a sequence -> dense K and V [rank, head, token, dim], in stored space.
 
-    Tokens before the window of every query become zeros: a weight of zero would not hide what is not finite."""
+    Tokens before the window of every query become zeros: a probability of zero would not hide NaN or Inf."""
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     BT: tl.constexpr = 16 * NT

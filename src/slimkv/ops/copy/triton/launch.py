@@ -41,11 +41,6 @@ def _offsets(layout: PageLayout, device: torch.device) -> Tensor:
     return page_tables(layout, device).byte_offsets.to(torch.int32).contiguous()
 
 
-def supports(request: CopyRequest) -> str | None:
-    """Every layout."""
-    return None
-
-
 def run(request: CopyRequest) -> None:
     """See ``slimkv.ops.copy.api``: one launch."""
     pages, rows = request.pages, request.rows

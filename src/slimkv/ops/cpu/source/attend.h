@@ -59,7 +59,7 @@ static inline State state_at(float* memory, i64 rows) {
   return {memory, memory + rows, memory + 2 * rows, memory + 3 * rows};
 }
 
-// What a thread works in. Grows, and is kept for the next call.
+// Working memory of a thread. It grows on demand and is kept for the next call.
 struct Scratch {
   u8* memory = nullptr;
   size_t size = 0;
@@ -134,14 +134,14 @@ struct TileMemory {
   float* scores;  // [rows][CHUNK]; then weights
   i8* weight_digits;  // [rows][3][CHUNK]
   i32* weight_offset;  // [rows][3]
-  // A chunk of K, and when its scores are there, of V: one memory, so that it stays in the first cache.
+  // A chunk of K and, once its scores are computed, of V: they share memory, which then stays in the L1 cache.
   u8* key_bytes;  // [CHUNK][key_stride]
   float* key_floats;  // [CHUNK][key_stride]
   u8* value_bytes;  // see value_offset
   float* value_floats;  // [CHUNK][value_dim]
   float *key_scale, *key_zero, *value_scale, *value_zero;  // [CHUNK]
   float* row;  // [MAX_DIM]
-  float *state, *part;  // of a tile that one task attends, and of a later part of its keys
+  float *state, *part;  // softmax states of a tile: of its first part of keys, and of a later one
 
   template <typename T>
   static void take(T*& pointer, size_t count, u8* base, size_t& used) {
@@ -154,10 +154,7 @@ struct TileMemory {
     take(query, rows * key_stride, base, used);
     take(digits, rows * 3 * key_stride, base, used);
     take(offset, rows * 3, base, used);
-    take(row_scale, rows, base, used);
-    take(row_sum, rows, base, used);
-    take(row_shift, rows, base, used);
-    take(rescale, rows, base, used);
+    for (float** numbers : {&row_scale, &row_sum, &row_shift, &rescale}) take(*numbers, rows, base, used);
     take(seen, rows, base, used);
     take(scores, rows * CHUNK, base, used);
     take(weight_digits, rows * 3 * CHUNK, base, used);
@@ -165,13 +162,9 @@ struct TileMemory {
     take(key_floats, CHUNK * (key_stride > value_dim ? key_stride : value_dim), base, used);
     key_bytes = value_bytes = (u8*)key_floats;
     value_floats = key_floats;
-    take(key_scale, CHUNK, base, used);
-    take(key_zero, CHUNK, base, used);
-    take(value_scale, CHUNK, base, used);
-    take(value_zero, CHUNK, base, used);
+    for (float** fields : {&key_scale, &key_zero, &value_scale, &value_zero}) take(*fields, CHUNK, base, used);
     take(row, MAX_DIM, base, used);
-    take(state, (size_t)state_floats((i64)rows, (i64)value_dim), base, used);
-    take(part, (size_t)state_floats((i64)rows, (i64)value_dim), base, used);
+    for (float** of : {&state, &part}) take(*of, (size_t)state_floats((i64)rows, (i64)value_dim), base, used);
     return used;
   }
 };
@@ -210,7 +203,7 @@ static void load_fields(const Attention& a, const SideUse& use, const RowTile& t
   const float unit = use.bytes ? use.unit : 1.0f, centre = (float)uniform_centre(side);
   memset(scale, 0, sizeof(float) * CHUNK);
   memset(zero, 0, sizeof(float) * CHUNK);
-  for (int t = skip, run; t < count; t += run) {  // tokens that lie side by side in a page
+  for (int t = skip, run; t < count; t += run) {  // consecutive tokens of one page
     const int position = (int)((first + t) % block_size);
     run = std::min(block_size - position, count - t);
     const u8* page = a.page(tile.sequence, tile.head, first + t) + 2 * position;
@@ -238,7 +231,7 @@ static void load_floats(const Attention& a, const SideUse& use, const RowTile& t
   }
 }
 
-// Fresh vectors of a chunk, rotated before.
+// Fresh vectors of a chunk, already rotated.
 static void load_fresh(const Attention& a, const SideUse& use, bool value, const RowTile& tile, i64 first, int count,
     float* out, i64 stride) {
   const i64 begin = a.call.cu_seqlens_q[tile.sequence] + a.queries(tile.sequence) - a.length(tile.sequence);
@@ -337,7 +330,7 @@ static WeightDigits weight_digits(TileMemory& m, i64 r, int tokens) {
 }
 #endif
 
-// Weights by V's floats. A row that sees a part of the chunk takes that part: a weight of zero would not hide a NaN.
+// Weights times V's floats. A row reads only the tokens that it sees: a weight of zero would not hide a NaN.
 static void weighted_rows(const Attention& a, const RowTile& tile, TileMemory& m, State& state, int count) {
   const int rows = (int)(tile.end - tile.first), dim = a.value.side->dim;
   if (std::all_of(m.seen, m.seen + rows, [&](const Seen& seen) { return seen.all(count); })) {
@@ -442,7 +435,7 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
   }
 }
 
-// The softmax of earlier keys, moved on by that of the next part of them.
+// Merges the softmax state of the next part of the keys into that of the earlier parts.
 static void merge_part(const State& state, const State& part, i64 rows, i64 dim) {
   for (i64 r = 0; r < rows; r++) {
     if (part.sum[r] == 0.0f) continue;  // it saw no key

@@ -1,5 +1,5 @@
-// Vectors to codes and fields, bit for bit as codec.quantize defines them: integers are summed, and what remains are
-// single operations, rounded once. This must be compiled without contraction of a * b + c.
+// Vectors to codes and fields, bit for bit as codec.quantize defines them: only integers are summed, and everything
+// else is single operations, rounded once. This must be compiled without contraction of a * b + c.
 #pragma once
 
 #include "hadamard.h"
@@ -37,7 +37,7 @@ static inline u32 largest_bits(const float* x, int dim) {
 
 static inline float power_of_two(int biased_exponent) { return bits_as<float>((u32)biased_exponent << 23); }
 
-// x as integers; whether it counts as zero; what multiplies them back.
+// x as integers, and the factor that undoes it (`down`); returns whether x counts as zero.
 static bool fixed_point(const float* x, int dim, u32 largest, int bits, i32* fixed, float* down) {
   int exponent = (int)(largest >> 23);
   const bool zero = exponent < LEAST_EXPONENT;
@@ -54,7 +54,7 @@ static bool fixed_point(const float* x, int dim, u32 largest, int bits, i32* fix
 // Integers -> the exact rotated sums, rounded once.
 static void rotate_fixed(EncodeScratch& s, const Side& side) {
   const int dim = side.dim;
-  if (dim <= 512) {  // sums of so many integers of 21 bits fit 32
+  if (dim <= 512) {  // sums of up to 512 integers of 21 bits fit 32 bits
     rotate(s.fixed, side);
     for (int d = 0; d < dim; d++) s.rotated[d] = (float)s.fixed[d];
   } else {

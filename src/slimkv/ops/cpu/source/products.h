@@ -209,7 +209,7 @@ static void scores_dot(const i8* q, const i32* offset, const u8* k, i64 stride, 
   for (; t < tokens; t += 4) scores_dot_block<4>(q, offset, k + t * stride, stride, scores + t);
 }
 
-// What a row's weights are multiplied with V's bytes as.
+// A row's weights as digits, to be multiplied with V's bytes.
 struct WeightDigits {
   const i8* digits;   // [3][CHUNK], in the order of V's bytes
   const i32* offset;  // [3]: what 128 in every code adds

@@ -1,4 +1,4 @@
-// What Python passes: ops/cpu/structures.py reads these declarations.
+// The arguments that Python passes: ops/cpu/structures.py reads these declarations.
 #pragma once
 
 #include <cstdint>
@@ -75,7 +75,7 @@ struct Vectors {
   i32 dtype, padding;
 };
 
-// What was out of range: the caller raises with these numbers.
+// The index and value that were out of range, for the error message.
 struct Fault { i64 where, index, value, limit; };
 
 struct StoreCall {

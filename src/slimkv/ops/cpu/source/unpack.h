@@ -218,7 +218,7 @@ static void unpack_value_bytes(const Side& side, const u8* codes, const u8* tabl
   });
 }
 
-// What each code of up to 8 bits stands for, less `centre`, before scale and zero: float32 [256].
+// The number of each code of up to 8 bits, less `centre`, before scale and zero: float32 [256].
 static void number_table(const Side& side, int centre, float* table) {
   for (int code = 0; code < 256; code++) {
     if (side.kind == LLOYD) table[code] = side.levels[code & ((1 << side.bits) - 1)];

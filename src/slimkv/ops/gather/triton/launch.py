@@ -7,17 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 from slimkv.ops.gather.api import GatherRequest
-from slimkv.ops.triton import side
 from slimkv.ops.triton.rotate import hadamard_16, hadamard_rows, unrotate_store
-from slimkv.ops.triton.side import PLAIN_ROWS, side_of
+from slimkv.ops.triton.side import FP8, LLOYD, PLAIN_ROWS, RAW, UNIFORM, side_of
 from slimkv.ops.triton.token_reader import element_codes
 from slimkv.ops.triton.unpack import decode_signed, decode_unsigned, fp8_to_half, load_field
 from slimkv.spec import Kind
 
-_LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
-_UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
-_FP8: tl.constexpr = tl.constexpr(side.FP8)
-_RAW: tl.constexpr = tl.constexpr(side.RAW)
+FUSES_OFFSET = True  # the kernel adds the offset of keys itself
 _DENSE: tl.constexpr = tl.constexpr(64)  # up to this a product with the whole matrix rotates back
 
 
@@ -37,16 +33,16 @@ def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, blo
     rows = out_ptr + token.to(tl.int64) * out_stride + head * out_head_stride
     col = tl.arange(0, 16 * S.SP)[None, :]
     UNROTATE: tl.constexpr = S.ROTATED and not KEEP_ROTATED
-    BY_SLICES: tl.constexpr = UNROTATE and S.KIND == _LLOYD and S.D == 16 * S.SP and S.D > _DENSE
-    if S.KIND == _RAW:
+    BY_SLICES: tl.constexpr = UNROTATE and S.KIND == LLOYD and S.D == 16 * S.SP and S.D > _DENSE
+    if S.KIND == RAW:
         if S.BITS == 32:
             x = codes.to(tl.float32, bitcast=True)
         else:
             x = codes.to(tl.int16).to(tl.bfloat16 if S.BF16 else tl.float16, bitcast=True).to(tl.float32)
     else:
-        if S.KIND == _LLOYD:
+        if S.KIND == LLOYD:
             x = tl.load(levels + codes)
-        elif S.KIND == _FP8:
+        elif S.KIND == FP8:
             x = fp8_to_half(codes).to(tl.float32)
         else:
             x = codes.to(tl.float32)
@@ -54,7 +50,7 @@ def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, blo
             x = hadamard_rows(x.to(tl.float16), hadamard_16(signs, S.D))
             x = x * tl.load(signs + col * S.D).to(tl.float32) * norm
         x = x * decode_unsigned(load_field(page, position, keep, 0, S))[:, None]
-        if S.KIND == _UNIFORM:
+        if S.KIND == UNIFORM:
             x = x + decode_signed(load_field(page, position, keep, 1, S))[:, None]
     if offset_ptr is not None:
         x += tl.load(offset_ptr + head * S.D + col, mask=col < S.D, other=0.0)
@@ -81,11 +77,6 @@ def gather_kernel(
 def supports(request: GatherRequest) -> str | None:
     """Every format; blocks of at least a tile."""
     return PLAIN_ROWS if request.layout.plain_rows else None
-
-
-def fuses_offset(request: GatherRequest) -> bool:
-    """The kernel adds the offset of keys itself."""
-    return True
 
 
 def _offset(request: GatherRequest) -> Tensor | None:

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from slimkv.ops.attention.triton.decode import load_queries, power_below, softmax_columns
-from slimkv.ops.triton import side, unpack
 from slimkv.ops.triton.rotate import dot
+from slimkv.ops.triton.side import LLOYD, RAW, UNIFORM
 from slimkv.ops.triton.unpack import (
+    VALUE_OFFSET,
     as_keys,
     decode_unsigned,
     field_exponent,
@@ -24,10 +25,6 @@ from slimkv.ops.triton.unpack import (
     values_as_keys,
 )
 
-_LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
-_UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
-_RAW: tl.constexpr = tl.constexpr(side.RAW)
-_OFFSET: tl.constexpr = tl.constexpr(unpack.VALUE_OFFSET)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -40,9 +37,9 @@ def _load_rope_queries(q_ptrs, row_valid, R: tl.constexpr):
     q = tl.load(q_ptrs[None, :] + dim[:, None], mask=mask, other=0.0).to(tl.float32)
     down, up, _ = power_below(tl.max(tl.abs(q), 0))
     q *= down[None, :]
-    if R.KIND == _RAW and R.BITS == 32:
+    if R.KIND == RAW and R.BITS == 32:
         qh = q
-    elif R.KIND == _RAW and R.BF16:
+    elif R.KIND == RAW and R.BF16:
         qh = q.to(tl.bfloat16)
     else:
         qh = q.to(tl.float16)
@@ -56,18 +53,18 @@ def _rope_scores(page, inside, field_at, tile_valid, valid_tiles, qh, rest, q_su
     """What the rope parts of a step's tokens add to the scores: float32 [BT, M], before the queries' factors."""
     BT: tl.constexpr = 16 * page.shape[0]
     k = values_as_keys(tile_numbers(page, inside, tile_valid, levels, True, R))
-    if R.KIND == _RAW:
+    if R.KIND == RAW:
         k = tl.where(tl.reshape(valid_tiles, (BT,))[:, None], k, 0.0).to(k.dtype)
         s = dot(k, qh, tl.zeros([BT, qh.shape[1]], tl.float32))
         if R.BF16 and R.BITS == 16 and not EXACT:  # the queries have more digits than bf16
             s = dot(k, rest, s)
     else:
         s = tl.dot(k, qh)
-        if R.PTX and R.KIND == _LLOYD:
-            s -= _OFFSET * q_sum[None, :]
+        if R.PTX and R.KIND == LLOYD:
+            s -= VALUE_OFFSET * q_sum[None, :]
         scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, valid_tiles, 0, R)), (BT,))
         s *= scale[:, None]
-        if R.KIND == _UNIFORM:
+        if R.KIND == UNIFORM:
             s += load_centre(page[:, None], field_at, valid_tiles, scale, R)[:, None] * q_sum[None, :]
     return s
 
@@ -82,7 +79,7 @@ def _latent_scores(page, inside, field_at, valid, tile_valid, valid_tiles, qh, q
     centre = tl.zeros([BT], tl.float32)
     # Made as values are: their offset is small enough to be summed over many tokens.
     k = as_keys(tile_numbers(page, inside, tile_valid, levels, True, K))
-    if K.KIND == _RAW:
+    if K.KIND == RAW:
         k = tl.where(valid[:, None], k, 0.0).to(k.dtype)
         s = dot(k, qh, tl.zeros([BT, qh.shape[1]], tl.float32))
     else:
@@ -90,10 +87,10 @@ def _latent_scores(page, inside, field_at, valid, tile_valid, valid_tiles, qh, q
         scale = tl.reshape(decode_unsigned(field), (BT,))
         exponent = tl.reshape(field_exponent(field), (BT,))
         s = tl.dot(k, qh)
-        if K.PTX and K.KIND == _LLOYD:
-            s -= _OFFSET * q_sum[None, :]
+        if K.PTX and K.KIND == LLOYD:
+            s -= VALUE_OFFSET * q_sum[None, :]
         s *= scale[:, None]
-        if K.KIND == _UNIFORM:
+        if K.KIND == UNIFORM:
             centre = load_centre(page[:, None], field_at, valid_tiles, scale, K)
             s += centre[:, None] * q_sum[None, :]
     return k, s, scale, exponent, centre
@@ -182,7 +179,7 @@ def attend_latent_kernel(
         )
         if token0 + BT > clear_end:
             s = tl.where(valid[:, None] & (token[:, None] <= position[None, :]), s, float("-inf"))
-        if K.KIND == _RAW:
+        if K.KIND == RAW:
             p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
             acc = dot(tl.trans(k), p.to(k.dtype), acc)
         else:
@@ -190,10 +187,10 @@ def attend_latent_kernel(
             seen = p != 0.0  # a scale may not be a number
             ph = tl.where(seen, p * scale[:, None], 0.0).to(tl.float16)
             acc = tl.dot(tl.trans(k), ph, acc)
-            if K.KIND == _UNIFORM:
+            if K.KIND == UNIFORM:
                 w = w * alpha + tl.sum(tl.where(seen, p * centre[:, None], 0.0), 0)
-            elif K.PTX and K.KIND == _LLOYD:
-                w = w * alpha - _OFFSET * tl.sum(ph.to(tl.float32), 0)
+            elif K.PTX and K.KIND == LLOYD:
+                w = w * alpha - VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
 
     _store_rows(
         out_ptr, lse_ptr, acc + w[None, :], m, z, q_row, head, row_valid, heads, out_stride, out_head_stride, part,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimkv.ops.cpu.module import check_status, layout_tables, library
+from slimkv.ops.cpu.module import Call, layout_tables, library
 from slimkv.ops.cpu.structures import CStoreCall, pages_of, vectors_of
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.refusals import refuses_policy, refuses_raw_dtype
@@ -24,44 +23,38 @@ def supports(request: StoreRequest) -> str | None:
 
 def run(request: StoreRequest) -> None:
     """See ``slimkv.ops.store_kv``."""
-    call, _kept = _call(request)
-    check_status(library().store(ctypes.addressof(call)), call)
+    _call(request)()
 
 
 def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], None]:
     """``run`` for further K, V, slots and indices of the same shapes, strides and dtypes, into the same pages."""
-    call, kept = _call(request)
-    address, key_of, value_of, function = ctypes.addressof(call), call.key, call.value, library().store
+    call = _call(request)
+    args, key_of, value_of = call.args, call.args.key, call.args.value
 
     def launch(key: Tensor, value: Tensor, slots: Tensor, index: Tensor | None) -> None:
         slots = slots.contiguous()
         if index is not None:
             index = index.contiguous()
-            call.query_aware_index = index.data_ptr()
-        key_of.data, value_of.data, call.slots = key.data_ptr(), value.data_ptr(), slots.data_ptr()
-        call.threads = torch.get_num_threads()
-        status = function(address)
-        if status:
-            check_status(status, call)
+            args.query_aware_index = index.data_ptr()
+        key_of.data, value_of.data, args.slots = key.data_ptr(), value.data_ptr(), slots.data_ptr()
+        call()
 
-    launch.kept = kept  # type: ignore[attr-defined]
     return launch
 
 
-def _call(request: StoreRequest) -> tuple[ctypes.Structure, tuple[object, ...]]:
-    """The call, and the objects that must stay alive with it."""
+def _call(request: StoreRequest) -> Call:
     tables = layout_tables(request.layout)
     matrices = None if request.query_aware is None else _columns(request.query_aware)
     slots = request.slot_mapping.contiguous()
     index = None if request.query_aware_index is None else request.query_aware_index.contiguous()
-    call = CStoreCall(
+    args = CStoreCall(
         layout=tables.address, pages=pages_of(request.pages), key=vectors_of(request.key),
         value=vectors_of(request.value), slots=slots.data_ptr(), tokens=slots.shape[0],
-        wide_slots=slots.dtype == torch.int64, threads=torch.get_num_threads(),
+        wide_slots=slots.dtype == torch.int64,
         query_aware=None if matrices is None else matrices.data_ptr(), matrices=request.matrices,
         query_aware_index=None if index is None else index.data_ptr(),
     )  # fmt: skip
-    return call, (tables, matrices, slots, index)
+    return Call(library().store, args, tables, matrices, slots, index)
 
 
 def _columns(matrices: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def code_tables(
 
 
 def _cell_records(book: Codebook, below: np.ndarray, error_steps: float) -> np.ndarray:
-    """``CellRecord`` of store/round.cuh of every cell, of which ``below`` boundaries lie below: uint8."""
+    """The ``CellRecord`` (store/round.cuh) of every cell: uint8. ``below``: how many boundaries lie below each cell."""
     half, top = 1 << (book.bits - 1), (1 << book.bits) - 1
     index = np.stack([below, np.minimum(below.astype(np.int32) + 1, top)]).astype(np.int32)
     codes = np.where(index >= half, index, half - 1 - index)

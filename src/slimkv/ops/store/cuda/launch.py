@@ -114,7 +114,7 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Struct
     if matrices is not None:
         # Neighbours in a chunk share a matrix; those of a decode step do not, and have blocks enough to take one each.
         return plan, (blocks, heads * (args.matrices if args.spread else 1)), args
-    if plan.resident:  # all run at the same time, and every warp has as many tiles as the others, or one fewer
+    if plan.resident:  # one wave of blocks; warps differ by at most one tile
         blocks = min(blocks, max(1, plan.resident // (2 * heads)))
     return plan, (blocks, 2 * heads), args
 

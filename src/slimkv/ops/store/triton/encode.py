@@ -1,8 +1,8 @@
 """Triton pieces that turn rows of numbers into codes and fields, byte for byte as the reference does.
 
 Sums are sums of integers, so their order does not matter: the rotation is a tensor-core product of a vector of short
-integers (11 bits of which are not zero, as of the 16-bit floats they come from) or of the upper and lower 11 bits of
-longer ones, with a matrix of +-1. Everything else is single IEEE operations, compiled without contraction.
+integers (with 11 significant bits, as the 16-bit floats they come from) or of the upper and lower 11 bits of longer
+ones, with a matrix of +-1. Everything else is single IEEE operations, compiled without contraction.
 """
 
 from __future__ import annotations
@@ -10,16 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slimkv.codec import scale16
+from slimkv.codec import quantize, scale16
 from slimkv.codec.codebook import LEVEL_DENOMINATOR
-from slimkv.codec.quantize import (
-    FIXED_POINT_BITS,
-    LARGEST_SHORT_DIM,
-    LEAST_EXPONENT,
-    ROUND_MAGIC,
-    SHORT_FIXED_POINT_BITS,
-    SHORT_NORM_STEP,
-)
 from slimkv.ops.store.triton.query_aware import (
     crossing,
     crossing_of_product,
@@ -30,13 +22,13 @@ from slimkv.ops.store.triton.query_aware import (
 from slimkv.ops.triton.rotate import hadamard_16, hadamard_rows
 from slimkv.ops.triton.unpack import decode_signed, decode_unsigned
 
-_MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
+_MAGIC: tl.constexpr = tl.constexpr(quantize.ROUND_MAGIC)
 _MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)
-_FIXED: tl.constexpr = tl.constexpr(FIXED_POINT_BITS)
-_SHORT: tl.constexpr = tl.constexpr(SHORT_FIXED_POINT_BITS)
-_SHORT_DIM: tl.constexpr = tl.constexpr(LARGEST_SHORT_DIM)
-_NORM_STEP: tl.constexpr = tl.constexpr(float(SHORT_NORM_STEP))
-_LEAST: tl.constexpr = tl.constexpr(LEAST_EXPONENT)
+_FIXED: tl.constexpr = tl.constexpr(quantize.FIXED_POINT_BITS)
+_SHORT: tl.constexpr = tl.constexpr(quantize.SHORT_FIXED_POINT_BITS)
+_SHORT_DIM: tl.constexpr = tl.constexpr(quantize.LARGEST_SHORT_DIM)
+_NORM_STEP: tl.constexpr = tl.constexpr(float(quantize.SHORT_NORM_STEP))
+_LEAST: tl.constexpr = tl.constexpr(quantize.LEAST_EXPONENT)
 _INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
 _REBIAS: tl.constexpr = tl.constexpr(127 - scale16.BIAS)
 _DENOMINATOR: tl.constexpr = tl.constexpr(LEVEL_DENOMINATOR)
@@ -238,7 +230,7 @@ def encode_uniform(
 
 @triton.jit
 def encode_fp8(x):
-    """Rows -> e4m3 codes int32 [M, DP] and the scale's field int32 [M]; nearest even by hand, as sm_80 cannot."""
+    """Rows -> e4m3 codes int32 [M, DP] and the scale's field int32 [M]; rounded in integers: sm_80 has no e4m3."""
     largest, exponent, zero, bad = _largest_exponent(x)
     shift = exponent - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     scaled = tl.where((zero | bad)[:, None], 0.0, x * _power_of_two(254 - shift)[:, None])

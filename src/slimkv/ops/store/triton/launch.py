@@ -8,14 +8,10 @@ import triton.language as tl
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.refusals import refuses_policy, refuses_raw_dtype
 from slimkv.ops.store.triton.encode import encode_fp8, encode_lloyd, encode_uniform
-from slimkv.ops.triton import side
-from slimkv.ops.triton.side import PLAIN_ROWS, side_of
+from slimkv.ops.triton.side import LLOYD, PLAIN_ROWS, RAW, UNIFORM, side_of
 from slimkv.ops.triton.unpack import lane_and_number, word_index
 from slimkv.spec import PageLayout
 
-_LLOYD: tl.constexpr = tl.constexpr(side.LLOYD)
-_UNIFORM: tl.constexpr = tl.constexpr(side.UNIFORM)
-_RAW: tl.constexpr = tl.constexpr(side.RAW)
 FEW_VECTORS = 8192  # tokens times heads: of fewer, each matrix has programs of its own
 
 
@@ -187,18 +183,18 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
     col = tl.arange(0, DP)
     x_rows = x_ptr + token.to(tl.int64) * x_stride + head * x_head_stride
     x = tl.load(x_rows[:, None] + col[None, :], mask=keep[:, None] & (col < S.D)[None, :], other=0.0)
-    if S.KIND == _RAW:
+    if S.KIND == RAW:
         if S.BITS == 32:
             codes = x.to(tl.int32, bitcast=True)
         else:
             codes = x.to(tl.int16, bitcast=True).to(tl.int32)
     else:
-        if S.KIND == _LLOYD:
+        if S.KIND == LLOYD:
             codes, field = encode_lloyd(
                 x, x_rows, keep, signs, bounds, entries, unit, weights, which, matrix_stride, levels, error_steps,
                 S.D, DP, S.BITS, MATRICES > 1,
             )  # fmt: skip
-        elif S.KIND == _UNIFORM:
+        elif S.KIND == UNIFORM:
             codes, field, zero = encode_uniform(
                 x.to(tl.float32), x_rows, keep, signs, orthonormal, S.D, DP, S.BITS, S.ROTATED
             )
