@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--cells", nargs="*", default=[])
     options = parser.parse_args()
     device = torch.device("cuda")
-    if not prefill.runs_on(device):
+    if not prefill.has_warpgroups(device):
         print("these kernels are for compute capability 9.0", file=sys.stderr)
         return 2
     for dim in (64, 128):
