@@ -69,7 +69,7 @@ def run_plan(
     """
     target, request, log = (stem.with_name(stem.name + end) for end in (".json", ".plan.json", ".log"))
     target.unlink(missing_ok=True)
-    request.write_text(json.dumps(plan, indent=2))
+    request.write_text(json.dumps(plan))  # prompts of a suite are millions of tokens
     error, shown, begin = None, 0, time.monotonic()
     with running([sys.executable, "-u", "-m", module, str(request), str(target)], log, env) as process:
         while process.poll() is None and error is None:
