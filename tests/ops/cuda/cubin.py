@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from dataclasses import dataclass
 
 _SYMTAB = 2  # type of a section
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes of .nv.info: a symbol and its number
+_WARPGROUP, _PRODUCT = 0x9C5, 0xDF0  # opcodes of sm_90a: what begins and awaits products of warpgroups; HGMMA
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Of a kernel: registers a thread, bytes of local memory a thread (spills, arrays) and of static shared memory."""
+    """Of a kernel: registers a thread, bytes of local memory a thread (spills, arrays) and of static shared memory.
+
+    ``serialized``: the compiler lacks registers and has every product of a warpgroup wait for the one before.
+    """
 
     registers: int
     local_bytes: int
     shared_bytes: int
+    serialized: bool
 
 
 def resources(code: bytes) -> dict[str, Resources]:
@@ -25,8 +31,16 @@ def resources(code: bytes) -> dict[str, Resources]:
     about = b"".join(data for name, _, data in sections if name == ".nv.info")
     frames, registers = ({names[x]: n for x, n in _attributes(about, which)} for which in (_FRAME_SIZE, _REGISTERS))
     shared = {name.removeprefix(".nv.shared."): len(data) for name, _, data in sections}
-    kernels = [name.removeprefix(".text.") for name, _, _ in sections if name.startswith(".text.")]
-    return {kernel: Resources(registers[kernel], frames[kernel], shared.get(kernel, 0)) for kernel in kernels}
+    kernels = {name.removeprefix(".text."): data for name, _, data in sections if name.startswith(".text.")}
+    return {
+        kernel: Resources(registers[kernel], frames[kernel], shared.get(kernel, 0), _is_serialized(data))
+        for kernel, data in kernels.items()
+    }
+
+
+def _is_serialized(text: bytes) -> bool:
+    opcodes = Counter(struct.unpack_from("<H", text, at)[0] & 0xFFF for at in range(0, len(text), 16))
+    return 0 < 2 * opcodes[_PRODUCT] <= opcodes[_WARPGROUP]
 
 
 def _sections(code: bytes):

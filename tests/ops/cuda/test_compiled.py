@@ -28,7 +28,8 @@ LAYOUTS = [("k4v4", 64), ("k4v4", 96), ("k4v4", 128), ("k4v4", 256), ("k6v5", 12
 BF16 = 1
 REGISTERS = 65536  # of a multiprocessor
 MOST_LOCAL = 160  # bytes a thread: spills outside of loops; hardly any where products are those of single warps
-MOST_LOCAL_OF_TEAMS = 320  # also sums of rows, which are read and written once a block of tokens
+# Also sums of rows, which are read and written once a block of tokens.
+MOST_LOCAL_OF_TEAMS, MOST_LOCAL_OF_PAIRS = 320, 500
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Kernel:
 
 
 def _decode(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
-    for group, queries in ((4, 1), (8, 1), (4, 4), (4, 8), (4, 16)):
+    for group, queries in ((4, 1), (8, 1), (4, 4), (4, 8), (4, 16), (6, 8)):
         config = config_for(device, layout, group, queries)
         if config is None:  # Triton's then
             continue
@@ -58,7 +59,7 @@ def _decode(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
             32 * config.warps,
             defines["SHARED"],
             config.blocks_per_sm,
-            most_local=MOST_LOCAL_OF_TEAMS if config.team else MOST_LOCAL,
+            most_local=MOST_LOCAL_OF_TEAMS if config.team else MOST_LOCAL_OF_PAIRS if config.pairs else MOST_LOCAL,
         )
 
 
@@ -120,6 +121,7 @@ def check(kernel: Kernel, architecture: str, folder) -> None:
     assert (shared + 1024) * kernel.blocks_per_sm <= device.shared_of_multiprocessor
     assert -(-used.registers // 8) * 8 * kernel.threads * kernel.blocks_per_sm <= REGISTERS
     assert used.local_bytes <= kernel.most_local, f"{used.local_bytes} bytes of local memory a thread"
+    assert not (architecture == "sm_90a" and used.serialized), "products wait for one another"
 
 
 @pytest.fixture

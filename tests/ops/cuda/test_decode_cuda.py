@@ -186,13 +186,16 @@ COLUMN_CASES = [
     (replace(MANY, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"), 64),
     (replace(MANY, causal=False, scale=-0.1, dim=64), 64),
     (replace(MANY, dim=256, queries=(8, 5)), 32),
+    *((replace(MANY, dim=256, group=6, queries=(q, 3)), n) for q, n in ((4, 24), (6, 40), (8, 48))),
+    (replace(MANY, **NO_LENGTHS, dim=256, group=6, queries=(8, 3), format="k5v5"), 48),
+    (replace(MANY, dim=256, queries=(6, 5), format="ku4vur8", key_norm=1e3, query_norm=0.5, peaked=True), 24),
     (replace(MANY, dim=192, queries=(16, 9), format="k5v4"), 32),
     (replace(MANY, dim=192, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block
 ]
 # Value slices that four warps do not share evenly: the last ones have fewer or none. What fills no word of a plane is
 # in rows of tokens, for one or two of the warps.
 UNEVEN_CASES = [
-    *((replace(MANY, dim=d, queries=(q, 3), page=page), n) for d, q, page, n in ((80, 5, 16, 32), (96, 12, 64, 48))),
+    *((replace(MANY, dim=d, queries=(q, 3), page=page), n) for d, q, page, n in ((80, 5, 16, 24), (96, 12, 64, 48))),
     (replace(MANY, dim=112), 64),
     *((replace(MANY, dim=d, queries=(8, 5), format=f), 32) for d, f in ((80, "k3v5"), (96, "k5v7"), (112, "k2v6"))),
     *((replace(MANY, dim=d, queries=(8, 5), format=f), 32) for d, f in ((80, "k8v8"), (112, "k6v8"), (96, "ku4vur2"))),
@@ -245,16 +248,18 @@ def test_blocks_that_fit_only_twice_are_shorter(dim, tokens, stages):
         ("k4v4", 128, 4, 1, DecodeConfig(4, 64, 8, 2, bulk=True)),
         ("k4v4", 128, 8, 1, DecodeConfig(8, 64, 8, 2, bulk=True)),
         ("k4v4", 128, 4, 4, DecodeConfig(16, 64, 8, 2, bulk=True)),
-        ("k4v4", 128, 4, 5, DecodeConfig(32, 128, 16, 4, pairs=True, bulk=True)),
+        ("k4v4", 128, 4, 5, DecodeConfig(24, 128, 16, 4, pairs=True, bulk=True)),
+        ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 16, 4, pairs=True, bulk=True)),
         ("k4v4", 128, 4, 16, DecodeConfig(64, 128, 16, 3, pairs=True, bulk=True)),
         ("k4v4", 96, 4, 1, DecodeConfig(4, 64, 12, 2, bulk=True)),
         ("k4v4", 64, 4, 1, DecodeConfig(4, 128, 12, 2, bulk=True)),
         ("k2v2", 128, 4, 1, DecodeConfig(4, 128, 12, 2, bulk=True)),
         ("k4v4", 256, 4, 1, DecodeConfig(4, 32, 12, 2)),
         ("k4v4", 256, 4, 2, DecodeConfig(8, 32, 8, 2)),
-        ("k4v4", 256, 4, 4, DecodeConfig(32, 64, 16, 4, pairs=True, bulk=True)),
-        ("k4v4", 256, 6, 8, DecodeConfig(48, 128, 8, 1, team=True)),  # pairs would read pages twice
-        ("k4v4", 256, 6, 10, DecodeConfig(32, 64, 16, 4, pairs=True, bulk=True)),
+        ("k4v4", 256, 4, 4, DecodeConfig(16, 128, 16, 3, pairs=True, bulk=True)),
+        ("k4v4", 256, 6, 8, DecodeConfig(48, 64, 16, 4, pairs=True, bulk=True)),
+        ("k4v4", 256, 6, 10, DecodeConfig(32, 128, 16, 2, pairs=True, bulk=True)),  # twice
+        ("k8v8", 256, 6, 4, DecodeConfig(24, 64, 16, 2, pairs=True, bulk=True)),
         ("k5v5", 128, 4, 1, DecodeConfig(4, 64, 12, 1, bulk=True)),
         ("k8v8", 128, 4, 1, DecodeConfig(4, 32, 8, 2)),
         ("fp8", 128, 4, 1, DecodeConfig(4, 32, 12, 2)),

@@ -76,7 +76,7 @@ _LUT = (
     *(_Entry(32, 12, 1), *_SMALLEST),
 )
 _PAIRS = (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2))
-_SHORT_PAIRS = (_Entry(64, 16, 4), _Entry(64, 16, 3))
+_SHORT_PAIRS = (_Entry(64, 16, 4), _Entry(64, 16, 3), _Entry(64, 16, 2))
 # By query rows of a block, levels (as bytes, from a look-up table, either) and head size, up to 128 or 256: from best
 # to smallest. With one stage, keys are copied while values are multiplied and the other way round.
 # Of many short sequences, blocks of four warps: one computes while another changes its sequence.
@@ -97,12 +97,13 @@ _TABLE: dict[tuple[int, str, int], tuple[_Entry, ...]] = {
     (16, "any", 128): _WIDE,
     (16, "any", 256): _WIDE,
 }
-# What blocks of so many rows take by pairs, measured.
+# What blocks of so many rows take by pairs, by head size, and by a team of warps: measured.
 FEWEST_PAIR_ROWS = 32
-_PAIR_TIMES = {32: 1.0, 40: 1.17, 48: 1.33, 64: 1.6}
-# The same of a team of warps, and of 32 rows of large heads by pairs beside it.
+_PAIR_TIMES = {
+    128: {24: 0.93, 32: 1.0, 40: 1.17, 48: 1.33, 64: 1.6},
+    256: {16: 0.83, 24: 0.94, 32: 1.0, 40: 1.27, 48: 1.42},
+}
 _TEAM_TIMES = {16: 0.78, 24: 0.9, 32: 1.0, 40: 1.17, 48: 1.38, 64: 1.78}
-_PAIRS_OF_LARGE_HEADS = 0.85
 # Registers of a thread up to which two blocks of a team fit, and one block with hardly any spills.
 _TWO_TEAMS, _ONE_TEAM = 84, 185
 
@@ -240,24 +241,22 @@ def _pairs(device: Device, layout: PageLayout, group: int, queries: int) -> Deco
     def fitting(rows: int, entries: tuple[_Entry, ...]) -> Iterator[DecodeConfig]:
         return _fitting(device, layout, rows, entries, True)
 
-    # Shorter blocks at larger heads, for registers, and of 8 bits at 96 and 112, so that more than two of them fit.
-    uneven = padded_value_dim(layout) > layout.spec.value_dim
-    if _head_class(layout) == 256 or (uneven and next(fitting(FEWEST_PAIR_ROWS, _PAIRS[:2]), None) is None):
+    # Shorter blocks for many rows of large heads, which lack registers otherwise, and of 8 bits at 96 and 112, so that
+    # more than two of them fit.
+    head, uneven = _head_class(layout), padded_value_dim(layout) > layout.spec.value_dim
+    if head == 128 and uneven and next(fitting(FEWEST_PAIR_ROWS, _PAIRS[:2]), None) is None:
         return next(fitting(FEWEST_PAIR_ROWS, _SHORT_PAIRS), None)
-    by_time = sorted(_PAIR_TIMES, key=lambda rows: -(-queries // (rows // group)) * _PAIR_TIMES[rows])
-    return next((config for rows in by_time for config in fitting(rows, _PAIRS)), None)
+    times = {rows: -(-queries // (rows // group)) * t for rows, t in _PAIR_TIMES[head].items() if rows >= group}
+    few = _PAIRS if head == 128 else (*_PAIRS, *_SHORT_PAIRS)
+    many = _PAIRS if head == 128 else _SHORT_PAIRS
+    by_time = ((rows, few if rows <= FEWEST_PAIR_ROWS else many) for rows in sorted(times, key=lambda n: times[n]))
+    return next((config for rows, entries in by_time for config in fitting(rows, entries)), None)
 
 
 def _verification(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:
-    """By pairs; without them, or where large heads have more rows than a pair, by a team if that takes less time."""
+    """By pairs, or without them by a team."""
     pairs = _pairs(device, layout, group, queries) if device.warpgroups else None
-    if pairs is not None and (_head_class(layout) == 128 or queries <= pairs.rows // group):
-        return pairs
-    team = _team(device, layout, group, queries)
-    if pairs is None or team is None:
-        return team or pairs
-    by_pairs = -(-queries // (pairs.rows // group)) * _PAIRS_OF_LARGE_HEADS
-    return team if -(-queries // (team.rows // group)) * _TEAM_TIMES[team.rows] < by_pairs else pairs
+    return pairs or _team(device, layout, group, queries)
 
 
 def _team(device: Device, layout: PageLayout, group: int, queries: int) -> DecodeConfig | None:

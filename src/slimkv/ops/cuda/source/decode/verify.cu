@@ -9,7 +9,18 @@
 #include "decode/verify_queries.cuh"
 #include "decode/verify_values.cuh"
 
-constexpr int KEY_REGISTERS = NG == 5 ? 144 : 136;  // of the 256 that a thread of each role have together
+// Of the 256 registers that a thread of each role have together. With too few for either, the compiler makes every
+// product wait for the one before.
+constexpr int LAUNCHED = 128,
+              KEY_REGISTERS = OUT_SLICES * NG > 18 ? 112
+    : VD > 128                                     ? 128
+    : NG == 5                                      ? 144
+                                                   : 136,
+              VALUE_REGISTERS = 2 * LAUNCHED - KEY_REGISTERS;
+template <int FROM, int TO> DEVICE void change_registers() {
+  if constexpr (TO > FROM) setmaxnreg_inc<TO>();
+  else if constexpr (TO < FROM) setmaxnreg_dec<TO>();
+}
 
 // What both warpgroups of a pair do is one piece of code: fetching cold instructions is slow.
 KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
@@ -28,8 +39,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
   float query[QUERIES][QN];
   auto begin_loading = [&](const DecodeRange& p) {
-#pragma unroll
-    for (int i = 0; i < QUERIES; i++) load_query(args, p, warp + i * WARPS, query[i], lane);
+    UNROLL_FOR (int i = 0; i < QUERIES; i++) load_query(args, p, warp + i * WARPS, query[i], lane);
     if (loads) loader.open(args, p, own.pair);
   };
   begin_loading(range);
@@ -40,19 +50,18 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     fence_proxy_async();  // queries were written
     sync_threads();
     if (has_values) {
-      setmaxnreg_dec<256 - KEY_REGISTERS>();
+      change_registers<LAUNCHED, VALUE_REGISTERS>();
       TeamOutput acc;
       acc.clear();
       attend_values(range, PairMemory(shared, own.pair, lane, true), own, tables, lane, loader, taken, acc);
       sync_threads();
-#pragma unroll
-      for (int first = 0; first < RINGS; first += RESULT_SUMS) {
+      UNROLL_FOR (int first = 0; first < RINGS; first += RESULT_SUMS) {
         if (first) sync_team(1 + RINGS, 32 * WORKERS);
         if (RESULT_SUMS == RINGS || own.pair == first) leave_results(acc, own, shared, lane, first > 0);
       }
-      setmaxnreg_inc<128>();
+      change_registers<VALUE_REGISTERS, LAUNCHED>();
     } else {
-      setmaxnreg_inc<KEY_REGISTERS>();
+      change_registers<LAUNCHED, KEY_REGISTERS>();
       RunningSoftmax acc;
       acc.clear();
       ColumnState columns;
@@ -63,7 +72,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
       else attend_keys(args, range, shared, kept, own, columns, tables, lane, taken, acc);
       leave_states(columns, acc, (float*)(shared + STATE_AT), worker, lane);
       sync_threads();
-      setmaxnreg_dec<128>();
+      change_registers<KEY_REGISTERS, LAUNCHED>();
     }
     left -= range.last - range.first + TILE_COST;  // with what the next work tile takes
     DecodeRange next = range;

@@ -9,8 +9,7 @@ DEVICE void end_publishing(const PairMemory& memory, const TeamWarp& warp, int l
     memory.factors_of(taken)[COLUMNS] = rescales ? 1.0f : 0.0f;
     mbarrier_arrive(memory.published + (taken & 1));
   }
-#pragma unroll
-  for (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
+  UNROLL_FOR (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
 }
 
 // Scores and probabilities of the pair's steps of a range.
@@ -38,8 +37,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
     TokenFields tokens;
     load_token_fields(slot + own_fields, columns, tokens);
     tokens.largest = *(const u32*)(slot + own_word);
-#pragma unroll
-    for (int i = 32; i < WORDS; i += 32)
+    UNROLL_FOR (int i = 32; i < WORDS; i += 32)
       if (i + 32 <= WORDS || i + lane < WORDS)
         tokens.largest = max_u16x2(tokens.largest, *(const u32*)(slot + word_offset(i + lane)));
     auto score = [&] {
@@ -59,8 +57,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
       keys.load(slot + key_offset, tables, lane);
       score();
       float highest[C];
-#pragma unroll
-      for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
+      UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
       find_highest(fields, g, s, tokens, highest);
       rescales = move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken),
           nullptr, acc);
@@ -87,8 +84,7 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& rang
   const int own_fields = (int)in_register(field_offset + 2 * g, lane),
             own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
   float* const references = references_of(shared, warp.pair * TEAM + warp.member, t);
-#pragma unroll
-  for (int c = 0; c < C; c++) references[own_column(c, 0)] = MINUS_INFINITY;
+  UNROLL_FOR (int c = 0; c < C; c++) references[own_column(c, 0)] = MINUS_INFINITY;
   for (int step = range.first + warp.pair; step < range.last; step += RINGS, taken++) {
     u8 *slot = memory.slot(taken), *operands = memory.probabilities_of(taken);
     memory.wait_for_copy(taken);
@@ -101,8 +97,7 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& rang
     Weighing weighing;
     const u32 place = begin_publishing<false>(operands, warp, lane, acc, weighing);
     if (clear)
-#pragma unroll
-      for (int i = 0; i < WORDS; i += 32)
+      UNROLL_FOR (int i = 0; i < WORDS; i += 32)
         if (i + 32 <= WORDS || i + lane < WORDS)
           acc.largest_fields =
               max_u16x2(acc.largest_fields, *(const u32*)(slot + (i ? word_offset(i + lane) : own_word)));
@@ -113,8 +108,7 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& rang
       if (!TOKEN_UNITS) scale_scores(args, fields(x), columns, g, s);
       if (!clear) hide_tokens(fields(x), shared, step_token + 16 * (warp.member + TILES_APART * x), lane, s);
     };
-#pragma unroll
-    for (int x = 0; x < OWN_TILES; x++) {
+    UNROLL_FOR (int x = 0; x < OWN_TILES; x++) {
       score(x);
       if (x + 1 < OWN_TILES) keys.load(slot + key_offset + keys_of(TILES_APART * (x + 1)), tables, lane);
       if (x == 0) memory.wait_until_used(taken - 2);
@@ -125,8 +119,7 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& rang
     bool rescales = false;
     if (again) {
       float highest[C];
-#pragma unroll
-      for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
+      UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
 #pragma unroll 1
       for (int x = 0; x < OWN_TILES; x++) {
         keys.load(slot + key_offset + keys_of(TILES_APART * x), tables, lane);
@@ -147,6 +140,5 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& rang
     }
     end_publishing(memory, warp, lane, taken, rescales, weighing, acc);
   }
-#pragma unroll
-  for (int c = 0; c < C; c++) acc.row_max[c] = references[own_column(c, 0)];
+  UNROLL_FOR (int c = 0; c < C; c++) acc.row_max[c] = references[own_column(c, 0)];
 }

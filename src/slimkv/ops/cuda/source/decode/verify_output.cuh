@@ -12,12 +12,9 @@ struct TeamOutput {
   // Of all groups: what a product of a warpgroup adds to.
   DEVICE_MEMBER float (&products(int i))[4 * NG] { return *(float (*)[4 * NG]) & out[i]; }
   DEVICE_MEMBER void clear() {
-#pragma unroll
-    for (int n = 0; n < NG; n++)
-#pragma unroll
-      for (int i = 0; i < OUT_SLICES; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) out[i][n][j] = 0;
+    UNROLL_FOR (int n = 0; n < NG; n++)
+      UNROLL_FOR (int i = 0; i < OUT_SLICES; i++)
+        UNROLL_FOR (int j = 0; j < 4; j++) out[i][n][j] = 0;
   }
 };
 
@@ -25,22 +22,18 @@ struct TeamOutput {
 DEVICE void leave_results(const TeamOutput& acc, const TeamWarp& warp, u8* shared, int lane, bool adds) {
   const int g = lane >> 2, t = lane & 3, worker = warp.pair * TEAM + warp.member, place = worker % (TEAM * RESULT_SUMS);
   const float* states = (const float*)(shared + STATE_AT);
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     const int column = own_column(c, t);
     float shift = 0, highest = MINUS_INFINITY;
     if (V_KIND == UNIFORM)  // of the tokens of the whole team
       for (int w = 0; w < TEAM; w++) shift += states[STATE_WORDS * ((warp.pair * TEAM + w) * COLUMNS + column) + 2];
-#pragma unroll
-    for (int w = 0; w < WORKERS; w += TEAM)
+    UNROLL_FOR (int w = 0; w < WORKERS; w += TEAM)
       highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + column)]);  // a team has one
     const float row_max = states[STATE_WORDS * (worker * COLUMNS + column)];
     const float factor = row_max == MINUS_INFINITY ? 0.0f : exp2_approx(row_max - highest);
     float* mine = (float*)(shared + QUERY_AT) + (place * COLUMNS + column) * RESULT_ROW;
-#pragma unroll
-    for (int i = 0; i < OUT_SLICES; i++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int i = 0; i < OUT_SLICES; i++)
+      UNROLL_FOR (int r = 0; r < 2; r++) {
         const float x = V_KIND == UNIFORM ? (acc.out[i][c / OWN][2 * r + c % OWN] * VALUE_UNIT + shift) * factor
                                           : acc.out[i][c / OWN][2 * r + c % OWN] * (VALUE_UNIT * factor);
         mine[16 * i + g + 8 * r] = adds ? mine[16 * i + g + 8 * r] + x : x;
@@ -58,12 +51,10 @@ DEVICE void write_rows(const DecodeArgs& args, const DecodeRange& range, u8* sha
     if (column >= per_chunk * args.group_size || query >= range.s.queries) continue;
     float all_max, all_sum, x[VN];
     sum_of_warps(states, column, all_max, all_sum);
-#pragma unroll
-    for (int j = 0; j < VN; j++) {
+    UNROLL_FOR (int j = 0; j < VN; j++) {
       const int d = lane + 32 * j;
       x[j] = 0;
-#pragma unroll
-      for (int w = 0; w < TEAM * RESULT_SUMS; w += TEAM)
+      UNROLL_FOR (int w = 0; w < TEAM * RESULT_SUMS; w += TEAM)
         if (d < VD)
           x[j] += results[((w + d / (16 * OUT_SLICES)) * COLUMNS + column) * RESULT_ROW + d % (16 * OUT_SLICES)];
     }
@@ -73,8 +64,7 @@ DEVICE void write_rows(const DecodeArgs& args, const DecodeRange& range, u8* sha
       continue;
     }
     float* to = args.parts + (part * COLUMNS + column) * VD;
-#pragma unroll
-    for (int j = 0; j < VN; j++)
+    UNROLL_FOR (int j = 0; j < VN; j++)
       if (lane + 32 * j < VD) to[lane + 32 * j] = x[j];
     if (lane < 2) args.part_states[(part * COLUMNS + column) * 2 + lane] = lane ? all_sum : all_max;
   }

@@ -12,11 +12,9 @@ DEVICE float* references_of(u8* shared, int worker, int t) {
 
 // Sums of a warpgroup's products, when these have ended, as scores.
 DEVICE void take_scores(float (&c)[SCORED_TILES][4 * NG], StepScores& s) {
-#pragma unroll
-  for (int x = 0; x < SCORED_TILES; x++) {
+  UNROLL_FOR (int x = 0; x < SCORED_TILES; x++) {
     wgmma_fence_operand(c[x]);
-#pragma unroll
-    for (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
+    UNROLL_FOR (int i = 0; i < 4 * NG; i++) s[2 * (i / 4) + i % 2][x][i / 2 % 2] = c[x][i];
   }
 }
 
@@ -29,24 +27,20 @@ struct KeyOperands {
   u32 a[BUFFERS][AT_ONCE][4];
 
   DEVICE_MEMBER void look_up(int round, const LevelTables& tables) {
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
+    UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
       if (round % ROUNDS * AT_ONCE + i < KS)
         key_halves(codes[round / ROUNDS], round % ROUNDS * AT_ONCE + i, tables, a[round % BUFFERS][i]);
   }
   DEVICE_MEMBER void load(const u8* slot, const LevelTables& tables, int lane) {
-#pragma unroll
-    for (int x = 0; x < SCORED_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
+    UNROLL_FOR (int x = 0; x < SCORED_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
     look_up(0, tables);
   }
   DEVICE_MEMBER void multiply(const u8* shared, const LevelTables& tables, StepScores& s) {
     const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
     float c[SCORED_TILES][4 * NG];
-#pragma unroll
-    for (int round = 0; round < ALL; round++) {
+    UNROLL_FOR (int round = 0; round < ALL; round++) {
       wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
+      UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
         const int x = round / ROUNDS, slice = round % ROUNDS * AT_ONCE + i;
         const u32(&operand)[4] = a[round % BUFFERS][i];
         const u64 query = descriptor_behind(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);

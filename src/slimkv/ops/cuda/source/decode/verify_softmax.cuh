@@ -17,19 +17,16 @@ template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepSco
   constexpr bool ONE_GROUP = BY_GROUPS && N + 1 == NG;  // is left
   u32 word[4] = {0, 0, 0, 0};
   if (TILE_BY_TILE)
-#pragma unroll
-    for (int c = N * OWN; c < (ONE_GROUP ? N + 1 : N + 2) * OWN; c += OWN) {
+    UNROLL_FOR (int c = N * OWN; c < (ONE_GROUP ? N + 1 : N + 2) * OWN; c += OWN) {
       const Words2 two = *(const Words2*)(references + own_column(c, 0));
       const float first = as_float(two.x), second = as_float(two.y);
       w.reference[c] = AGAIN && first == MINUS_INFINITY ? 0.0f : first,
       w.reference[c + OWN - 1] = AGAIN && second == MINUS_INFINITY ? 0.0f : second;
     }
-#pragma unroll
-  for (int i = 0; i < (ONE_GROUP ? 2 : 4); i++) {
+  UNROLL_FOR (int i = 0; i < (ONE_GROUP ? 2 : 4); i++) {
     const int n = BY_GROUPS ? N + i / 2 : 0, x = BY_GROUPS ? X : X + i / 2, r = i % 2;
     float p[OWN];
-#pragma unroll
-    for (int j = 0; j < OWN; j++) {
+    UNROLL_FOR (int j = 0; j < OWN; j++) {
       const int c = n * OWN + j;
       const float base = TOKEN_UNITS ? tokens.unit[x][r] : 1.0f;
       p[j] = weigh(slot, base, w.reference[c], tokens.scale[x][r], g, x, r, s[c][x][r], w.sum[c], w.shift[c]);
@@ -48,8 +45,7 @@ template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const TeamWarp& 
     const RunningSoftmax& acc, Weighing& w) {
   static_assert(NG > 1 || SCORED_TILES % 2 == 0, "two groups or two tiles at a time");
   w.largest = 0;
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     if (!TILE_BY_TILE) w.reference[c] = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
     w.sum[c] = -0.0f, w.shift[c] = -0.0f;
   }

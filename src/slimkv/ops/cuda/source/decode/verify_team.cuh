@@ -19,11 +19,9 @@ struct TokenFields {
 
 // `slot`: behind it lie the fields of the lane's own tokens.
 DEVICE void load_token_fields(const u8* slot, const ColumnState& columns, TokenFields& tokens) {
-#pragma unroll
-  for (int x = 0; x < SCORED_TILES; x++) {
+  UNROLL_FOR (int x = 0; x < SCORED_TILES; x++) {
     const u8* fields = slot + fields_of(TILES_APART * x);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {  // zero times minus infinity would not be a number
+    UNROLL_FOR (int r = 0; r < 2; r++) {  // zero times minus infinity would not be a number
       tokens.unit[x][r] =
           TOKEN_UNITS ? max_f32(small_scale_of(field_bits(fields, 8 * r)) * columns.unit_of(0), 1e-37f) : 1.0f;
       tokens.scale[x][r] = scale_of(field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, 8 * r));
@@ -41,26 +39,21 @@ DEVICE void find_highest(const u8* slot, int g, const StepScores& s, const Token
 DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&highest)[C], const TeamWarp& warp,
     float* maxima, float* factors, float* references, RunningSoftmax& acc) {
   bool moves = false;
-#pragma unroll
-  for (int c = 0; c < C; c++) {
+  UNROLL_FOR (int c = 0; c < C; c++) {
     if (TILE_BY_TILE) acc.row_max[c] = references[own_column(c, 0)];
     highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
     moves = moves || highest[c] > acc.row_max[c] + RESCALE_THRESHOLD;
   }
   const bool any_moves = warp.any(moves);
   if (any_moves) {
-#pragma unroll
-    for (int c = 0; c < C; c++) {
-#pragma unroll
-      for (int d = 4; d < 32; d <<= 1) highest[c] = max_f32(highest[c], shfl_xor(highest[c], d));
+    UNROLL_FOR (int c = 0; c < C; c++) {
+      UNROLL_FOR (int d = 4; d < 32; d <<= 1) highest[c] = max_f32(highest[c], shfl_xor(highest[c], d));
       if (g == 0) maxima[STATE_WORDS * ((warp.pair * TEAM + warp.member) * COLUMNS + own_column(c, t))] = highest[c];
     }
     warp.sync();
-#pragma unroll
-    for (int c = 0; c < C; c++) {
+    UNROLL_FOR (int c = 0; c < C; c++) {
       float higher = max_f32(highest[c], acc.row_max[c]);
-#pragma unroll
-      for (int w = 0; w < TEAM; w++)
+      UNROLL_FOR (int w = 0; w < TEAM; w++)
         higher = max_f32(higher, maxima[STATE_WORDS * ((warp.pair * TEAM + w) * COLUMNS + own_column(c, t))]);
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - higher);
       acc.row_max[c] = higher;

@@ -52,15 +52,13 @@ struct StepCodes {
           from + field_offset(f) + 32 * own + 16 * (lane % 2));
     cp_async_commit();
     const i64 of_values = id * page_stride + (V_CODES + tile * V_TILE);
-#pragma unroll
-    for (int x = 0; x < NT; x++) {
+    UNROLL_FOR (int x = 0; x < NT; x++) {
       const u8* at = pages + shfl(of_values, x);
       PartCodes::load_parts<1>(next_values + x, [&](int) { return at; }, lane, warp);
     }
   }
   DEVICE_MEMBER void take_values() {
-#pragma unroll
-    for (int x = 0; x < NT; x++) values[x] = next_values[x];
+    UNROLL_FOR (int x = 0; x < NT; x++) values[x] = next_values[x];
   }
   // A step, as far as the L2 cache: each warp its tile.
   DEVICE_MEMBER void prefetch(int step) {
@@ -84,25 +82,20 @@ DEVICE Words4 load_fragments(const u8* operands, int n, int i, int lane) {
 
 DEVICE void multiply_keys(const KeyCodes& codes, const u8* shared, const LevelTables& tables, int lane, StepScores& s) {
   float c[NG][4];
-#pragma unroll
-  for (int i = 0; i < KS; i++) {
+  UNROLL_FOR (int i = 0; i < KS; i++) {
     u32 a[4];
     key_halves(codes, i, tables, a);
-#pragma unroll
-    for (int n = 0; n < NG; n += 2) {
+    UNROLL_FOR (int n = 0; n < NG; n += 2) {
       const Words4 q = load_fragments<QI>(shared + QUERY_AT, n, i, lane);
-#pragma unroll
-      for (int k = n; k < n + 2 && k < NG; k++) {
+      UNROLL_FOR (int k = n; k < n + 2 && k < NG; k++) {
         const u32 b0 = k > n ? q.z : q.x, b1 = k > n ? q.w : q.y;
         if (i == 0) mma_f16_from_zero(c[k], a[0], a[1], a[2], a[3], b0, b1);
         else mma_f16(c[k], a[0], a[1], a[2], a[3], b0, b1);
       }
     }
   }
-#pragma unroll
-  for (int n = 0; n < NG; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[2 * n + i % 2][0][i / 2] = c[n][i];
+  UNROLL_FOR (int n = 0; n < NG; n++)
+    UNROLL_FOR (int i = 0; i < 4; i++) s[2 * n + i % 2][0][i / 2] = c[n][i];
 }
 
 // Sums of a step, and the largest of its probabilities, two halves at a time.
@@ -118,15 +111,11 @@ DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& to
     const RunningSoftmax& acc, StepSums& sums) {
   sums.largest = 0;
   u32 word[NG][2];
-#pragma unroll
-  for (int n = 0; n < NG; n++) {
-#pragma unroll
-    for (int j = 0; j < 2; j++) sums.sum[2 * n + j] = -0.0f, sums.shift[2 * n + j] = -0.0f;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+  UNROLL_FOR (int n = 0; n < NG; n++) {
+    UNROLL_FOR (int j = 0; j < 2; j++) sums.sum[2 * n + j] = -0.0f, sums.shift[2 * n + j] = -0.0f;
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       float p[2];
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
+      UNROLL_FOR (int j = 0; j < 2; j++) {
         const int c = 2 * n + j;
         const float reference = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
         p[j] = weigh(fields, TOKEN_UNITS ? tokens.unit[0][r] : 1.0f, reference, tokens.scale[0][r], lane >> 2, 0, r,
@@ -172,35 +161,27 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
     const bool moves = publish<false>(s, fields, tokens, operands, warp.member, lane, acc, sums);
     if (warp.any(moves)) {
       float highest[C], *factors = (float*)(shared + FACTORS_AT);
-#pragma unroll
-      for (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
+      UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
       find_highest(fields, g, s, tokens, highest);
       const bool rescales =
           move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), factors, nullptr, acc);
       publish<true>(s, fields, tokens, operands, warp.member, lane, acc, sums);
       warp.sync();
       if (rescales)
-#pragma unroll
-        for (int c = 0; c < C; c++) {
+        UNROLL_FOR (int c = 0; c < C; c++) {
           const float factor = factors[own_column(c, t)];
-#pragma unroll
-          for (int i = 0; i < OUT_SLICES; i++)
+          UNROLL_FOR (int i = 0; i < OUT_SLICES; i++)
             output.out[i][c / 2][c % 2] *= factor, output.out[i][c / 2][2 + c % 2] *= factor;
         }
     }
-#pragma unroll
-    for (int c = 0; c < C; c++) acc.row_sum[c] += sums.sum[c], acc.shift[c] += sums.shift[c];
+    UNROLL_FOR (int c = 0; c < C; c++) acc.row_sum[c] += sums.sum[c], acc.shift[c] += sums.shift[c];
 
-#pragma unroll
-    for (int x = 0; x < NT; x++) {
+    UNROLL_FOR (int x = 0; x < NT; x++) {
       u32 a[OUT_SLICES][4];
-#pragma unroll
-      for (int i = 0; i < OUT_SLICES; i++) value_halves(codes.values[x], i, tables, a[i]);
-#pragma unroll
-      for (int n = 0; n < NG; n += 2) {
+      UNROLL_FOR (int i = 0; i < OUT_SLICES; i++) value_halves(codes.values[x], i, tables, a[i]);
+      UNROLL_FOR (int n = 0; n < NG; n += 2) {
         const Words4 p = load_fragments<NT>(operands, n, x, lane);
-#pragma unroll
-        for (int i = 0; i < OUT_SLICES; i++) {
+        UNROLL_FOR (int i = 0; i < OUT_SLICES; i++) {
           mma_f16(output.out[i][n], a[i][0], a[i][1], a[i][2], a[i][3], p.x, p.y);
           if (n + 1 < NG) mma_f16(output.out[i][n + 1], a[i][0], a[i][1], a[i][2], a[i][3], p.z, p.w);
         }
@@ -227,8 +208,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   const LevelTables tables = load_tables(args, shared, lane);
   while (true) {
     codes.open(args, range);
-#pragma unroll
-    for (int i = 0; i < QUERIES; i++) load_query(args, range, warp + i * WARPS, query[i], lane);
+    UNROLL_FOR (int i = 0; i < QUERIES; i++) load_query(args, range, warp + i * WARPS, query[i], lane);
     codes.prefetch(range.first); // while queries are prepared, registers are theirs
     prepare_queries(args, range, query, shared, warp, lane);
     codes.load(0);
