@@ -45,9 +45,11 @@ def _compile(function: JITFunction, grid, *args, **options) -> None:
 def main() -> None:
     """Attention, store and gather of two formats; prints the names of the kernels."""
     backend, architecture, lanes = sys.argv[1:]
-    driver.set_active(NoDevice(GPUTarget(backend, architecture, int(lanes))))
+    driver.set_active(
+        NoDevice(GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, int(lanes)))
+    )
     JITFunction.__getitem__ = lambda self, grid: partial(_compile, self, grid)  # type: ignore[method-assign]
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
     from attention_cases import Case, build
     from test_attention import poisoned_out, request_of
 
@@ -57,7 +59,11 @@ def main() -> None:
     from slimkv.ops.store.api import StoreRequest
     from slimkv.ops.store.triton import launch as store
 
-    for change in ({}, {"format": "k5vfp8", "dim": 128, "window": 20, "softcap": 3.0, "sinks": True}):
+    for change in (
+        {},
+        {"format": "k3v2", "dim": 96},
+        {"format": "k5vfp8", "dim": 128, "window": 20, "softcap": 3.0, "sinks": True},
+    ):
         case = Case(lens=(60, 90), queries=(1, 40), **change)
         built = build(case, torch.device("cpu"))
         attention.run(request_of(built, *poisoned_out(case, built)))

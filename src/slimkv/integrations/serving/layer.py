@@ -24,7 +24,6 @@ class ServedLayer:
     matrices: Tensor | None = None  # of query-aware rounding: one per KV head, or several by position
     offset: LayerOffset | None = None  # of keys; it may still be learnt
     backend: str | None = None  # of store and gather, by name
-    padding: int = 0  # slots below this one hold padding
 
     def packed(self, pages: Tensor, layout: PageLayout) -> PackedKV:
         """The layer's pages uint8 [blocks, num_kv_heads, page_bytes]."""
@@ -45,8 +44,7 @@ class ServedLayer:
         offset is to be learnt from the first request alone.
         """
         if self.offset is not None and not self.offset.known:
-            real = kv.pages[self.padding // kv.layout.block_size :]
-            self.offset.learn(key, slots >= self.padding, real, None if starts is None else int(starts[1]))
+            self.offset.learn(key, _real(slots, kv), kv.pages[1:], None if starts is None else int(starts[1]))
         ops.store_kv(key, value, kv, slots, self.rounding(index), backend=self.backend)
 
     def check_scores(
@@ -58,7 +56,7 @@ class ServedLayer:
         """
         if is_capturing(query.device):
             return
-        rows = (slots >= self.padding).nonzero().flatten()
+        rows = _real(slots, kv).nonzero().flatten()
         if len(rows) < MIN_TOKENS:  # a warm-up step stores nothing; ranks may share the tokens
             return
 
@@ -75,3 +73,9 @@ class ServedLayer:
             self.codec, layout, num_heads, num_kv_heads, dtype, options,
             None if self.offset is None else self.offset.tensor, self.matrices, self.backend,
         )  # fmt: skip
+
+
+def _real(slots: Tensor, kv: PackedKV) -> Tensor:
+    """bool [tokens]: which slots are a request's. Negative ones are padding; warm-up steps, also those of a draft
+    model, fill the first page, which neither engine gives to a request."""
+    return slots >= kv.layout.block_size

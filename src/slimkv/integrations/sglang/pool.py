@@ -163,7 +163,7 @@ class SlimKVPool(PackedPool, compat.MHATokenToKVPool):
         codec = shared_codec(spec, self._slab.device)
         offset = model.layer_offset(pages.layer, spec, held, codec.device) if model.centres(spec) else None
         matrices = model.matrices(pages.layer, codec, held)
-        return ServedLayer(codec, matrices, offset, self.plan.config.backend, padding=self.page_size)
+        return ServedLayer(codec, matrices, offset, self.plan.config.backend)
 
     def _shape(self) -> tuple[int, int, int]:
         return self.head_num, self.head_dim, self.v_head_dim

@@ -124,12 +124,13 @@ def _tail_nibbles(base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.const
     SLICES: tl.constexpr = S.D // 16
     TAIL: tl.constexpr = SLICES % (4 // W)
     FIRST: tl.constexpr = SLICES - TAIL
+    PIECES: tl.constexpr = S.SP  # Triton 3.6 takes no plain attribute in a shape
     lane = tl.arange(0, 32)[:, None, None]
-    piece = tl.arange(0, S.SP)[None, None, :]
+    piece = tl.arange(0, PIECES)[None, None, :]
     g = lane // 4
     t = lane % 4
     mask = keep[None, :, None] & (piece >= FIRST) & (piece < SLICES) & (lane >= 0)
-    out = tl.zeros([32, base.shape[0], S.SP], tl.int32)
+    out = tl.zeros([32, base.shape[0], PIECES], tl.int32)
     # Written without dividing a position that is negative outside the mask: a shift by a negative remainder is
     # undefined, and the compiler may conclude that the mask always holds.
     row = base[None, :, None] + OFFSET + (piece - FIRST) * (2 * W)
