@@ -152,7 +152,8 @@ def _wide_offsets(layout: PageLayout, stages: int) -> Offsets:
         ROW_MAX=256,
         SCALES=stages * (3 * 256 + (16 if spec.value.kind == Kind.RAW else 256)),
         BARRIERS=stages * 48,
-        RANGES=48,
+        RANGES=32,
+        ZERO=16,
         ROPE_LEVELS=2 << spec.value.bits if _takes_lut(spec.value) else 0,
     )
 
@@ -201,3 +202,11 @@ def merge_warps(rows: int, dim: int, device: Device) -> int:
     while shared_by < MAX_MERGE_WARPS and 2 * shared_by * warps <= 32 * device.multiprocessors:
         shared_by *= 2
     return shared_by
+
+
+def merge_rounds(rows: int, rows_of_block: int, rows_of_tile: int, dim: int, device: Device) -> int:
+    """How often a block of the merge kernel takes rows of a work tile, so that all blocks fit on the device at a time."""
+    warps, rounds = rows * -(-dim // merge_dims(dim)), 1  # a row has more than one only if they fit
+    while warps > rounds * 32 * device.multiprocessors and rows_of_tile % (2 * rounds * rows_of_block) == 0:
+        rounds *= 2
+    return rounds

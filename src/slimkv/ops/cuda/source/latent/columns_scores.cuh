@@ -246,8 +246,9 @@ struct Scorer : Place {
           [&] { tokens.load(from(), token % BLOCK_SIZE, lane); });
     }
   }
-  // Maxima and sums of what this thread block has of a work tile, by both warpgroups.
-  DEVICE_MEMBER void store_states(float* to, int count) {
+  // Maxima and sums of what this thread block has of a work tile, by both warpgroups; units become what the output of a
+  // whole one is to be multiplied by.
+  DEVICE_MEMBER void store_states(const Results& to) {
     bar_sync(SCORERS, 256);
     catch_up();
     Columns& all = columns();
@@ -256,10 +257,13 @@ struct Scorer : Place {
       if (row_of_sum(i, lane) < ROWS) all.of_warp[4 * group + warp][row_of_sum(i, lane)] = sums[i];
     bar_sync(SCORERS, 256);
     const int n = 128 * group + 32 * warp + lane;
-    if (n >= count) return;
-    float sum = 0.0f;
+    if (n < ROWS) {
+      float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < 8; w++) sum += all.of_warp[w][n];
-    to[2 * n] = all.row_max(n) == LOWEST ? MINUS_INFINITY : all.row_max(n), to[2 * n + 1] = sum;
+      for (int w = 0; w < 8; w++) sum += all.of_warp[w][n];
+      all.unit(n) = to.factor(sum) * LEVEL_UNIT;
+      if (n < to.tile.count) to.put_state(n, all.row_max(n) == LOWEST ? MINUS_INFINITY : all.row_max(n), sum);
+    }
+    if (to.whole) bar_arrive(SUMS, 512);
   }
 };

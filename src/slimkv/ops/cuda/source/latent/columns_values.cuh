@@ -1,6 +1,7 @@
 // A warpgroup of columns.cu that multiplies values: every other 64 dimensions of the output.
 #pragma once
 #include "latent/columns_shape.cuh"
+#include "latent/results.cuh"
 #include "latent/wide_tokens.cuh"
 
 struct Multiplier : Place {
@@ -50,17 +51,20 @@ struct Multiplier : Place {
       release(o, stage);
     }
   }
-  // To rows of LD, in whole sectors of 8 dimensions.
-  DEVICE_MEMBER void store(float* to, const Output& o, int count) const {
+  // 8 dimensions side by side; of a whole work tile behind the sums of those that score.
+  template <bool WHOLE> DEVICE_MEMBER void store(const Results& to, const Output& o) const {
+    if (WHOLE) bar_sync(SUMS, 512);
+    const int lane = read_laneid();  // nothing that depends on it is computed before the products
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) {
       const int n = i / 4 * 8 + 2 * (lane & 3) + i % 2;
-      if (n >= count) continue;
+      if (n >= to.tile.count) continue;
+      const i64 row = to.row(n);
+      const float by = WHOLE ? columns().unit(n) : LEVEL_UNIT;
 #pragma unroll
       for (int c = 0; c < OWN_CHUNKS; c++)
         if (CHUNKS % 2 == 0 || 2 * c + group < CHUNKS)
-          to[(i64)n * LD + place_of(64 * (2 * c + group) + 16 * warp + lane / 4 + 8 * (i / 2 % 2))] =
-              o[c][i] * LEVEL_UNIT;
+          to.put<WHOLE>(row + place_of(64 * (2 * c + group) + 16 * warp + lane / 4 + 8 * (i / 2 % 2)), o[c][i] * by);
     }
   }
 };

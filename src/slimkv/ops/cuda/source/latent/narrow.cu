@@ -115,7 +115,7 @@ DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* emp
   }
 }
 
-// ---- partial results ------------------------------------------------------------------------------------------------
+// ---- results --------------------------------------------------------------------------------------------------------
 
 // Both teams' results relative to the higher of their maxima; the first one adds up the output.
 DEVICE void combine_teams(Consumer& own, float (&highest)[2], float (&total)[2]) {
@@ -168,27 +168,31 @@ DEVICE void combine_teams(Consumer& own, float (&highest)[2], float (&total)[2])
 }
 
 // What this thread block has of a work tile.
-DEVICE void store_partial(const LatentArgs& args, const WorkRange& range, const WorkTile& work, Consumer& own) {
+template <bool WHOLE> DEVICE void store_rows(const Results& to, const Consumer& own, const float (&total)[2]) {
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    if (own.g + 8 * n >= to.tile.count) continue;
+    const i64 row = to.row(own.g + 8 * n);
+    const float by = to.factor(total[n]);
+#pragma unroll
+    for (int j = 0; j < 2 * OWN; j++) {
+      const int d = 16 * (own.warp * OWN) + 8 * j + 2 * own.t;
+      const float x[2] = {own.o[j][2 * n] * by, own.o[j][2 * n + 1] * by};
+      if (IN_BYTES) to.put_all<WHOLE>(row + d, x);
+      else to.put<WHOLE>(row + place_of(d), x[0]), to.put<WHOLE>(row + place_of(d + 1), x[1]);
+    }
+  }
+}
+DEVICE void store_results(const Results& to, Consumer& own) {
   float highest[2], total[2];
   combine_teams(own, highest, total);
-  const i64 part = (i64)part_of(range) * ROWS;
-  if (own.team == 0)
+  if (own.team) return;
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
-      if (own.g + 8 * n >= work.count) continue;
-      const i64 to = part + own.g + 8 * n;
-      if (own.warp == 0 && own.t == 0) {
-        args.states[2 * to] = highest[n] == LOWEST ? MINUS_INFINITY : highest[n];
-        args.states[2 * to + 1] = total[n];
-      }
-#pragma unroll
-      for (int j = 0; j < 2 * OWN; j++) {
-        const int d = 16 * (own.warp * OWN) + 8 * j + 2 * own.t;
-        const float low = own.o[j][2 * n], high = own.o[j][2 * n + 1];
-        if (IN_BYTES) *(Words2*)(args.parts + to * LD + d) = {as_bits(low), as_bits(high)};
-        else args.parts[to * LD + place_of(d)] = low, args.parts[to * LD + place_of(d + 1)] = high;
-      }
-    }
+  for (int n = 0; n < 2; n++)
+    if (own.warp == 0 && own.t == 0 && own.g + 8 * n < to.tile.count)
+      to.put_state(own.g + 8 * n, highest[n] == LOWEST ? MINUS_INFINITY : highest[n], total[n]);
+  if (to.whole) store_rows<true>(to, own, total);
+  else store_rows<false>(to, own, total);
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -211,7 +215,7 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int team, int warp
     sync_consumers();
     own.take_rows(tile);
     for (int i = range.first + team; i < last; i += TEAMS) own.attend(i);
-    store_partial(args, range, tile, own);
+    store_results(Results(args, range, tile), own);
     sync_consumers();  // before the next range, and its queries
     if (thread_index() == 0) common->advance(args);
   }

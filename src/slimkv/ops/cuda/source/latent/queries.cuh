@@ -11,9 +11,7 @@ template <int DIM> DEVICE int exponent_of_row(const float (&x)[DIM / 32]) {
   float most = 0.0f;
 #pragma unroll
   for (int i = 0; i < DIM / 32; i++) most = max_f32(most, as_float(as_bits(x[i]) & 0x7FFFFFFF));
-#pragma unroll
-  for (int d = 16; d; d >>= 1) most = max_f32(most, shfl_xor(most, d));
-  return min_i32(max_i32((int)(as_bits(most) >> 23), LEAST), 253);
+  return min_i32(max_i32((int)(warp_max(as_bits(most)) >> 23), LEAST), 253);
 }
 
 // Row n of a work tile as it is in memory, in flight to a warp: two numbers of the latent side by side for every lane,

@@ -81,22 +81,26 @@ struct RowTokens {
     load_rope(lane);
   }
   // Slices FIRST to LAST - 1: a quarter.
-  template <int FIRST, int LAST> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) {
+  template <int FIRST, int LAST> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane, Pace& pace) {
     constexpr int Q = FIRST / (LATENT_SLICES / 4), UNIT = Q * (LD / 32);
     static_assert(LAST - FIRST == LATENT_SLICES / 4, "a quarter");
     // Of four words, lanes 2 and 3 take the others of a pair first: they are 128 bytes behind lanes 0 and 1.
     const int t = lane & 3, g = lane >> 2, turned = WORDS == 4 && t >= 2 ? 2 : 0;
     const u32 own = to + t * WORDS / 8 * 8192 + g * 128 + ((t * WORDS % 8 ^ g ^ turned) << 4);
-    unpack_token<Q, 0, UNIT / 8 * 8192>(table, own ^ (UNIT % 8 << 4), turned);
-    unpack_token<Q, 1, UNIT / 8 * 8192 + 1024>(table, own ^ (UNIT % 8 << 4), turned);
+    u32 at = own ^ (UNIT % 8 << 4);
+    unpack_token<Q, 0, UNIT / 8 * 8192>(table, at, turned, pace);
+    unpack_token<Q, 1, UNIT / 8 * 8192 + 1024>(table, at, turned, pace);
     load_latents<Q>(lane);
   }
-  template <int Q, int I, int OFFSET> DEVICE_MEMBER void unpack_token(Table table, u32 own, bool turned) const {
+  template <int Q, int I, int OFFSET>
+  DEVICE_MEMBER void unpack_token(Table table, u32& own, bool turned, Pace& pace) const {
 #pragma unroll
     for (int k = 0; k < WORDS; k++) {
       u32 a[4];
       level_matrices(turned ? latent[I][Q][WORDS == 4 ? k ^ 2 : k] : latent[I][Q][k], 0, table, a);
+      own = pace.next(own);
       st_shared_words4<OFFSET>(own ^ (k << 4), {a[0], a[2], a[1], a[3]});
+      pace.stored();
     }
   }
 };

@@ -2,6 +2,12 @@
 #pragma once
 #include "latent/wide_producer.cuh"
 
+#ifndef FUSED
+#define FUSED 0
+#endif
+#ifndef ORDER
+#define ORDER 0
+#endif
 constexpr int HALF = LD / 2;  // dimensions of a warpgroup
 constexpr int PROBABILITIES_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the second warpgroup's probabilities have 2
 
@@ -110,30 +116,35 @@ struct Consumer {
     for (int i = 0; i < 32; i++)
       if (token + 8 * (i / 4) + 2 * t + i % 2 >= visible_end[i / 2 % 2]) s[i] = MINUS_INFINITY;
   }
-  // Raises the running maximum of a row where it is behind; `by`: what its output is to be multiplied by.
-  DEVICE_MEMBER bool raise_max(const float (&s)[32], int r, float& by) {
-    float wanted = MINUS_INFINITY;
+  // Raises the running maxima of rows that are behind; `by`: what their output is to be multiplied by. Whether one is.
+  DEVICE_MEMBER bool raise_max(const float (&s)[32], float (&by)[2]) {
+    float wanted[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
-    for (int j = 0; j < 8; j++) wanted = max_f32(wanted, max_f32(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-    wanted = max_f32(wanted, shfl_xor(wanted, 1));
-    wanted = max_f32(wanted, shfl_xor(wanted, 2));
-    const bool raise =
-        wanted > row_max[r] + RESCALE_THRESHOLD || (row_max[r] == MINUS_INFINITY && wanted > MINUS_INFINITY);
-    by = raise ? exp2_approx(row_max[r] - wanted) : 1.0f;
-    row_max[r] = raise ? wanted : row_max[r];
-    return raise;
-  }
-  // Scores to probabilities in halves, times the tokens' scales. Whether a maximum was raised.
-  DEVICE_MEMBER bool softmax(float (&s)[32], int stage, int token, float (&by)[2], Probabilities& p) {
-    const TokenScales& scales = scales_of(stage);
-    scale_scores(s, scales, token);
-    bool raised = false;
-    float shift[2], sum[2] = {0.0f, 0.0f};
+    for (int i = 0; i < 32; i++) wanted[i / 2 % 2] = max_f32(wanted[i / 2 % 2], s[i]);
+    auto behind = [&](int r) { return wanted[r] > row_max[r] + RESCALE_THRESHOLD; };
+    if (!warp_any(behind(0) || behind(1))) return false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const bool raise = raise_max(s, r, by[r]);
-      shift[r] = row_max[r] == MINUS_INFINITY ? 0.0f : row_max[r];
-      raised = raised || raise;
+      wanted[r] = max_f32(wanted[r], shfl_xor(wanted[r], 1));
+      wanted[r] = max_f32(wanted[r], shfl_xor(wanted[r], 2));
+      const float to = behind(r) ? wanted[r] : row_max[r];
+      by[r] = behind(r) ? exp2_approx(row_max[r] - to) : 1.0f;
+      row_max[r] = to, row_sum[r] *= by[r];
+    }
+    return true;
+  }
+  // Scores to probabilities in halves, times the tokens' scales. Whether a maximum was raised.
+  template <bool AFTER>
+  DEVICE_MEMBER bool softmax(float (&s)[32], int stage, int token, float (&by)[2], Probabilities& p, Output& o, int at) {
+    const TokenScales& scales = scales_of(stage);
+    scale_scores(s, scales, token);
+    const bool raised = raise_max(s, by);
+    float shift[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) shift[r] = row_max[r] == MINUS_INFINITY ? 0.0f : row_max[r];
+    if (AFTER && ORDER == 2) {
+      wgmma_wait<0>();
+      release(o, at - 1);
     }
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -141,17 +152,15 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float low = exp2_approx(s[4 * j + 2 * r] - shift[r]), high = exp2_approx(s[4 * j + 2 * r + 1] - shift[r]);
-        sum[r] += low * as_float(inverse.x);
-        sum[r] += high * as_float(inverse.y);
+        row_sum[r] += low * as_float(inverse.x);
+        row_sum[r] += high * as_float(inverse.y);
         p[j / 2][j % 2 * 2 + r] = pack_f16x2(low, high);
       }
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) row_sum[r] = row_sum[r] * by[r] + sum[r];
     return raised;
   }
   DEVICE_MEMBER void rescale(Output& o, bool raised, const float (&by)[2]) const {
-    if (!warp_any(raised)) return;
+    if (!raised) return;
 #pragma unroll
     for (int i = 0; i < HALF / 2; i++) o[i] *= by[i / 2 % 2];
   }
@@ -167,19 +176,18 @@ struct Consumer {
     fence_proxy_async();
     bar_arrive(PROBABILITIES_OF_FIRST + group, 256);
   }
-  // Waits for them and takes their maximum. Whether it is another.
+  // Waits for them and takes their maxima. Whether one is another.
   DEVICE_MEMBER bool receive(float (&by)[2]) {
     bar_sync(PROBABILITIES_OF_FIRST + 1 - group, 256);
-    bool raised = false;
+    const float* maxima = (const float*)(shared + ROW_MAX_AT);
+    const float others[2] = {maxima[row_of(0)], maxima[row_of(1)]};
+    if (!warp_any(others[0] != row_max[0] || others[1] != row_max[1])) return false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float others = ((const float*)(shared + ROW_MAX_AT))[row_of(r)];
-      const bool raise = others != row_max[r];
-      by[r] = raise ? exp2_approx(row_max[r] - others) : 1.0f;
-      row_max[r] = others, row_sum[r] *= by[r];
-      raised = raised || raise;
+      by[r] = others[r] != row_max[r] ? exp2_approx(row_max[r] - others[r]) : 1.0f;
+      row_max[r] = others[r], row_sum[r] *= by[r];
     }
-    return raised;
+    return true;
   }
 
   // -- output
@@ -208,10 +216,10 @@ struct Consumer {
     mbarrier_wait(full + 4 * stage + quarter, turn);
     fence_proxy_async();  // between stores of the producer, which the barrier has ordered before it, and products
   }
-  // The own dimensions; their other reader, of scores, was done before. The last KV block's stage takes the output.
+  // The own dimensions; their other reader, of scores, was done before.
   DEVICE_MEMBER void release(Output& o, int i) const {
     wgmma_fence_operand(o);
-    if (lane == 0 && i + 1 < count) mbarrier_arrive(empty + 2 * stage_of(i) + group);
+    if (lane == 0) mbarrier_arrive(empty + 2 * stage_of(i) + group);
   }
   // Starts values of a KV block whose scores are the other's.
   DEVICE_MEMBER void attend_others(Output& o, int i) {
@@ -234,16 +242,42 @@ struct Consumer {
     start_scores<0>(s, stage);
     await(stage, turn, 1);
     start_scores<1>(s, stage);
+#if ORDER
+    await(stage, turn, 2);
+    start_scores<2>(s, stage);
+    await(stage, turn, 3);
+    start_scores<3>(s, stage);
+    if (AFTER_OTHER) attend_others(o, i - 1);
+    wgmma_wait<AFTER_OTHER ? 1 : 0>();
+    wgmma_fence_operand(s);
+    const bool raised = softmax<AFTER_OTHER>(s, stage, token, by, p, o, i);
+    send(p);
+    if (AFTER_OTHER && ORDER == 1) {
+      wgmma_wait<0>();
+      release(o, i - 1);
+    }
+    rescale(o, raised, by);
+    start_values(o, p, stage);
+    wgmma_wait<0>();
+    release(o, i);
+#else
     if (AFTER_OTHER) {
       wgmma_wait<0>();
       wgmma_fence_operand(s);
       attend_others(o, i - 1);
     }
+#if FUSED
+    mbarrier_wait(full + 4 * stage + 2, turn);
+    await(stage, turn, 3);
+#else
     await(stage, turn, 2);
+#endif
     wgmma_fence_operand(s);
     wgmma_fence();
     start_scores<2>(s, stage);
+#if !FUSED
     await(stage, turn, 3);
+#endif
     start_scores<3>(s, stage);
     if (AFTER_OTHER) {
       wgmma_wait<2>();
@@ -251,12 +285,13 @@ struct Consumer {
     }
     wgmma_wait<0>();
     wgmma_fence_operand(s);
-    const bool raised = softmax(s, stage, token, by, p);
+    const bool raised = softmax<false>(s, stage, token, by, p, o, i);
     send(p);
     rescale(o, raised, by);
     start_values(o, p, stage);
     wgmma_wait<0>();
     release(o, i);
+#endif
   }
   DEVICE_MEMBER void attend_range(Output& o) {
     int i = group;

@@ -55,6 +55,23 @@ DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4], const Le
   }
 }
 
+// Paces stores of a warp that unpacks: few are under way at a time. More would wait for shared memory behind operands of
+// products, and whatever other warps of the scheduler want of shared memory, or of one another, would wait behind them.
+#ifndef THROTTLE
+#define THROTTLE 0
+#endif
+struct Pace {
+  u32 address;  // of a zero in shared memory
+  u32 zero = 0;
+  int count = 0;
+
+  // The address to store to, which is known when what was stored before is there.
+  DEVICE_MEMBER u32 next(u32 to) { return THROTTLE && count % (THROTTLE + !THROTTLE) == 0 ? to + zero : to; }
+  DEVICE_MEMBER void stored() {
+    if (THROTTLE && ++count % (THROTTLE + !THROTTLE) == 0) zero = ld_shared_constant(settled(address));
+  }
+};
+
 struct RopeCodes {
   static constexpr int WORDS = R_BITS % 8 ? 2 * ROPE_SLICES : ROPE_SLICES * R_BITS / 4;  // 6 and 7 bits as bytes
   u32 words[WORDS];
@@ -125,13 +142,15 @@ struct Tokens {
   }
   // Levels of latents likewise: slices FIRST to LAST - 1.
   template <int FIRST, int LAST>
-  DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
+  DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane, Pace& pace) const {
     const u32 row = row_of(lane);
 #pragma unroll
     for (int s = FIRST; s < LAST; s++) {
       u32 a[4];
       level_matrices(latent.low(s), L_BITS > 4 ? latent.high(s) : 0, table, a);
+      to = pace.next(to);
       stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
+      pace.stored();
     }
   }
   // Of the lane; slice s is at this ^ 32 s.
