@@ -155,7 +155,7 @@ def test_more_sequences_than_lanes_of_a_warp(heads):
 @pytest.mark.parametrize("heads", [4, 20, 40])
 @pytest.mark.parametrize(("multiprocessors", "apart"), [(6, 0), (6, 1), (2, 0)])
 def test_whole_work_tiles_and_parts(heads, multiprocessors, apart):
-    """Blocks that have whole work tiles write the output if its rows are evenly apart; there may be more than blocks."""
+    """Blocks write whole work tiles if rows of the output are evenly apart; there may be more tiles than blocks."""
     case = Case(heads=heads, lens=(64, 64, 0, 64, 64), queries=(1,) * 5, out_dtype="bf16", padding=1)
     attend_and_check(case, replace(H200, multiprocessors=multiprocessors), apart=apart)
 

@@ -152,8 +152,7 @@ def _wide_offsets(layout: PageLayout, stages: int) -> Offsets:
         ROW_MAX=256,
         SCALES=stages * (3 * 256 + (16 if spec.value.kind == Kind.RAW else 256)),
         BARRIERS=stages * 48,
-        RANGES=32,
-        ZERO=16,
+        RANGES=48,
         ROPE_LEVELS=2 << spec.value.bits if _takes_lut(spec.value) else 0,
     )
 
@@ -205,7 +204,7 @@ def merge_warps(rows: int, dim: int, device: Device) -> int:
 
 
 def merge_rounds(rows: int, rows_of_block: int, rows_of_tile: int, dim: int, device: Device) -> int:
-    """How often a block of the merge kernel takes rows of a work tile, so that all blocks fit on the device at a time."""
+    """Groups of rows that a block of the merge kernel takes in turn, so that all blocks fit on the device at a time."""
     warps, rounds = rows * -(-dim // merge_dims(dim)), 1  # a row has more than one only if they fit
     while warps > rounds * 32 * device.multiprocessors and rows_of_tile % (2 * rounds * rows_of_block) == 0:
         rounds *= 2

@@ -176,7 +176,7 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     workspace = _workspace(request, _partial_bytes(request.layout, partial_rows))  # alive until both are launched
     args = _args(request, workspace, partial_rows)
     direct = _is_written_directly(request.out)
-    # Blocks that have whole work tiles write the output; all others together have parts of at most one for each of them.
+    # Whole work tiles are in the output; two neighbouring blocks share at most one of the others.
     merged_rows = (min(sequences * tiles, config.blocks) if direct else sequences * tiles) * config.kernel.rows
     args.row_tiles, args.num_seqs, args.blocks, args.direct = tiles, sequences, config.blocks, direct
     args.merge_warps = merge_warps(merged_rows, dim, device)

@@ -94,8 +94,7 @@ DEVICE void multiply_ranges(const LatentArgs& args, const Place& place) {
     stage_queries(args, begun.tile, place, 8 + 4 * place.group + place.warp);
     const int count = begun.count;
     Output o;
-#pragma unroll
-    for (int i = 0; i < OWN_CHUNKS * ROWS / 2; i++) o[i / (ROWS / 2)][i % (ROWS / 2)] = 0.0f;
+    UNROLL_FOR (int i = 0; i < OWN_CHUNKS * ROWS / 2; i++) o[i / (ROWS / 2)][i % (ROWS / 2)] = 0.0f;
     own.attend_range(o, count, before);
     before += count;
     const Part part(args, broadcast(place.ranges().range));  // again: registers are few

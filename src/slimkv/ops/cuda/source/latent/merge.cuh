@@ -17,13 +17,11 @@ struct PartialRow {
   Words4 words[WORDS];
 
   DEVICE_MEMBER void load(const float* row, int lane, int dims) {
-#pragma unroll
-    for (int w = 0; w < WORDS; w++)
+    UNROLL_FOR (int w = 0; w < WORDS; w++)
       words[w] = 128 * w + 4 * lane < dims ? *(const Words4*)(row + 128 * w + 4 * lane) : Words4{0, 0, 0, 0};
   }
   DEVICE_MEMBER void add_to(float (&x)[4 * WORDS], float by) const {
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) {
+    UNROLL_FOR (int w = 0; w < WORDS; w++) {
       x[4 * w] += as_float(words[w].x) * by, x[4 * w + 1] += as_float(words[w].y) * by;
       x[4 * w + 2] += as_float(words[w].z) * by, x[4 * w + 3] += as_float(words[w].w) * by;
     }
@@ -45,12 +43,10 @@ DEVICE RowState merge_states(const float* from, Words2* states, int count, int l
     const Words2 state = *(const Words2*)(from + 2 * i * ROWS);
     states[i] = state, row.highest = max_f32(row.highest, as_float(state.x));
   }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) row.highest = max_f32(row.highest, shfl_xor(row.highest, d));
+  UNROLL_FOR (int d = 16; d; d >>= 1) row.highest = max_f32(row.highest, shfl_xor(row.highest, d));
   sync_warp();
   for (int i = lane; i < count; i += 32) row.row_sum += as_float(states[i].y) * factor_of(states[i].x, row.highest);
-#pragma unroll
-  for (int d = 16; d; d >>= 1) row.row_sum += shfl_xor(row.row_sum, d);
+  UNROLL_FOR (int d = 16; d; d >>= 1) row.row_sum += shfl_xor(row.row_sum, d);
   return row;
 }
 
@@ -79,7 +75,7 @@ KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
   SHARED_MEMORY(scratch);
   const int warp = thread_index() / 32, lane = thread_index() & 31, warps_of_row = args.merge_warps;
   const int warps = max_i32(warps_of_row, MIN_MERGE_WARPS), rows = warps / warps_of_row;
-  float* const sums = (float*)scratch;               // [warp, dimension]
+  float* const sums = (float*)scratch;  // [warp, dimension]
   float* const factors = sums + warps * MERGE_DIMS;  // [warp]: what a row's sums are multiplied by
   const int number = block_index() * rows * args.merge_rounds / ROWS, turn = warp % warps_of_row;
   Words2* const states = (Words2*)(factors + warps) + warp / warps_of_row * args.blocks;
@@ -92,7 +88,8 @@ KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
   if (args.direct && partials.count < 2) return;  // a whole work tile is in the output
 
   for (int round = 0; round < args.merge_rounds; round++) {
-    const int first_row = (block_index() * args.merge_rounds + round) * rows % ROWS, n = first_row + warp / warps_of_row;
+    const int first_row = (block_index() * args.merge_rounds + round) * rows % ROWS,
+              n = first_row + warp / warps_of_row;
     const int count = n < tile.count ? partials.count : 0;
     const i64 first = (i64)partials.first * ROWS + n;
     const float* next = args.parts + (first + turn * ROWS) * LD + dim;
@@ -102,21 +99,18 @@ KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
       row.load(next, lane, left > 0 ? dims : 0);
       next += warps_of_row * ROWS * LD, left -= warps_of_row;
     };
-#pragma unroll
-    for (int j = 0; j < MERGE_AHEAD; j++) load(ahead[j]);
+    UNROLL_FOR (int j = 0; j < MERGE_AHEAD; j++) load(ahead[j]);
     const RowState row = merge_states(args.states + 2 * first, states, count, lane);
     float x[4 * PartialRow::WORDS] = {};
     for (int i = turn; i < count; i += MERGE_AHEAD * warps_of_row) {
-#pragma unroll
-      for (int j = 0; j < MERGE_AHEAD; j++) {
+      UNROLL_FOR (int j = 0; j < MERGE_AHEAD; j++) {
         const int own = i + j * warps_of_row;
         if (own < count) ahead[j].add_to(x, factor_of(states[own].x, row.highest));
         load(ahead[j]);
       }
     }
 
-#pragma unroll
-    for (int w = 0; w < PartialRow::WORDS; w++)
+    UNROLL_FOR (int w = 0; w < PartialRow::WORDS; w++)
       *(Words4*)(sums + MERGE_DIMS * warp + 128 * w + 4 * lane) = {as_bits(x[4 * w]), as_bits(x[4 * w + 1]),
           as_bits(x[4 * w + 2]), as_bits(x[4 * w + 3])};
     if (lane == 0) factors[warp] = normaliser(row.row_sum);

@@ -36,9 +36,7 @@ DEVICE Sequence sequence_at(const LatentArgs& args, int b) {
 }
 DEVICE Sequence from_lane(const Sequence& s, int lane) { return {shfl(s.tiles, lane), shfl(s.kv_blocks, lane)}; }
 
-#ifndef MIN_SHARE
-#define MIN_SHARE 2
-#endif
+constexpr int MIN_SHARE = 2;  // KV blocks of a thread block: fewer leave more to merge than they save
 constexpr bool PAD_TILES = false;
 #include "common/schedule.cuh"
 DEVICE WorkCosts costs_of(const LatentArgs&) { return {TILE_COST, TILE_COST, MIN_SHARE, TILE_COST + 2}; }

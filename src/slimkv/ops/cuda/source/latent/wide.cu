@@ -9,9 +9,6 @@
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 
-#ifndef QUERIES_AHEAD
-#define QUERIES_AHEAD 8
-#endif
 constexpr int THREADS = 384, TILE_COST = 4;
 #include "latent/merge.cuh"
 #include "latent/queries.cuh"
@@ -22,7 +19,7 @@ constexpr int PRODUCER_REGISTERS = 104, CONSUMER_REGISTERS = (504 - PRODUCER_REG
 static_assert(ROWS == 64 && KV_BLOCK == 64, "operands");
 static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "latents that are not looked up");
 static_assert(RING_AT - QUERIES_AT == STAGE && PROBABILITIES_AT - RING_AT == STAGES * STAGE &&
-        BARRIERS_AT - SCALES_AT == STAGES * sizeof(TokenScales) && sizeof(WorkRanges) <= ZERO_AT - RANGES_AT,
+        BARRIERS_AT - SCALES_AT == STAGES * sizeof(TokenScales) && sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT,
     "regions of shared memory");
 
 // Row n of a work tile, by one warp: 64 dimensions side by side at `to`, those of the rope part behind the latent's.
@@ -50,13 +47,10 @@ DEVICE void store_rows(const Results& to, const Output& o, int first, int dim, c
     int lane) {
   const int g = lane >> 2, t = lane & 3;
   const i64 at = to.row(first + lane / 8) + dim + lane % 8 * 4, apart = to.row(4) - to.row(0);
-#pragma unroll
-  for (int pass = 0; pass < HALF / PASS; pass++) {
+  UNROLL_FOR (int pass = 0; pass < HALF / PASS; pass++) {
     sync_warp();
-#pragma unroll
-    for (int j = 0; j < PASS / 8; j++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int j = 0; j < PASS / 8; j++)
+      UNROLL_FOR (int r = 0; r < 2; r++) {
         const int i = PASS / 2 * pass + 4 * j + 2 * r;
         float* const row = (float*)(scratch + (g + 8 * r) * PITCH);
         const float low = o[i] * by[r], high = o[i + 1] * by[r];
@@ -64,8 +58,7 @@ DEVICE void store_rows(const Results& to, const Output& o, int first, int dim, c
         else row[place_of(8 * j + 2 * t)] = low, row[place_of(8 * j + 2 * t + 1)] = high;
       }
     sync_warp();
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
+    UNROLL_FOR (int k = 0; k < 4; k++) {
       const int n = 4 * k + lane / 8;
       const Words4 own = *(const Words4*)(scratch + n * PITCH + lane % 8 * 16);
       const float x[4] = {as_float(own.x), as_float(own.y), as_float(own.z), as_float(own.w)};
@@ -77,16 +70,14 @@ DEVICE void store_rows(const Results& to, const Output& o, int first, int dim, c
 // What this thread block has of a work tile.
 DEVICE void store_results(const Results& to, Consumer& own, const Output& o) {
   const int thread = thread_index() % 128, t = own.lane & 3;
-#pragma unroll
-  for (int r = 0; r < 2; r++)
+  UNROLL_FOR (int r = 0; r < 2; r++)
     own.row_sum[r] += shfl_xor(own.row_sum[r], 1), own.row_sum[r] += shfl_xor(own.row_sum[r], 2);
   bar_sync(CONSUMERS, 256);
   float* sums = (float*)(own.shared + PROBABILITIES_AT) + 2 * thread;
   sums[256 * own.group] = own.row_sum[0], sums[256 * own.group + 1] = own.row_sum[1];
   bar_sync(CONSUMERS, 256);
   float by[2];
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
+  UNROLL_FOR (int r = 0; r < 2; r++) {
     const int n = own.row_of(r);
     const float total = sums[r] + sums[256 + r];
     if (own.group == 0 && t == 0 && n < to.tile.count) to.put_state(n, own.row_max[r], total);
@@ -116,7 +107,7 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, u64* full, u64* em
     const WorkTile tile(args, range.b, range.tile);
     own.first = range.first, own.count = shfl(min_i32(range.last, tile.kv_blocks(args)) - range.first, 0);
     own.clear_end = tile.visible_end(args, 0);
-    each_query<8, QUERIES_AHEAD>(args, tile, 4 * group + own.warp, lane, [&](const Query& query, int n) {
+    each_query<8, 4>(args, tile, 4 * group + own.warp, lane, [&](const Query& query, int n) {
       stage_query(args, tile, query, n, shared + QUERIES_AT, (Row*)(shared + PROBABILITIES_AT));
     });
     fence_proxy_async();
@@ -124,8 +115,7 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, u64* full, u64* em
     own.take_rows();
     bar_sync(CONSUMERS, 256);
     Output o;
-#pragma unroll
-    for (int i = 0; i < HALF / 2; i++) o[i] = 0.0f;
+    UNROLL_FOR (int i = 0; i < HALF / 2; i++) o[i] = 0.0f;
     own.attend_range(o);
     own.before += max_i32(own.count, 0);
     store_results(Results(args, range, tile), own, o);
@@ -142,7 +132,6 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   fill_rope_levels<THREADS>(args.rope_levels, shared + ROPE_LEVELS_AT);
   if (thread_index() == 0) {
     for (int i = 0; i < 6 * STAGES; i++) mbarrier_init(full + i, 4);
-    *(u32*)(shared + ZERO_AT) = 0;
     fence_mbarrier_init();
   }
   pdl_wait();

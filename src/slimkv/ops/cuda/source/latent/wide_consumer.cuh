@@ -2,12 +2,6 @@
 #pragma once
 #include "latent/wide_producer.cuh"
 
-#ifndef FUSED
-#define FUSED 0
-#endif
-#ifndef ORDER
-#define ORDER 0
-#endif
 constexpr int HALF = LD / 2;  // dimensions of a warpgroup
 constexpr int PROBABILITIES_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the second warpgroup's probabilities have 2
 
@@ -35,8 +29,7 @@ struct Consumer {
 
   DEVICE_MEMBER int row_of(int r) const { return 16 * warp + lane / 4 + 8 * r; }
   DEVICE_MEMBER void take_rows() {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       const Row row = ((const Row*)(shared + PROBABILITIES_AT))[row_of(r)];
       unit[r] = row.unit, rope[r] = row.rope, visible_end[r] = row.visible_end;
       row_max[r] = MINUS_INFINITY, row_sum[r] = 0.0f;
@@ -65,12 +58,10 @@ struct Consumer {
   // -- scores
   // Starts products of queries with the rope parts.
   DEVICE_MEMBER void start_rope_scores(float (&s)[32], int stage) const {
-#pragma unroll
-    for (int i = 0; i < 32; i++) s[i] = 0.0f;
+    UNROLL_FOR (int i = 0; i < 32; i++) s[i] = 0.0f;
     wgmma_fence_operand(s);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < ROPE_SLICES; k++) {
+    UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) {
       const int at = (CHUNKS + k / 4) * CHUNK + k % 4 * 32;
       WgmmaNarrow<64, BF16_ROPE>::shared_a(s, queries_at(at), keys_at(stage, at));
     }
@@ -80,19 +71,17 @@ struct Consumer {
   DEVICE_MEMBER void scale_rope_scores(float (&s)[32], int stage) const {
     const TokenScales& scales = scales_of(stage);
     wgmma_fence_operand(s);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
+    UNROLL_FOR (int j = 0; j < 8; j++) {
       const Words2 by = pair_of(R_KIND == RAW ? scales.inverse : scales.rope, j);
-#pragma unroll
-      for (int i = 0; i < 4; i++) s[4 * j + i] *= as_float(i % 2 ? by.y : by.x) * (BF16_ROPE ? 1.0f : rope[i / 2]);
+      UNROLL_FOR (int i = 0; i < 4; i++)
+        s[4 * j + i] *= as_float(i % 2 ? by.y : by.x) * (BF16_ROPE ? 1.0f : rope[i / 2]);
     }
     wgmma_fence_operand(s);
     wgmma_fence();
   }
   // Starts products with quarter Q of the latents' dimensions, added to them.
   template <int Q> DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
-#pragma unroll
-    for (int k = Q * QUARTER; k < (Q + 1) * QUARTER; k++) {
+    UNROLL_FOR (int k = Q * QUARTER; k < (Q + 1) * QUARTER; k++) {
       const int at = k / 4 * CHUNK + k % 4 * 32;
       Wgmma<64>::shared_a<true>(s, queries_at(at), keys_at(stage, at));
     }
@@ -103,28 +92,23 @@ struct Consumer {
   // Products to base-2 scores plus the logarithm of the token's scale, masked.
   DEVICE_MEMBER void scale_scores(float (&s)[32], const TokenScales& scales, int token) const {
     const int t = lane & 3;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
+    UNROLL_FOR (int j = 0; j < 8; j++) {
       const Words2 scale = pair_of(scales.scale, j), log = pair_of(scales.log, j);
-#pragma unroll
-      for (int i = 0; i < 4; i++)
+      UNROLL_FOR (int i = 0; i < 4; i++)
         s[4 * j + i] =
             s[4 * j + i] * as_float(i % 2 ? scale.y : scale.x) * unit[i / 2] + as_float(i % 2 ? log.y : log.x);
     }
     if (token + KV_BLOCK <= clear_end) return;
-#pragma unroll
-    for (int i = 0; i < 32; i++)
+    UNROLL_FOR (int i = 0; i < 32; i++)
       if (token + 8 * (i / 4) + 2 * t + i % 2 >= visible_end[i / 2 % 2]) s[i] = MINUS_INFINITY;
   }
   // Raises the running maxima of rows that are behind; `by`: what their output is to be multiplied by. Whether one is.
   DEVICE_MEMBER bool raise_max(const float (&s)[32], float (&by)[2]) {
     float wanted[2] = {MINUS_INFINITY, MINUS_INFINITY};
-#pragma unroll
-    for (int i = 0; i < 32; i++) wanted[i / 2 % 2] = max_f32(wanted[i / 2 % 2], s[i]);
+    UNROLL_FOR (int i = 0; i < 32; i++) wanted[i / 2 % 2] = max_f32(wanted[i / 2 % 2], s[i]);
     auto behind = [&](int r) { return wanted[r] > row_max[r] + RESCALE_THRESHOLD; };
     if (!warp_any(behind(0) || behind(1))) return false;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       wanted[r] = max_f32(wanted[r], shfl_xor(wanted[r], 1));
       wanted[r] = max_f32(wanted[r], shfl_xor(wanted[r], 2));
       const float to = behind(r) ? wanted[r] : row_max[r];
@@ -134,23 +118,15 @@ struct Consumer {
     return true;
   }
   // Scores to probabilities in halves, times the tokens' scales. Whether a maximum was raised.
-  template <bool AFTER>
-  DEVICE_MEMBER bool softmax(float (&s)[32], int stage, int token, float (&by)[2], Probabilities& p, Output& o, int at) {
+  DEVICE_MEMBER bool softmax(float (&s)[32], int stage, int token, float (&by)[2], Probabilities& p) {
     const TokenScales& scales = scales_of(stage);
     scale_scores(s, scales, token);
     const bool raised = raise_max(s, by);
     float shift[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) shift[r] = row_max[r] == MINUS_INFINITY ? 0.0f : row_max[r];
-    if (AFTER && ORDER == 2) {
-      wgmma_wait<0>();
-      release(o, at - 1);
-    }
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) shift[r] = row_max[r] == MINUS_INFINITY ? 0.0f : row_max[r];
+    UNROLL_FOR (int j = 0; j < 8; j++) {
       const Words2 inverse = pair_of(scales.inverse, j);
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
+      UNROLL_FOR (int r = 0; r < 2; r++) {
         const float low = exp2_approx(s[4 * j + 2 * r] - shift[r]), high = exp2_approx(s[4 * j + 2 * r + 1] - shift[r]);
         row_sum[r] += low * as_float(inverse.x);
         row_sum[r] += high * as_float(inverse.y);
@@ -161,15 +137,13 @@ struct Consumer {
   }
   DEVICE_MEMBER void rescale(Output& o, bool raised, const float (&by)[2]) const {
     if (!raised) return;
-#pragma unroll
-    for (int i = 0; i < HALF / 2; i++) o[i] *= by[i / 2 % 2];
+    UNROLL_FOR (int i = 0; i < HALF / 2; i++) o[i] *= by[i / 2 % 2];
   }
 
   // -- probabilities to the other warpgroup, and its
   DEVICE_MEMBER void send(const Probabilities& p) const {
     const u32 row = shared_address(shared + PROBABILITIES_AT) + (16 * warp + lane % 16) * 128;
-#pragma unroll
-    for (int k = 0; k < 4; k++)
+    UNROLL_FOR (int k = 0; k < 4; k++)
       stmatrix_x4<0>(row + ((2 * k + lane / 16 ^ (lane & 7)) << 4), p[k][0], p[k][1], p[k][2], p[k][3]);
     float* maxima = (float*)(shared + ROW_MAX_AT);
     if ((lane & 3) == 0) maxima[row_of(0)] = row_max[0], maxima[row_of(1)] = row_max[1];
@@ -182,8 +156,7 @@ struct Consumer {
     const float* maxima = (const float*)(shared + ROW_MAX_AT);
     const float others[2] = {maxima[row_of(0)], maxima[row_of(1)]};
     if (!warp_any(others[0] != row_max[0] || others[1] != row_max[1])) return false;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       by[r] = others[r] != row_max[r] ? exp2_approx(row_max[r] - others[r]) : 1.0f;
       row_max[r] = others[r], row_sum[r] *= by[r];
     }
@@ -195,8 +168,7 @@ struct Consumer {
   DEVICE_MEMBER void start_values(Output& o, const Probabilities& p, int stage) const {
     wgmma_fence_operand(o);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; k++)
+    UNROLL_FOR (int k = 0; k < 4; k++)
       Wgmma<HALF>::register_a(o, p[k][0], p[k][1], p[k][2], p[k][3], values_at(stage, k * 2048));
     wgmma_commit();
   }
@@ -204,8 +176,7 @@ struct Consumer {
     const u64 probabilities = smem_descriptor(shared_address(shared + PROBABILITIES_AT), 16);
     wgmma_fence_operand(o);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; k++)
+    UNROLL_FOR (int k = 0; k < 4; k++)
       Wgmma<HALF>::shared_a_across(o, descriptor_behind(probabilities, k * 32), values_at(stage, k * 2048));
     wgmma_commit();
   }
@@ -242,42 +213,16 @@ struct Consumer {
     start_scores<0>(s, stage);
     await(stage, turn, 1);
     start_scores<1>(s, stage);
-#if ORDER
-    await(stage, turn, 2);
-    start_scores<2>(s, stage);
-    await(stage, turn, 3);
-    start_scores<3>(s, stage);
-    if (AFTER_OTHER) attend_others(o, i - 1);
-    wgmma_wait<AFTER_OTHER ? 1 : 0>();
-    wgmma_fence_operand(s);
-    const bool raised = softmax<AFTER_OTHER>(s, stage, token, by, p, o, i);
-    send(p);
-    if (AFTER_OTHER && ORDER == 1) {
-      wgmma_wait<0>();
-      release(o, i - 1);
-    }
-    rescale(o, raised, by);
-    start_values(o, p, stage);
-    wgmma_wait<0>();
-    release(o, i);
-#else
     if (AFTER_OTHER) {
       wgmma_wait<0>();
       wgmma_fence_operand(s);
       attend_others(o, i - 1);
     }
-#if FUSED
-    mbarrier_wait(full + 4 * stage + 2, turn);
-    await(stage, turn, 3);
-#else
     await(stage, turn, 2);
-#endif
     wgmma_fence_operand(s);
     wgmma_fence();
     start_scores<2>(s, stage);
-#if !FUSED
     await(stage, turn, 3);
-#endif
     start_scores<3>(s, stage);
     if (AFTER_OTHER) {
       wgmma_wait<2>();
@@ -285,13 +230,12 @@ struct Consumer {
     }
     wgmma_wait<0>();
     wgmma_fence_operand(s);
-    const bool raised = softmax<false>(s, stage, token, by, p, o, i);
+    const bool raised = softmax(s, stage, token, by, p);
     send(p);
     rescale(o, raised, by);
     start_values(o, p, stage);
     wgmma_wait<0>();
     release(o, i);
-#endif
   }
   DEVICE_MEMBER void attend_range(Output& o) {
     int i = group;

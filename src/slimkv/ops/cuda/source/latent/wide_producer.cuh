@@ -27,17 +27,16 @@ struct Producer {
     const int stage = number % STAGES;
     const u32 to = shared_address(ring) + stage * STAGE + warp * 2048, turn = (u32)(number / STAGES & 1);
     u64* const quarters = full + 4 * stage;
-    Pace pace = {shared_address(ring) - RING_AT + ZERO_AT};
     mbarrier_wait(empty + 2 * stage, turn ^ 1);
     tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
-    tokens.template unpack_latents<0, QUARTER>(args.table, to, lane, pace);
+    tokens.template unpack_latents<0, QUARTER>(args.table, to, lane);
     report(quarters);
-    tokens.template unpack_latents<QUARTER, 2 * QUARTER>(args.table, to, lane, pace);
+    tokens.template unpack_latents<QUARTER, 2 * QUARTER>(args.table, to, lane);
     report(quarters + 1);
     mbarrier_wait(empty + 2 * stage + 1, turn ^ 1);
-    tokens.template unpack_latents<2 * QUARTER, 3 * QUARTER>(args.table, to, lane, pace);
+    tokens.template unpack_latents<2 * QUARTER, 3 * QUARTER>(args.table, to, lane);
     report(quarters + 2);
-    tokens.template unpack_latents<3 * QUARTER, 4 * QUARTER>(args.table, to, lane, pace);
+    tokens.template unpack_latents<3 * QUARTER, 4 * QUARTER>(args.table, to, lane);
     report(quarters + 3);
   }
 

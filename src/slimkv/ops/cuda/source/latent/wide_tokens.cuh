@@ -55,30 +55,12 @@ DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4], const Le
   }
 }
 
-// Paces stores of a warp that unpacks: few are under way at a time. More would wait for shared memory behind operands of
-// products, and whatever other warps of the scheduler want of shared memory, or of one another, would wait behind them.
-#ifndef THROTTLE
-#define THROTTLE 0
-#endif
-struct Pace {
-  u32 address;  // of a zero in shared memory
-  u32 zero = 0;
-  int count = 0;
-
-  // The address to store to, which is known when what was stored before is there.
-  DEVICE_MEMBER u32 next(u32 to) { return THROTTLE && count % (THROTTLE + !THROTTLE) == 0 ? to + zero : to; }
-  DEVICE_MEMBER void stored() {
-    if (THROTTLE && ++count % (THROTTLE + !THROTTLE) == 0) zero = ld_shared_constant(settled(address));
-  }
-};
-
 struct RopeCodes {
   static constexpr int WORDS = R_BITS % 8 ? 2 * ROPE_SLICES : ROPE_SLICES * R_BITS / 4;  // 6 and 7 bits as bytes
   u32 words[WORDS];
 
   DEVICE_MEMBER void clear() {
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) words[i] = 0;
+    UNROLL_FOR (int i = 0; i < WORDS; i++) words[i] = 0;
   }
   DEVICE_MEMBER void load(const u8* tile, int lane) {
     if constexpr (R_BITS % 8 == 0) {
@@ -86,8 +68,7 @@ struct RopeCodes {
     } else {
       Codes<(R_BITS < 8 ? R_BITS : 7), ROPE_SLICES, true> codes;
       codes.load(tile, lane);
-#pragma unroll
-      for (int i = 0; i < WORDS; i++) words[i] = rope_code_bytes(codes.low(i / 2), codes.high(i / 2), i % 2);
+      UNROLL_FOR (int i = 0; i < WORDS; i++) words[i] = rope_code_bytes(codes.low(i / 2), codes.high(i / 2), i % 2);
     }
   }
   // Slice s as pages have it: dimensions x tokens.
@@ -117,8 +98,7 @@ struct Tokens {
     }
     latent.load(page + place / 16 * L_TILE, lane);
     rope.load(page + R_CODES + place / 16 * R_TILE, lane);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
+    UNROLL_FOR (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
       const int token = (lane >> 2) + 8 * i;
       if (token < left) fields[i] = field_bits(page + L_FIELDS, place + token);
       if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
@@ -133,8 +113,7 @@ struct Tokens {
       scales.put(first + lane / 4 + 8 * second, second ? fields[1] : fields[0],
           second ? rope_fields[1] : rope_fields[0]);
     const u32 row = row_of(lane);
-#pragma unroll
-    for (int s = 0; s < ROPE_SLICES; s++) {
+    UNROLL_FOR (int s = 0; s < ROPE_SLICES; s++) {
       u32 v[4];
       rope.matrices(s, table, levels, v);
       stmatrix_x4_trans<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), v[0], v[2], v[1], v[3]);
@@ -142,15 +121,12 @@ struct Tokens {
   }
   // Levels of latents likewise: slices FIRST to LAST - 1.
   template <int FIRST, int LAST>
-  DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane, Pace& pace) const {
+  DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
     const u32 row = row_of(lane);
-#pragma unroll
-    for (int s = FIRST; s < LAST; s++) {
+    UNROLL_FOR (int s = FIRST; s < LAST; s++) {
       u32 a[4];
       level_matrices(latent.low(s), L_BITS > 4 ? latent.high(s) : 0, table, a);
-      to = pace.next(to);
       stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
-      pace.stored();
     }
   }
   // Of the lane; slice s is at this ^ 32 s.
