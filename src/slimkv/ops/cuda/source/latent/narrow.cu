@@ -158,28 +158,29 @@ DEVICE void combine_teams(Consumer& own, float (&highest)[2], float (&total)[2])
 }
 
 // What this thread block has of a work tile.
-template <bool WHOLE> DEVICE void store_rows(const Results& to, const Consumer& own, const float (&total)[2]) {
-  UNROLL_FOR (int n = 0; n < 2; n++) {
-    if (own.g + 8 * n >= to.tile.count) continue;
-    const i64 row = to.row(own.g + 8 * n);
-    const float by = to.factor(total[n]);
-    UNROLL_FOR (int j = 0; j < 2 * OWN; j++) {
-      const int d = 16 * (own.warp * OWN) + 8 * j + 2 * own.t;
-      const float x[2] = {own.o[j][2 * n] * by, own.o[j][2 * n + 1] * by};
-      if (IN_BYTES) to.put_all<WHOLE>(row + d, x);
-      else to.put<WHOLE>(row + place_of(d), x[0]), to.put<WHOLE>(row + place_of(d + 1), x[1]);
-    }
-  }
-}
 DEVICE void store_results(const Results& to, Consumer& own) {
   float highest[2], total[2];
   combine_teams(own, highest, total);
-  if (own.team) return;
-  UNROLL_FOR (int n = 0; n < 2; n++)
-    if (own.warp == 0 && own.t == 0 && own.g + 8 * n < to.tile.count)
-      to.put_state(own.g + 8 * n, highest[n] == LOWEST ? MINUS_INFINITY : highest[n], total[n]);
-  if (to.whole) store_rows<true>(to, own, total);
-  else store_rows<false>(to, own, total);
+  if (own.team == 0)
+    UNROLL_FOR (int n = 0; n < 2; n++) {
+      const int row_number = own.g + 8 * n;
+      if (row_number >= to.tile.count) continue;
+      if (own.warp == 0 && own.t == 0)
+        to.put_state(row_number, highest[n] == LOWEST ? MINUS_INFINITY : highest[n], total[n]);
+      const i64 row = to.row(row_number);
+      const float by = to.factor(total[n]);
+      UNROLL_FOR (int j = 0; j < 2 * OWN; j++) {
+        const int d = 16 * (own.warp * OWN) + 8 * j + 2 * own.t;
+        const float x[2] = {own.o[j][2 * n] * by, own.o[j][2 * n + 1] * by};
+        if (to.whole) {
+          if (IN_BYTES) to.put_all<true>(row + d, x);
+          else to.put<true>(row + place_of(d), x[0]), to.put<true>(row + place_of(d + 1), x[1]);
+        } else {
+          if (IN_BYTES) to.put_all<false>(row + d, x);
+          else to.put<false>(row + place_of(d), x[0]), to.put<false>(row + place_of(d + 1), x[1]);
+        }
+      }
+    }
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------

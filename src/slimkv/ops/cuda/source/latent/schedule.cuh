@@ -36,7 +36,8 @@ DEVICE Sequence sequence_at(const LatentArgs& args, int b) {
 }
 DEVICE Sequence from_lane(const Sequence& s, int lane) { return {shfl(s.tiles, lane), shfl(s.kv_blocks, lane)}; }
 
-constexpr int MIN_SHARE = 2;  // KV blocks of a thread block: fewer leave more to merge than they save
+// Fewer KV blocks of a thread block leave more to merge than they save.
+constexpr int MIN_SHARE = KV_BLOCK < 64 ? 5 : 2;
 constexpr bool PAD_TILES = false;
 #include "common/schedule.cuh"
 DEVICE WorkCosts costs_of(const LatentArgs&) { return {TILE_COST, TILE_COST, MIN_SHARE, TILE_COST + 2}; }
