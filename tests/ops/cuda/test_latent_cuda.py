@@ -41,13 +41,17 @@ def stored_space(built: Built) -> Built:
     return replace(built, query_latent=(built.query_latent.float() @ rotation).to(built.query_latent.dtype))
 
 
-def attend_and_check(case: Case, device: Device = H200, workspace: torch.Tensor | None = None) -> torch.Tensor:
-    """Attends on the emulated GPU, in float32 queries where the rope part allows it."""
+def attend_and_check(
+    case: Case, device: Device = H200, workspace: torch.Tensor | None = None, apart: int = 0
+) -> torch.Tensor:
+    """Attends on the emulated GPU, in float32 queries where the rope part allows it, with ``apart`` heads between rows
+    of two queries."""
     built = build(case, CPU)
     rotation = ops.latent_rotation(built.codec)
     own = stored_space(replace(built, query_latent=built.query_latent.float()))
-    out = torch.full((*built.query_latent.shape[:2], case.latent_dim), torch.nan, dtype=DTYPES[case.out_dtype])
-    lse = torch.full(built.query_latent.shape[:2], torch.nan)
+    queries, heads = built.query_latent.shape[:2]
+    out = torch.full((queries, heads + apart, case.latent_dim), torch.nan, dtype=DTYPES[case.out_dtype])[:, :heads]
+    lse = torch.full((queries, heads), torch.nan)
     request = replace(own.request(out, lse), workspace=workspace)
     assert latent_cuda.refusal(request) is None
     latent_cuda.attend(request, device, launch)
@@ -145,6 +149,15 @@ def test_more_sequences_than_lanes_of_a_warp(heads):
     """Blocks begin anywhere among them and have several each; some have no tokens."""
     case = Case(heads=heads, lens=(0, *(33, 5, 0, 64, 130) * 7, 0), queries=(1,) * 37, padding=1)
     attend_and_check(case, replace(H200, multiprocessors=11))
+
+
+@emulated
+@pytest.mark.parametrize("heads", [4, 20, 40])
+@pytest.mark.parametrize(("multiprocessors", "apart"), [(6, 0), (6, 1), (2, 0)])
+def test_whole_work_tiles_and_parts(heads, multiprocessors, apart):
+    """Blocks write whole work tiles if rows of the output are evenly apart; there may be more tiles than blocks."""
+    case = Case(heads=heads, lens=(64, 64, 0, 64, 64), queries=(1,) * 5, out_dtype="bf16", padding=1)
+    attend_and_check(case, replace(H200, multiprocessors=multiprocessors), apart=apart)
 
 
 @emulated

@@ -201,3 +201,11 @@ def merge_warps(rows: int, dim: int, device: Device) -> int:
     while shared_by < MAX_MERGE_WARPS and 2 * shared_by * warps <= 32 * device.multiprocessors:
         shared_by *= 2
     return shared_by
+
+
+def merge_rounds(rows: int, rows_of_block: int, rows_of_tile: int, dim: int, device: Device) -> int:
+    """Groups of rows that a block of the merge kernel takes in turn, so that all blocks fit on the device at a time."""
+    warps, rounds = rows * -(-dim // merge_dims(dim)), 1  # a row has more than one only if they fit
+    while warps > rounds * 32 * device.multiprocessors and rows_of_tile % (2 * rounds * rows_of_block) == 0:
+        rounds *= 2
+    return rounds

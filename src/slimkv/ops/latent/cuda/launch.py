@@ -23,6 +23,7 @@ from slimkv.ops.latent.cuda.config import (
     LatentConfig,
     config_for,
     merge_dims,
+    merge_rounds,
     merge_warps,
 )
 from slimkv.spec import Kind, PageLayout
@@ -174,16 +175,26 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     partial_rows, tiles = config.partial_rows(rows, sequences), config.row_tiles(rows)
     workspace = _workspace(request, _partial_bytes(request.layout, partial_rows))  # alive until both are launched
     args = _args(request, workspace, partial_rows)
-    merged_rows = sequences * tiles * config.kernel.rows
-    args.row_tiles, args.num_seqs, args.blocks = tiles, sequences, config.blocks
+    direct = _is_written_directly(request.out)
+    # Whole work tiles are in the output; two neighbouring blocks share at most one of the others.
+    merged_rows = (min(sequences * tiles, config.blocks) if direct else sequences * tiles) * config.kernel.rows
+    args.row_tiles, args.num_seqs, args.blocks, args.direct = tiles, sequences, config.blocks, direct
     args.merge_warps = merge_warps(merged_rows, dim, device)
     defines = _defines(request.layout, config, query.dtype, request.query_rope.dtype, request.out.dtype)
     source = config.kernel.source
     launch(source, "attend", defines, (config.blocks, 1), config.kernel.threads, config.shared, args)
     dims, warps = merge_dims(dim), max(args.merge_warps, MIN_MERGE_WARPS)
     rows_of_block = warps // args.merge_warps
+    args.merge_rounds = merge_rounds(merged_rows, rows_of_block, config.kernel.rows, dim, device)
     shared = 4 * warps * (dims + 1) + 8 * rows_of_block * config.blocks
-    launch(source, "merge", defines, (merged_rows // rows_of_block, -(-dim // dims)), 32 * warps, shared, args)
+    grid = merged_rows // (rows_of_block * args.merge_rounds), -(-dim // dims)
+    launch(source, "merge", defines, grid, 32 * warps, shared, args)
+
+
+def _is_written_directly(out: torch.Tensor) -> bool:
+    """Whether rows of the output are evenly apart, and four values of them aligned."""
+    whole = 4 * out.element_size()
+    return out.stride(0) == out.shape[1] * out.stride(1) and not (out.data_ptr() % whole or out.stride(1) % 4)
 
 
 def _in_whole_words(query: torch.Tensor) -> torch.Tensor:

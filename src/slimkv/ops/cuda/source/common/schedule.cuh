@@ -11,8 +11,9 @@
 #include "common/intrinsics.cuh"
 
 // In positions: the cost of starting a work tile, the part of it that a thread block with a single work tile saves, and
-// the smallest share of a thread block. Includers define costs_of(args).
-struct WorkCosts { int tile, tile_switch, min_share; };
+// the smallest share of a thread block; and what a share may grow by so that thread blocks have whole work tiles.
+// Includers define costs_of(args).
+struct WorkCosts { int tile, tile_switch, min_share, whole; };
 
 // Every thread block takes `share` positions: one for a KV block and, before the first one of a work tile, `cost`.
 // Padded: every work tile has whole thread blocks, where that is nearly as even. A thread block that goes on to another
@@ -39,10 +40,14 @@ DEVICE WorkTotals add_sequence(WorkTotals sums, const Sequence& s) {
 DEVICE WorkPartition make_partition(WorkTotals sums, int blocks, WorkCosts costs) {
   UNROLL_FOR (int d = 16; d; d >>= 1) {
     sums.kv_blocks += shfl_xor(sums.kv_blocks, d), sums.tiles += shfl_xor(sums.tiles, d);
-    if (PAD_TILES) sums.longest = max_i32(sums.longest, shfl_xor(sums.longest, d));
+    if (PAD_TILES || costs.whole) sums.longest = max_i32(sums.longest, shfl_xor(sums.longest, d));
   }
   const i32 total = sums.kv_blocks + sums.tiles * costs.tile;
-  const WorkPartition even = {total, max_i32(costs.min_share, quotient(total + blocks - 1, blocks)), false, costs.tile};
+  WorkPartition even = {total, max_i32(costs.min_share, quotient(total + blocks - 1, blocks)), false, costs.tile};
+  if (costs.whole) {
+    const int one = sums.longest + costs.tile, whole = quotient(even.share + one - 1, one) * one;
+    if (whole <= even.share + costs.whole) even.share = whole;
+  }
   if (!PAD_TILES || sums.tiles == 0 || sums.tiles > blocks) return even;
   const int blocks_of_tile = small_quotient(blocks, sums.tiles);
   const int padded = max_i32(costs.min_share, small_quotient(sums.longest + blocks_of_tile - 1, blocks_of_tile));

@@ -26,4 +26,6 @@ struct LatentArgs {
   i32 num_seqs;
   i32 blocks;  // of `attend`
   i32 merge_warps;  // that share the partial results of a row
+  i32 merge_rounds;  // of a thread block of `merge`, one after the other
+  i32 direct;  // whether rows of `out` are evenly apart and aligned, so that `attend` may write them
 };

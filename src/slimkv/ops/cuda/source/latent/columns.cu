@@ -54,7 +54,6 @@ struct Part {
   DEVICE_MEMBER Part(const LatentArgs& args, const WorkRange& range_)
       : range(range_), tile(args, max_i32(range_.b, 0), range_.tile),
         count(max_i32(shfl(min_i32(range_.last, tile.kv_blocks(args)) - range_.first, 0), 0)) {}
-  DEVICE_MEMBER i64 row() const { return (i64)part_of(range) * ROWS; }
 };
 
 DEVICE void score_ranges(const LatentArgs& args, const Place& place) {
@@ -78,7 +77,7 @@ DEVICE void score_ranges(const LatentArgs& args, const Place& place) {
     own.attend_range(args, part.tile, range.first, part.count, before);
     before += part.count;
     const Part again(args, broadcast(ranges.range));  // registers are few
-    own.store_states(args.states + 2 * again.row(), again.tile.count);
+    own.store_states(Results(args, again.range, again.tile));
     bar_sync(ALL, THREADS);
     if (thread_index() == 0) ranges.advance(args);
   }
@@ -95,12 +94,13 @@ DEVICE void multiply_ranges(const LatentArgs& args, const Place& place) {
     stage_queries(args, begun.tile, place, 8 + 4 * place.group + place.warp);
     const int count = begun.count;
     Output o;
-#pragma unroll
-    for (int i = 0; i < OWN_CHUNKS * ROWS / 2; i++) o[i / (ROWS / 2)][i % (ROWS / 2)] = 0.0f;
+    UNROLL_FOR (int i = 0; i < OWN_CHUNKS * ROWS / 2; i++) o[i / (ROWS / 2)][i % (ROWS / 2)] = 0.0f;
     own.attend_range(o, count, before);
     before += count;
     const Part part(args, broadcast(place.ranges().range));  // again: registers are few
-    own.store(args.parts + part.row() * LD, o, part.tile.count);
+    const Results to(args, part.range, part.tile);
+    if (to.whole) own.store<true>(to, o);
+    else own.store<false>(to, o);
     bar_sync(ALL, THREADS);
   }
 }

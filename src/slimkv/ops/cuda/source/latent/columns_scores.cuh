@@ -17,12 +17,10 @@ template <int N> DEVICE void add_over_lanes(float (&x)[N], int distance, int lan
   if constexpr (N > OWN_SUMS) {
     float kept[N / 2];
     const bool upper = lane & distance;
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
+    UNROLL_FOR (int i = 0; i < N / 2; i++)
       kept[i] = (upper ? x[i + N / 2] : x[i]) + shfl_xor(upper ? x[i] : x[i + N / 2], distance);
     add_over_lanes(kept, distance / 2, lane);
-#pragma unroll
-    for (int i = 0; i < OWN_SUMS; i++) x[i] = kept[i];
+    UNROLL_FOR (int i = 0; i < OWN_SUMS; i++) x[i] = kept[i];
   }
 }
 
@@ -37,8 +35,7 @@ struct Scorer : Place {
 
   DEVICE_MEMBER void begin(int clear) {
     clear_end = clear, generation = 0;
-#pragma unroll
-    for (int i = 0; i < OWN_SUMS; i++) sums[i] = 0.0f;
+    UNROLL_FOR (int i = 0; i < OWN_SUMS; i++) sums[i] = 0.0f;
   }
 
   // -- scores
@@ -46,20 +43,17 @@ struct Scorer : Place {
   DEVICE_MEMBER void start_rope_scores(Scores& s, const PackedTokens& tokens, u32 rows) const {
     u32 a[ROPE_SLICES][4];
     const u32 to = rows + Tokens::row_of(lane);
-#pragma unroll
-    for (int k = 0; k < ROPE_SLICES; k++) {
+    UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) {
       u32 v[4];
       tokens.rope.matrices(k, table, rope_levels, v);
       stmatrix_x4_trans<0>((to + k / 4 * CHUNK) ^ k % 4 * 32, v[0], v[2], v[1], v[3]);
     }
     sync_warp();
-#pragma unroll
-    for (int k = 0; k < ROPE_SLICES; k++) ldmatrix_x4(a[k], (to + k / 4 * CHUNK) ^ k % 4 * 32);
+    UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) ldmatrix_x4(a[k], (to + k / 4 * CHUNK) ^ k % 4 * 32);
     sync_warp();
     wgmma_fence_operand(s);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < ROPE_SLICES; k++) {
+    UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) {
       const u64 query = descriptor_behind(queries, (CHUNKS + k / 4) * QUERY_CHUNK + k % 4 * 32);
       if (k == 0)
         WgmmaNarrow<ROWS, BF16_ROPE>::template register_a<false>(s, a[k][0], a[k][1], a[k][2], a[k][3], query);
@@ -70,8 +64,7 @@ struct Scorer : Place {
   // Those in units of the latents' scales.
   DEVICE_MEMBER void scale_rope_scores(Scores& s, const LaneScales& scales) const {
     wgmma_fence_operand(s);
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) {
+    UNROLL_FOR (int i = 0; i < ROWS / 2; i++) {
       const float by = R_KIND == RAW ? scales.inverse[i / 2 % 2] : scales.rope[i / 2 % 2];
       s[i] *= BF16_ROPE ? by : by * columns().rope[i / 4 * 8 + 2 * (lane & 3) + i % 2];
     }
@@ -79,8 +72,7 @@ struct Scorer : Place {
   }
   // Levels of some slices, to registers and to the stage, and their products.
   template <int FIRST> DEVICE_MEMBER void unpack(const PackedTokens& tokens, Operand& a, u32 row) const {
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
+    UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
       const int k = FIRST + i;
       tokens.matrices(k, table, levels, a[i]);
       stmatrix_x4<FIRST / 4 * CHUNK>(row ^ k % 4 * 32, a[i][0], a[i][1], a[i][2], a[i][3]);
@@ -88,8 +80,7 @@ struct Scorer : Place {
   }
   template <int FIRST> DEVICE_MEMBER void start(Scores& s, const Operand& a) const {
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
+    UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
       const int k = FIRST + i;
       WgmmaNarrow<ROWS, false>::template register_a<true>(s, a[i][0], a[i][1], a[i][2], a[i][3],
           descriptor_behind(queries, k / 4 * QUERY_CHUNK + k % 4 * 32));
@@ -119,17 +110,14 @@ struct Scorer : Place {
   // Products to base-2 scores plus the logarithm of the token's scale, masked. Whether a maximum is behind.
   DEVICE_MEMBER bool scale_scores(Scores& s, const LaneScales& scales, int token) const {
     const Columns& all = columns();
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++)
+    UNROLL_FOR (int i = 0; i < ROWS / 2; i++)
       s[i] = s[i] * scales.scale[i / 2 % 2] * all.pairs[i / 4 * 4 + (lane & 3)][i % 2] + scales.log[i / 2 % 2];
     if (token + KV_BLOCK > clear_end)
-#pragma unroll
-      for (int i = 0; i < ROWS / 2; i++)
+      UNROLL_FOR (int i = 0; i < ROWS / 2; i++)
         if (token + 16 * warp + lane / 4 + 8 * (i / 2 % 2) >= all.visible_end[i / 4 * 8 + 2 * (lane & 3) + i % 2])
           s[i] = MINUS_INFINITY;
     float most = LOWEST;
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) most = max_f32(most, s[i] - all.pairs[i / 4 * 4 + (lane & 3)][2 + i % 2]);
+    UNROLL_FOR (int i = 0; i < ROWS / 2; i++) most = max_f32(most, s[i] - all.pairs[i / 4 * 4 + (lane & 3)][2 + i % 2]);
     return most > RESCALE_THRESHOLD;
   }
   // Sums relative to the maxima of now.
@@ -138,8 +126,7 @@ struct Scorer : Place {
     const int now = shfl(all.generation, 0);  // known to be the warp's, as descriptors in uniform registers want it
     if (generation == now) return;
     generation = now;
-#pragma unroll
-    for (int i = 0; i < OWN_SUMS; i++) {
+    UNROLL_FOR (int i = 0; i < OWN_SUMS; i++) {
       const int n = row_of_sum(i, lane);
       if (n < ROWS) sums[i] *= exp2_approx(all.seen[group][n] - all.row_max(n));
     }
@@ -150,8 +137,7 @@ struct Scorer : Place {
   // Raises maxima that are behind; by a whole warpgroup.
   DEVICE_MEMBER void raise(const Scores& s) {
     Columns& all = columns();
-#pragma unroll
-    for (int i = 0; i < ROWS / 4; i++) {
+    UNROLL_FOR (int i = 0; i < ROWS / 4; i++) {
       const int at = i / 2 * 4 + i % 2;
       float most = max_f32(s[at], s[at + 2]);
       most = max_f32(most, shfl_xor(most, 4)), most = max_f32(most, shfl_xor(most, 8));
@@ -181,14 +167,11 @@ struct Scorer : Place {
     if (warp == 0 && lane == 0) columns().raised[group] = raised;
     const u32 at = probabilities(group) + (lane & 7) * 128 + ((2 * warp + lane / 8 % 2 ^ (lane & 7)) << 4);
     float added[8 * OWN_SUMS];
-#pragma unroll
-    for (int i = ROWS / 4; i < 8 * OWN_SUMS; i++) added[i] = 0.0f;
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; j++) {
+    UNROLL_FOR (int i = ROWS / 4; i < 8 * OWN_SUMS; i++) added[i] = 0.0f;
+    UNROLL_FOR (int j = 0; j < ROWS / 8; j++) {
       const Words4 pair = pair_at(j);
       float p[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
+      UNROLL_FOR (int i = 0; i < 4; i++) {
         p[i] = exp2_approx(s[4 * j + i] - as_float(i % 2 ? pair.w : pair.z));
         if (i / 2) added[2 * j + i % 2] += p[i] * scales.inverse[1];
         else added[2 * j + i % 2] = p[i] * scales.inverse[0];
@@ -196,8 +179,7 @@ struct Scorer : Place {
       stmatrix_x2_trans<0>(at + j * 1024, pack_f16x2(p[0], p[1]), pack_f16x2(p[2], p[3]));
     }
     add_over_lanes(added, 16, lane);
-#pragma unroll
-    for (int i = 0; i < OWN_SUMS; i++) sums[i] += added[i];
+    UNROLL_FOR (int i = 0; i < OWN_SUMS; i++) sums[i] += added[i];
   }
 
   // KV block i of a range of `count`, whose first token is `token`; `number`: of all that this thread block had. Calls
@@ -246,20 +228,22 @@ struct Scorer : Place {
           [&] { tokens.load(from(), token % BLOCK_SIZE, lane); });
     }
   }
-  // Maxima and sums of what this thread block has of a work tile, by both warpgroups.
-  DEVICE_MEMBER void store_states(float* to, int count) {
+  // Maxima and sums of what this thread block has of a work tile, by both warpgroups; units become what the output of a
+  // whole one is to be multiplied by.
+  DEVICE_MEMBER void store_states(const Results& to) {
     bar_sync(SCORERS, 256);
     catch_up();
     Columns& all = columns();
-#pragma unroll
-    for (int i = 0; i < OWN_SUMS; i++)
+    UNROLL_FOR (int i = 0; i < OWN_SUMS; i++)
       if (row_of_sum(i, lane) < ROWS) all.of_warp[4 * group + warp][row_of_sum(i, lane)] = sums[i];
     bar_sync(SCORERS, 256);
     const int n = 128 * group + 32 * warp + lane;
-    if (n >= count) return;
-    float sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < 8; w++) sum += all.of_warp[w][n];
-    to[2 * n] = all.row_max(n) == LOWEST ? MINUS_INFINITY : all.row_max(n), to[2 * n + 1] = sum;
+    if (n < ROWS) {
+      float sum = 0.0f;
+      UNROLL_FOR (int w = 0; w < 8; w++) sum += all.of_warp[w][n];
+      all.unit(n) = to.factor(sum) * LEVEL_UNIT;
+      if (n < to.tile.count) to.put_state(n, all.row_max(n) == LOWEST ? MINUS_INFINITY : all.row_max(n), sum);
+    }
+    if (to.whole) bar_arrive(SUMS, 512);
   }
 };

@@ -8,7 +8,7 @@ constexpr int CHUNK = KV_BLOCK * 128, STAGE = CHUNKS * CHUNK;  // bytes
 constexpr int QUERY_CHUNK = ROWS * 128, PROBABILITIES = ROWS * 128;
 
 constexpr int OWN_CHUNKS = (CHUNKS + 1) / 2;  // of a warpgroup that multiplies values
-constexpr int ALL = 1, SCORERS = 2, TURN = 3, SCORER = 5;  // named barriers; TURN and SCORER have two each
+constexpr int ALL = 1, SCORERS = 2, TURN = 3, SCORER = 5, SUMS = 7;  // named barriers; TURN and SCORER have two each
 constexpr float LOWEST = -1e30f;  // the running maximum of a row that has seen nothing
 static_assert(STAGES == 2 && ROWS % 8 == 0 && ROWS <= 32 && KV_BLOCK == 64 && CHUNKS >= ROPE_CHUNKS, "operands");
 

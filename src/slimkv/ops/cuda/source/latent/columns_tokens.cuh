@@ -15,8 +15,7 @@ struct PackedTokens {
   DEVICE_MEMBER void load(const u8* page, int place, int lane) {
     codes = page + place / 16 * L_TILE;
     rope.load(page + R_CODES + place / 16 * R_TILE, lane);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
+    UNROLL_FOR (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
       const int token = place + (lane >> 2) + 8 * i;
       fields[i] = field_bits(page + L_FIELDS, token);
       rope_fields[i] = R_KIND == RAW ? 0 : field_bits(page + R_FIELDS, token);
@@ -42,8 +41,7 @@ struct LaneScales {
   float scale[2], inverse[2], log[2], rope[2];
 
   DEVICE_MEMBER LaneScales(const PackedTokens& tokens) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       const TokenScale own(tokens.fields[r], tokens.rope_fields[r]);
       scale[r] = own.scale, inverse[r] = own.inverse, log[r] = own.log, rope[r] = own.rope;
     }

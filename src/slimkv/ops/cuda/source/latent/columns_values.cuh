@@ -1,6 +1,7 @@
 // A warpgroup of columns.cu that multiplies values: every other 64 dimensions of the output.
 #pragma once
 #include "latent/columns_shape.cuh"
+#include "latent/results.cuh"
 #include "latent/wide_tokens.cuh"
 
 struct Multiplier : Place {
@@ -8,13 +9,10 @@ struct Multiplier : Place {
   DEVICE_MEMBER void start(Output& o, int number) const {
     const u64 values = smem_descriptor(stage(number % STAGES) + group * CHUNK, CHUNK);
     const u64 weights = smem_descriptor(probabilities(number % STAGES), 16);
-#pragma unroll
-    for (int c = 0; c < OWN_CHUNKS; c++) wgmma_fence_operand(o[c]);
+    UNROLL_FOR (int c = 0; c < OWN_CHUNKS; c++) wgmma_fence_operand(o[c]);
     wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < OWN_CHUNKS; c++) {
-#pragma unroll
-      for (int k = 0; k < KV_BLOCK / 16; k++)
+    UNROLL_FOR (int c = 0; c < OWN_CHUNKS; c++) {
+      UNROLL_FOR (int k = 0; k < KV_BLOCK / 16; k++)
         if (CHUNKS % 2 == 0 || 2 * c + group < CHUNKS)
           WgmmaNarrow<ROWS, false>::transposed_a(o[c], descriptor_behind(values, 2 * c * CHUNK + k * 2048),
               descriptor_behind(weights, k * 32));
@@ -28,16 +26,13 @@ struct Multiplier : Place {
       if (lane == 0) mbarrier_arrive(empty(stage, C));
       release<C + 1>(o, stage);
     } else {
-#pragma unroll
-      for (int c = 0; c < OWN_CHUNKS; c++) wgmma_fence_operand(o[c]);
+      UNROLL_FOR (int c = 0; c < OWN_CHUNKS; c++) wgmma_fence_operand(o[c]);
     }
   }
   DEVICE_MEMBER void rescale(Output& o, const float (&by)[ROWS]) const {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) {
+    UNROLL_FOR (int i = 0; i < ROWS / 2; i++) {
       const float own = by[i / 4 * 8 + 2 * (lane & 3) + i % 2];
-#pragma unroll
-      for (int c = 0; c < OWN_CHUNKS; c++) o[c][i] *= own;
+      UNROLL_FOR (int c = 0; c < OWN_CHUNKS; c++) o[c][i] *= own;
     }
   }
   DEVICE_MEMBER void attend_range(Output& o, int count, int before) const {
@@ -50,17 +45,18 @@ struct Multiplier : Place {
       release(o, stage);
     }
   }
-  // To rows of LD, in whole sectors of 8 dimensions.
-  DEVICE_MEMBER void store(float* to, const Output& o, int count) const {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) {
+  // 8 dimensions side by side; of a whole work tile behind the sums of those that score.
+  template <bool WHOLE> DEVICE_MEMBER void store(const Results& to, const Output& o) const {
+    if (WHOLE) bar_sync(SUMS, 512);
+    const int lane = read_laneid();  // nothing that depends on it is computed before the products
+    UNROLL_FOR (int i = 0; i < ROWS / 2; i++) {
       const int n = i / 4 * 8 + 2 * (lane & 3) + i % 2;
-      if (n >= count) continue;
-#pragma unroll
-      for (int c = 0; c < OWN_CHUNKS; c++)
+      if (n >= to.tile.count) continue;
+      const i64 row = to.row(n);
+      const float by = WHOLE ? columns().unit(n) : LEVEL_UNIT;
+      UNROLL_FOR (int c = 0; c < OWN_CHUNKS; c++)
         if (CHUNKS % 2 == 0 || 2 * c + group < CHUNKS)
-          to[(i64)n * LD + place_of(64 * (2 * c + group) + 16 * warp + lane / 4 + 8 * (i / 2 % 2))] =
-              o[c][i] * LEVEL_UNIT;
+          to.put<WHOLE>(row + place_of(64 * (2 * c + group) + 16 * warp + lane / 4 + 8 * (i / 2 % 2)), o[c][i] * by);
     }
   }
 };

@@ -1,4 +1,4 @@
-// Merges the partial results of every query row and writes the output, as a kernel of its own.
+// Merges the partial results of work tiles that several thread blocks have and writes the output, as a kernel of its own.
 //
 // A thread block takes MERGE_DIMS dimensions of some rows of one work tile. args.merge_warps of its warps (a power of
 // two), as many as the device has room for, share the partial results of a row. A row waits for memory several times
@@ -6,8 +6,7 @@
 //
 // Compile-time: MERGE_DIMS, MIN_MERGE_WARPS and MAX_MERGE_WARPS (of a thread block).
 #pragma once
-#include "latent/format.cuh"
-#include "latent/schedule.cuh"
+#include "latent/results.cuh"
 
 constexpr int MERGE_AHEAD = 4;  // partial results that a warp has in flight
 static_assert(ROWS % MIN_MERGE_WARPS == 0, "rows of a thread block belong to one work tile");
@@ -18,13 +17,11 @@ struct PartialRow {
   Words4 words[WORDS];
 
   DEVICE_MEMBER void load(const float* row, int lane, int dims) {
-#pragma unroll
-    for (int w = 0; w < WORDS; w++)
+    UNROLL_FOR (int w = 0; w < WORDS; w++)
       words[w] = 128 * w + 4 * lane < dims ? *(const Words4*)(row + 128 * w + 4 * lane) : Words4{0, 0, 0, 0};
   }
   DEVICE_MEMBER void add_to(float (&x)[4 * WORDS], float by) const {
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) {
+    UNROLL_FOR (int w = 0; w < WORDS; w++) {
       x[4 * w] += as_float(words[w].x) * by, x[4 * w + 1] += as_float(words[w].y) * by;
       x[4 * w + 2] += as_float(words[w].z) * by, x[4 * w + 3] += as_float(words[w].w) * by;
     }
@@ -46,76 +43,87 @@ DEVICE RowState merge_states(const float* from, Words2* states, int count, int l
     const Words2 state = *(const Words2*)(from + 2 * i * ROWS);
     states[i] = state, row.highest = max_f32(row.highest, as_float(state.x));
   }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) row.highest = max_f32(row.highest, shfl_xor(row.highest, d));
+  UNROLL_FOR (int d = 16; d; d >>= 1) row.highest = max_f32(row.highest, shfl_xor(row.highest, d));
   sync_warp();
   for (int i = lane; i < count; i += 32) row.row_sum += as_float(states[i].y) * factor_of(states[i].x, row.highest);
-#pragma unroll
-  for (int d = 16; d; d >>= 1) row.row_sum += shfl_xor(row.row_sum, d);
+  UNROLL_FOR (int d = 16; d; d >>= 1) row.row_sum += shfl_xor(row.row_sum, d);
   return row;
 }
 
-DEVICE void store_output(const LatentArgs& args, i64 at, float x) {
-  if (OUT_TYPE == FLOAT32) ((float*)args.out)[at] = x;
-  else ((u16*)args.out)[at] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(x) : f32_to_f16(x));
+// The work tile of a thread block, and its partial results.
+struct Merged {
+  int sequence, tile;
+  Partials partials;
+};
+// Where there are more work tiles than thread blocks that attended: the one that block `number` has the beginning and
+// the next one more of, if any.
+DEVICE Merged merged_at(const LatentArgs& args, int number, int lane) {
+  if (!args.direct || args.num_seqs * args.row_tiles <= args.blocks) {
+    const int sequence = number / args.row_tiles, tile = number % args.row_tiles;
+    return {sequence, tile, partials_of(args, sequence, tile, lane)};
+  }
+  WorkPartition partition;
+  int left;
+  const WorkRange range = first_range(args, number + 1, args.blocks, lane, partition, left);
+  const i32 from = (number + 1) * partition.share - range.first;  // position of its first KV block
+  if (left <= 0 || range.first == 0 || from < number * partition.share) return {0, 0, {0, 0}};
+  const int last = quotient(from + range.s.kv_blocks - 1, partition.share);
+  return {range.b, range.tile, {range.number + number, last + 1 - number}};
 }
 
 KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
   SHARED_MEMORY(scratch);
   const int warp = thread_index() / 32, lane = thread_index() & 31, warps_of_row = args.merge_warps;
   const int warps = max_i32(warps_of_row, MIN_MERGE_WARPS), rows = warps / warps_of_row;
-  float* const sums = (float*)scratch;               // [warp, dimension]
+  float* const sums = (float*)scratch;  // [warp, dimension]
   float* const factors = sums + warps * MERGE_DIMS;  // [warp]: what a row's sums are multiplied by
-  const int first_row = block_index() * rows, number = first_row / ROWS, turn = warp % warps_of_row;
-  const int n = first_row % ROWS + warp / warps_of_row;
+  const int number = block_index() * rows * args.merge_rounds / ROWS, turn = warp % warps_of_row;
   Words2* const states = (Words2*)(factors + warps) + warp / warps_of_row * args.blocks;
-  const int sequence = number / args.row_tiles, tile_number = number % args.row_tiles;
   // Lengths were written before `attend` started, so they are read before it ends.
-  const WorkTile tile(args, sequence, tile_number);
-  const Partials partials = partials_of(args, sequence, tile_number, lane);
-  const int count = n < tile.count ? partials.count : 0;
+  const Merged merged = merged_at(args, number, lane);
+  const WorkTile tile(args, merged.sequence, merged.tile);
+  const Partials& partials = merged.partials;
   const int dim = MERGE_DIMS * block_index_y(), dims = min_i32(LD - dim, MERGE_DIMS);
   pdl_wait();
+  if (args.direct && partials.count < 2) return;  // a whole work tile is in the output
 
-  const i64 first = (i64)partials.first * ROWS + n;
-  const float* next = args.parts + (first + turn * ROWS) * LD + dim;
-  int left = count - turn;
-  PartialRow ahead[MERGE_AHEAD];  // in flight while maxima are compared
-  auto load = [&](PartialRow& row) {
-    row.load(next, lane, left > 0 ? dims : 0);
-    next += warps_of_row * ROWS * LD, left -= warps_of_row;
-  };
-#pragma unroll
-  for (int j = 0; j < MERGE_AHEAD; j++) load(ahead[j]);
-  const RowState row = merge_states(args.states + 2 * first, states, count, lane);
-  float x[4 * PartialRow::WORDS] = {};
-  for (int i = turn; i < count; i += MERGE_AHEAD * warps_of_row) {
-#pragma unroll
-    for (int j = 0; j < MERGE_AHEAD; j++) {
-      const int own = i + j * warps_of_row;
-      if (own < count) ahead[j].add_to(x, factor_of(states[own].x, row.highest));
-      load(ahead[j]);
+  for (int round = 0; round < args.merge_rounds; round++) {
+    const int first_row = (block_index() * args.merge_rounds + round) * rows % ROWS,
+              n = first_row + warp / warps_of_row;
+    const int count = n < tile.count ? partials.count : 0;
+    const i64 first = (i64)partials.first * ROWS + n;
+    const float* next = args.parts + (first + turn * ROWS) * LD + dim;
+    int left = count - turn;
+    PartialRow ahead[MERGE_AHEAD];  // in flight while maxima are compared
+    auto load = [&](PartialRow& row) {
+      row.load(next, lane, left > 0 ? dims : 0);
+      next += warps_of_row * ROWS * LD, left -= warps_of_row;
+    };
+    UNROLL_FOR (int j = 0; j < MERGE_AHEAD; j++) load(ahead[j]);
+    const RowState row = merge_states(args.states + 2 * first, states, count, lane);
+    float x[4 * PartialRow::WORDS] = {};
+    for (int i = turn; i < count; i += MERGE_AHEAD * warps_of_row) {
+      UNROLL_FOR (int j = 0; j < MERGE_AHEAD; j++) {
+        const int own = i + j * warps_of_row;
+        if (own < count) ahead[j].add_to(x, factor_of(states[own].x, row.highest));
+        load(ahead[j]);
+      }
     }
-  }
 
-#pragma unroll
-  for (int w = 0; w < PartialRow::WORDS; w++)
-    *(Words4*)(sums + MERGE_DIMS * warp + 128 * w + 4 * lane) = {as_bits(x[4 * w]), as_bits(x[4 * w + 1]),
-        as_bits(x[4 * w + 2]), as_bits(x[4 * w + 3])};
-  if (lane == 0) factors[warp] = row.row_sum == 0.0f ? 0.0f : 1.0f / row.row_sum;
-  auto query_of = [&](int m) { return (i64)(tile.start + (tile.first_row + m) / args.num_heads); };
-  if (args.lse && n < tile.count && turn == 0 && lane == 0 && dim == 0)
-    args.lse[query_of(n) * args.num_heads + (tile.first_row + n) % args.num_heads] =
-        row.row_sum == 0.0f ? MINUS_INFINITY : (row.highest + log2_approx(row.row_sum)) * LN2;
-  sync_threads();
-  for (int i = thread_index(); i < rows * MERGE_DIMS; i += 32 * warps) {
-    const int slot = i / MERGE_DIMS, own = i % MERGE_DIMS, m = first_row % ROWS + slot;
-    if (m >= tile.count || own >= dims) continue;
-    float y = 0.0f;
-    for (int w = slot * warps_of_row; w < (slot + 1) * warps_of_row; w++) y += sums[MERGE_DIMS * w + own];
-    const i64 head = (tile.first_row + m) % args.num_heads;
-    store_output(args, query_of(m) * args.out_stride + head * args.out_head_stride + dim + own,
-        y * factors[slot * warps_of_row]);
+    UNROLL_FOR (int w = 0; w < PartialRow::WORDS; w++)
+      *(Words4*)(sums + MERGE_DIMS * warp + 128 * w + 4 * lane) = {as_bits(x[4 * w]), as_bits(x[4 * w + 1]),
+          as_bits(x[4 * w + 2]), as_bits(x[4 * w + 3])};
+    if (lane == 0) factors[warp] = normaliser(row.row_sum);
+    if (n < tile.count && turn == 0 && lane == 0 && dim == 0) store_lse(args, tile, n, row.highest, row.row_sum);
+    sync_threads();
+    for (int i = thread_index(); i < rows * MERGE_DIMS; i += 32 * warps) {
+      const int slot = i / MERGE_DIMS, own = i % MERGE_DIMS, m = first_row + slot;
+      if (m >= tile.count || own >= dims) continue;
+      float y = 0.0f;
+      for (int w = slot * warps_of_row; w < (slot + 1) * warps_of_row; w++) y += sums[MERGE_DIMS * w + own];
+      store_output(args, output_row(args, tile, m) + dim + own, y * factors[slot * warps_of_row]);
+    }
+    sync_threads();  // before the next rows' sums
   }
 }
 HOST_TESTABLE(merge, LatentArgs)

@@ -47,8 +47,7 @@ DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Quer
       });
   query.rope_operand([&](int at, u32 bits) { *(u16*)(ropes + place(at)) = (u16)bits; });
   if (SHIFT != 0.0f)
-#pragma unroll
-    for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
+    UNROLL_FOR (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
   if (query.lane == 0)
     ((Row*)(shared + ROWS_AT))[n] = {SHIFT == 0.0f ? 0.0f : -SHIFT * sum, query.latent_unit() * args.scale,
         query.rope_unit() * args.scale, query.real ? tile.visible_end(args, n) : 0};
@@ -94,14 +93,12 @@ DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* emp
       for (int i = 0; i < AHEAD && base + i * TEAMS < last; i++) {
         i32 found[GRAINS];
         u32 bytes = 0;
-#pragma unroll
-        for (int n = 0; n < GRAINS; n++)
+        UNROLL_FOR (int n = 0; n < GRAINS; n++)
           found[n] = shfl(pages, i * GRAINS + n), bytes += found[n] < 0 ? 0 : GRAIN_BYTES;
         mbarrier_wait(empty + slot, phase);
         if (lane == 0) mbarrier_arrive_expect_tx(full + slot, bytes);
         sync_warp();
-#pragma unroll
-        for (int n = 0; n < GRAINS; n++) {
+        UNROLL_FOR (int n = 0; n < GRAINS; n++) {
           const int place = (u32)((base + i * TEAMS) * KV_BLOCK + n * GRAIN) % BLOCK_SIZE;
           if (lane < REGIONS && found[n] >= 0)
             cp_async_bulk(ring + slot * STAGE_BYTES + region.to + n * GRAIN * region.bytes,
@@ -115,51 +112,44 @@ DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* emp
   }
 }
 
-// ---- partial results ------------------------------------------------------------------------------------------------
+// ---- results --------------------------------------------------------------------------------------------------------
 
 // Both teams' results relative to the higher of their maxima; the first one adds up the output.
 DEVICE void combine_teams(Consumer& own, float (&highest)[2], float (&total)[2]) {
   const int g = own.g, t = own.t;
-#pragma unroll
-  for (int n = 0; n < 2; n++) {
+  UNROLL_FOR (int n = 0; n < 2; n++) {
     own.row_sum[n] += shfl_xor(own.row_sum[n], 1), own.row_sum[n] += shfl_xor(own.row_sum[n], 2);
     if (t == 0) own.warp_max()[own.warp * ROWS + g + 8 * n] = own.row_sum[n];
     if (t == 0 && own.warp == 0) ((float*)(own.mine + ROW_MAX_AT))[g + 8 * n] = own.row_max[n];
   }
   sync_consumers();
   auto memory_of = [&](int i, int at) { return (const float*)(own.shared + TEAMS_AT + i * TEAM_BYTES + at); };
-#pragma unroll
-  for (int n = 0; n < 2; n++) {
+  UNROLL_FOR (int n = 0; n < 2; n++) {
     float& most = highest[n];
     most = own.row_max[n], total[n] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < TEAMS; i++) most = max_f32(most, memory_of(i, ROW_MAX_AT)[g + 8 * n]);
+    UNROLL_FOR (int i = 0; i < TEAMS; i++) most = max_f32(most, memory_of(i, ROW_MAX_AT)[g + 8 * n]);
     // Without a maximum there is nothing, or not a number.
     auto factor_of = [&](float row_max) { return row_max == LOWEST ? 1.0f : exp2_approx(row_max - most); };
-#pragma unroll
-    for (int i = 0; i < TEAMS; i++) {
+    UNROLL_FOR (int i = 0; i < TEAMS; i++) {
       const float* all = memory_of(i, WARP_MAX_AT) + g + 8 * n;
       const float sum = (all[0] + all[ROWS]) + (all[2 * ROWS] + all[3 * ROWS]);
       total[n] += sum * factor_of(memory_of(i, ROW_MAX_AT)[g + 8 * n]);
     }
     const float by = factor_of(own.row_max[n]) * L_UNIT, less = SHIFT * own.probability_sum[2 * n];
-#pragma unroll
-    for (int j = 0; j < 2 * OWN; j++) {
+    UNROLL_FOR (int j = 0; j < 2 * OWN; j++) {
       Fragment& o = own.o[j];
       o[2 * n] = (o[2 * n] - less) * by, o[2 * n + 1] = (o[2 * n + 1] - less) * by;
     }
   }
   u8* const scratch = own.shared + OUTPUT_AT + (own.warp * 2 * OWN * 32 + own.lane) * 16;
   if (own.team == 1)
-#pragma unroll
-    for (int j = 0; j < 2 * OWN; j++) {
+    UNROLL_FOR (int j = 0; j < 2 * OWN; j++) {
       const Fragment& o = own.o[j];
       *(Words4*)(scratch + 512 * j) = {as_bits(o[0]), as_bits(o[1]), as_bits(o[2]), as_bits(o[3])};
     }
   sync_consumers();
   if (own.team == 0)
-#pragma unroll
-    for (int j = 0; j < 2 * OWN; j++) {
+    UNROLL_FOR (int j = 0; j < 2 * OWN; j++) {
       const Words4 more = *(const Words4*)(scratch + 512 * j);
       Fragment& o = own.o[j];
       o[0] += as_float(more.x), o[1] += as_float(more.y), o[2] += as_float(more.z), o[3] += as_float(more.w);
@@ -168,25 +158,27 @@ DEVICE void combine_teams(Consumer& own, float (&highest)[2], float (&total)[2])
 }
 
 // What this thread block has of a work tile.
-DEVICE void store_partial(const LatentArgs& args, const WorkRange& range, const WorkTile& work, Consumer& own) {
+DEVICE void store_results(const Results& to, Consumer& own) {
   float highest[2], total[2];
   combine_teams(own, highest, total);
-  const i64 part = (i64)part_of(range) * ROWS;
   if (own.team == 0)
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-      if (own.g + 8 * n >= work.count) continue;
-      const i64 to = part + own.g + 8 * n;
-      if (own.warp == 0 && own.t == 0) {
-        args.states[2 * to] = highest[n] == LOWEST ? MINUS_INFINITY : highest[n];
-        args.states[2 * to + 1] = total[n];
-      }
-#pragma unroll
-      for (int j = 0; j < 2 * OWN; j++) {
+    UNROLL_FOR (int n = 0; n < 2; n++) {
+      const int row_number = own.g + 8 * n;
+      if (row_number >= to.tile.count) continue;
+      if (own.warp == 0 && own.t == 0)
+        to.put_state(row_number, highest[n] == LOWEST ? MINUS_INFINITY : highest[n], total[n]);
+      const i64 row = to.row(row_number);
+      const float by = to.factor(total[n]);
+      UNROLL_FOR (int j = 0; j < 2 * OWN; j++) {
         const int d = 16 * (own.warp * OWN) + 8 * j + 2 * own.t;
-        const float low = own.o[j][2 * n], high = own.o[j][2 * n + 1];
-        if (IN_BYTES) *(Words2*)(args.parts + to * LD + d) = {as_bits(low), as_bits(high)};
-        else args.parts[to * LD + place_of(d)] = low, args.parts[to * LD + place_of(d + 1)] = high;
+        const float x[2] = {own.o[j][2 * n] * by, own.o[j][2 * n + 1] * by};
+        if (to.whole) {
+          if (IN_BYTES) to.put_all<true>(row + d, x);
+          else to.put<true>(row + place_of(d), x[0]), to.put<true>(row + place_of(d + 1), x[1]);
+        } else {
+          if (IN_BYTES) to.put_all<false>(row + d, x);
+          else to.put<false>(row + place_of(d), x[0]), to.put<false>(row + place_of(d + 1), x[1]);
+        }
       }
     }
 }
@@ -211,7 +203,7 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int team, int warp
     sync_consumers();
     own.take_rows(tile);
     for (int i = range.first + team; i < last; i += TEAMS) own.attend(i);
-    store_partial(args, range, tile, own);
+    store_results(Results(args, range, tile), own);
     sync_consumers();  // before the next range, and its queries
     if (thread_index() == 0) common->advance(args);
   }

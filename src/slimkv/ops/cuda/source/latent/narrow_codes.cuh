@@ -68,8 +68,7 @@ struct OwnCodes {
     if constexpr (WHOLE_WORDS && L_LEVELS) {
       u32 words[2];
       codes.template bytes<true>(i, words);
-#pragma unroll
-      for (int m = 0; m < 4; m++) {
+      UNROLL_FOR (int m = 0; m < 4; m++) {
         const int first = m / 2 + 4 * (m % 2), second = first + 2;
         a[m] = prmt(levels.at(words[codes.word_of_byte(first)], codes.place_of_byte(first)),
             levels.at(words[codes.word_of_byte(second)], codes.place_of_byte(second)), 0x5410);
@@ -99,8 +98,7 @@ struct RopeOperand {
 
   DEVICE_MEMBER RopeOperand(const u8* tile_, int lane_, int half_) : tile(tile_), lane(lane_), half(half_) {
     if constexpr (R_KIND != RAW && R_BITS == 8)
-#pragma unroll
-      for (int i = 0; i < ROPE_SLICES / 2; i++) quads[i] = *(const Words4*)(tile + 512 * i + 16 * lane);
+      UNROLL_FOR (int i = 0; i < ROPE_SLICES / 2; i++) quads[i] = *(const Words4*)(tile + 512 * i + 16 * lane);
   }
   DEVICE_MEMBER void slice(int s, Table table, const RopeLevels& levels, u32 (&b)[2]) const {
     if constexpr (R_KIND == RAW) {
@@ -141,8 +139,7 @@ DEVICE void fill_levels(const LatentArgs& args, u8* to, int warp, int lane) {
       u32 first, second;
       code_bytes<LLOYD, 4>((u32)(entry + lane), 0, args.table, first, second);
       const u32 own = pack_f16x2((float)(first & 0xFF) - 63.5f, (float)(first >> 8 & 0xFF) - 63.5f);
-#pragma unroll
-      for (int i = 0; i < 32; i++) ((u32*)to)[32 * (entry + i) + lane] = shfl(own, i);
+      UNROLL_FOR (int i = 0; i < 32; i++) ((u32*)to)[32 * (entry + i) + lane] = shfl(own, i);
     }
   } else {
     for (int i = thread_index(); i < COPIES * ENTRIES; i += THREADS)

@@ -73,11 +73,9 @@ struct Consumer {
   // Begins a work tile whose queries are in shared memory.
   DEVICE_MEMBER void take_rows(const WorkTile& work) {
     if constexpr (HELD)
-#pragma unroll
-      for (int i = 0; i < OWN; i++) queries[i] = query_of(i);
+      UNROLL_FOR (int i = 0; i < OWN; i++) queries[i] = query_of(i);
     const Row* const rows = (const Row*)(shared + ROWS_AT) + g;
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
+    UNROLL_FOR (int n = 0; n < 2; n++) {
       unit[n] = rows[8 * n].unit;
       rope_unit[n] = BF16_ROPE ? R_UNIT * args.scale : rows[8 * n].rope_unit;
       start[n] = SHIFT == 0.0f ? 0.0f : rows[8 * n].start;
@@ -85,11 +83,9 @@ struct Consumer {
       row_sum[n] = 0.0f;
     }
     clear_end = work.visible_end(args, 0), length = work.length;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
+    UNROLL_FOR (int i = 0; i < 4; i++) {
       row_max[i / 2] = LOWEST, probability_sum[i] = 0.0f;
-#pragma unroll
-      for (int j = 0; j < 2 * OWN; j++) o[j][i] = 0.0f;
+      UNROLL_FOR (int j = 0; j < 2 * OWN; j++) o[j][i] = 0.0f;
     }
   }
 
@@ -98,8 +94,7 @@ struct Consumer {
   // Of the rope parts of the warp's 8 tokens.
   DEVICE_MEMBER void score_rope(const u8* stage, Fragment& r) const {
     const RopeOperand rope(stage + ROPE_CODES_AT + warp / 2 * R_TILE, lane, octet % 2);
-#pragma unroll
-    for (int i = 0; i < ROPE_SLICES; i++) {
+    UNROLL_FOR (int i = 0; i < ROPE_SLICES; i++) {
       const Words4 q = *(const Words4*)(shared + ROPE_QUERIES_AT + 512 * i + 16 * lane);
       u32 b[2];
       rope.slice(i, args.table, rope_levels, b);
@@ -110,23 +105,18 @@ struct Consumer {
   // Of the own dimensions, to shared memory; `kept`: the levels.
   DEVICE_MEMBER void score_latents(const OwnCodes (&codes)[TOKEN_TILES], Levels& kept) const {
     Fragment s[OCTETS];
-#pragma unroll
-    for (int j = 0; j < OCTETS; j++) s[j][0] = 0.0f, s[j][1] = 0.0f, s[j][2] = 0.0f, s[j][3] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
+    UNROLL_FOR (int j = 0; j < OCTETS; j++) s[j][0] = 0.0f, s[j][1] = 0.0f, s[j][2] = 0.0f, s[j][3] = 0.0f;
+    UNROLL_FOR (int i = 0; i < OWN; i++) {
       const Words4 q = HELD ? queries[i] : query_of(i);
-#pragma unroll
-      for (int half = 0; half < TOKEN_TILES; half++) {
+      UNROLL_FOR (int half = 0; half < TOKEN_TILES; half++) {
         u32(&a)[4] = kept[half][i];
         codes[half].matrices(i, args.table, levels, a);
         mma_f16(s[2 * half], q.x, q.y, q.z, q.w, a[0], a[2]);
         mma_f16(s[2 * half + 1], q.x, q.y, q.z, q.w, a[1], a[3]);
       }
     }
-#pragma unroll
-    for (int j = 0; j < OCTETS; j++)
-#pragma unroll
-      for (int n = 0; n < 2; n++) *scores(j, warp, n) = {as_bits(s[j][2 * n]), as_bits(s[j][2 * n + 1])};
+    UNROLL_FOR (int j = 0; j < OCTETS; j++)
+      UNROLL_FOR (int n = 0; n < 2; n++) *scores(j, warp, n) = {as_bits(s[j][2 * n]), as_bits(s[j][2 * n + 1])};
   }
   DEVICE_MEMBER int place() const { return 8 * octet + 2 * t; }  // of the lane's tokens
   DEVICE_MEMBER Fields read_fields(const u8* stage) const {
@@ -136,8 +126,7 @@ struct Consumer {
   DEVICE_MEMBER TokenPair token_pair(const Fields& fields, int kv_block) const {
     TokenPair pair;
     pair.token = kv_block * KV_BLOCK + place();
-#pragma unroll
-    for (int b = 0; b < 2; b++) {
+    UNROLL_FOR (int b = 0; b < 2; b++) {
       pair.scale[b] = marked_scale(pair.token + b < length ? fields.latent >> (16 * b) & 0xFFFF : 0);
       pair.rope_scale[b] = R_KIND == RAW ? 1.0f : marked_scale(fields.rope >> (16 * b) & 0xFFFF);
     }
@@ -156,22 +145,16 @@ struct Consumer {
   // one another: meanwhile levels of the last 16 tokens are transposed.
   DEVICE_MEMBER void sum_scores(const Fragment& r, const TokenPair& pair, bool clear, Levels& kept,
       float (&x)[4]) const {
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
+    UNROLL_FOR (int n = 0; n < 2; n++) {
       float low[WARPS], high[WARPS];
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) {
+      UNROLL_FOR (int w = 0; w < WARPS; w++) {
         const Words2 sums = *scores(octet, w, n);
         low[w] = as_float(sums.x), high[w] = as_float(sums.y);
       }
-#pragma unroll
-      for (int i = n * OWN / 2; i < (n + 1) * OWN / 2; i++) transpose(kept[1][i]);
-#pragma unroll
-      for (int w = WARPS / 2; w; w /= 2)
-#pragma unroll
-        for (int i = 0; i < w; i++) low[i] += low[i + w], high[i] += high[i + w];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
+      UNROLL_FOR (int i = n * OWN / 2; i < (n + 1) * OWN / 2; i++) transpose(kept[1][i]);
+      UNROLL_FOR (int w = WARPS / 2; w; w /= 2)
+        UNROLL_FOR (int i = 0; i < w; i++) low[i] += low[i + w], high[i] += high[i + w];
+      UNROLL_FOR (int i = 0; i < 2; i++) {
         const float products = i ? high[0] : low[0];
         x[2 * n + i] = (SHIFT == 0.0f ? products : products + start[n]) * (pair.scale[i] * unit[n]);
         x[2 * n + i] += r[2 * n + i] * (pair.rope_scale[i] * rope_unit[n]);
@@ -180,8 +163,7 @@ struct Consumer {
     }
   }
   DEVICE_MEMBER static void transpose(u32 (&matrices)[4]) {
-#pragma unroll
-    for (int m = 0; m < 4; m++) matrices[m] = movmatrix_trans(matrices[m]);
+    UNROLL_FOR (int m = 0; m < 4; m++) matrices[m] = movmatrix_trans(matrices[m]);
   }
 
   // ---- softmax ------------------------------------------------------------------------------------------------------
@@ -189,8 +171,7 @@ struct Consumer {
   // Probabilities by the running maximum so far, which seldom rises. False if one is large.
   DEVICE_MEMBER bool exponentiate(const float (&x)[4], const TokenPair& pair, float (&sum)[2]) const {
     bool fine = true;
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
+    UNROLL_FOR (int n = 0; n < 2; n++) {
       const float p = exp2_approx(x[2 * n] - row_max[n]), q = exp2_approx(x[2 * n + 1] - row_max[n]);
       sum[n] = p + q;
       // What is not seen has probability zero, even if it is not a number.
@@ -203,8 +184,7 @@ struct Consumer {
   // Agrees with the other warps on a higher maximum and rescales.
   DEVICE_MEMBER void raise_max(const float (&x)[4], const Fields& fields, int kv_block, float (&sum)[2]) {
     const TokenPair pair = token_pair(fields, kv_block);
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
+    UNROLL_FOR (int n = 0; n < 2; n++) {
       float top = max_f32(x[2 * n] + log2_approx(max_f32(pair.scale[0], LEAST_SCALE)),
           x[2 * n + 1] + log2_approx(max_f32(pair.scale[1], LEAST_SCALE)));
       top = max_f32(top, shfl_xor(top, 1));
@@ -213,8 +193,7 @@ struct Consumer {
     }
     sync();
     float by[2];
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
+    UNROLL_FOR (int n = 0; n < 2; n++) {
       const float* all = warp_max() + g + 8 * n;
       const float wanted = max_f32(max_f32(all[0], all[ROWS]), max_f32(all[2 * ROWS], all[3 * ROWS]));
       float& highest = row_max[n];
@@ -223,13 +202,10 @@ struct Consumer {
       highest = raise ? wanted : highest;
     }
     exponentiate(x, pair, sum);
-#pragma unroll
-    for (int n = 0; n < 2; n++) row_sum[n] *= by[n];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
+    UNROLL_FOR (int n = 0; n < 2; n++) row_sum[n] *= by[n];
+    UNROLL_FOR (int i = 0; i < 4; i++) {
       probability_sum[i] *= by[i / 2];
-#pragma unroll
-      for (int j = 0; j < 2 * OWN; j++) o[j][i] *= by[i / 2];
+      UNROLL_FOR (int j = 0; j < 2 * OWN; j++) o[j][i] *= by[i / 2];
     }
     sync();
   }
@@ -240,8 +216,7 @@ struct Consumer {
     const u8* const stage = mine + RING_AT + slot * STAGE_BYTES;
     mbarrier_wait(full(), phase);
     OwnCodes codes[TOKEN_TILES];
-#pragma unroll
-    for (int i = 0; i < TOKEN_TILES; i++) codes[i].load(stage + i * L_TILE, lane, warp);
+    UNROLL_FOR (int i = 0; i < TOKEN_TILES; i++) codes[i].load(stage + i * L_TILE, lane, warp);
     Fragment r = {0.0f, 0.0f, 0.0f, 0.0f};
     score_rope(stage, r);  // first: these products wait for one another
     Levels kept;
@@ -259,27 +234,22 @@ struct Consumer {
     const int raised_at = *last_raised;
     Words4 p;
     if (READ_EARLY) p = *(const Words4*)probabilities(0);
-#pragma unroll
-    for (int i = 0; i < TRANSPOSED_EARLY; i++) transpose(kept[0][i]);
+    UNROLL_FOR (int i = 0; i < TRANSPOSED_EARLY; i++) transpose(kept[0][i]);
     if (shfl(raised_at, 0) == kv_block) {
       raise_max(x, fields, kv_block, sum);
       if (READ_EARLY) p = *(const Words4*)probabilities(0);
     }
-#pragma unroll
-    for (int n = 0; n < 2; n++) row_sum[n] += sum[n];
+    UNROLL_FOR (int n = 0; n < 2; n++) row_sum[n] += sum[n];
     add_values(kept, p);
   }
   // The own dimensions of all tokens, times probabilities; p: those of the first 16, if READ_EARLY.
   DEVICE_MEMBER void add_values(const Levels& kept, Words4 p) {
-#pragma unroll
-    for (int half = 0; half < TOKEN_TILES; half++) {
+    UNROLL_FOR (int half = 0; half < TOKEN_TILES; half++) {
       if (half || !READ_EARLY) p = *(const Words4*)probabilities(half);
       if (SHIFT != 0.0f) mma_f16(probability_sum, p.x, p.y, p.z, p.w, 0x3C003C00u, 0x3C003C00u);
-#pragma unroll
-      for (int i = 0; i < OWN; i++) {
+      UNROLL_FOR (int i = 0; i < OWN; i++) {
         u32 b[4];
-#pragma unroll
-        for (int m = 0; m < 4; m++)
+        UNROLL_FOR (int m = 0; m < 4; m++)
           b[m] = half || i < TRANSPOSED_EARLY ? kept[half][i][m] : movmatrix_trans(kept[half][i][m]);
         mma_f16(o[2 * i], p.x, p.y, p.z, p.w, b[0], b[1]);
         mma_f16(o[2 * i + 1], p.x, p.y, p.z, p.w, b[2], b[3]);

@@ -9,11 +9,8 @@ constexpr int LEAST = 60;  // exponent: what is smaller than 2^-67 counts as tha
 // The exponent, as floats have it, of the largest of a row's numbers, lane, lane + 32, ...; LEAST at least.
 template <int DIM> DEVICE int exponent_of_row(const float (&x)[DIM / 32]) {
   float most = 0.0f;
-#pragma unroll
-  for (int i = 0; i < DIM / 32; i++) most = max_f32(most, as_float(as_bits(x[i]) & 0x7FFFFFFF));
-#pragma unroll
-  for (int d = 16; d; d >>= 1) most = max_f32(most, shfl_xor(most, d));
-  return min_i32(max_i32((int)(as_bits(most) >> 23), LEAST), 253);
+  UNROLL_FOR (int i = 0; i < DIM / 32; i++) most = max_f32(most, as_float(as_bits(x[i]) & 0x7FFFFFFF));
+  return min_i32(max_i32((int)(warp_max(as_bits(most)) >> 23), LEAST), 253);
 }
 
 // Row n of a work tile as it is in memory, in flight to a warp: two numbers of the latent side by side for every lane,
@@ -28,8 +25,7 @@ struct RawQuery {
     const i64 head = (tile.first_row + n) % args.num_heads;
     const i64 at = query * args.query_stride + head * args.query_head_stride + 2 * lane;
     const i64 rope_at = query * args.rope_stride + head * args.rope_head_stride + lane;
-#pragma unroll
-    for (int i = 0; i < LD / 64; i++) {
+    UNROLL_FOR (int i = 0; i < LD / 64; i++) {
       if constexpr (Q_TYPE == FLOAT32) {
         const u32* const own = (const u32*)args.query + at + 64 * i;
         latent[2 * i] = real ? own[0] : 0, latent[2 * i + 1] = real ? own[1] : 0;
@@ -37,8 +33,7 @@ struct RawQuery {
         latent[i] = real ? *(const u32*)((const u16*)args.query + at + 64 * i) : 0;
       }
     }
-#pragma unroll
-    for (int i = 0; i < RD / 32; i++) {
+    UNROLL_FOR (int i = 0; i < RD / 32; i++) {
       if (ROPE_TYPE == FLOAT32) rope[i] = real ? ((const u32*)args.rope)[rope_at + 32 * i] : 0;
       else rope[i] = real ? ((const u16*)args.rope)[rope_at + 32 * i] : 0;
     }
@@ -57,13 +52,11 @@ struct Query {
 
   DEVICE_MEMBER Query(const LatentArgs& args, const WorkTile& tile, const RawQuery& raw, int n, int lane_)
       : lane(lane_), real(n < tile.count) {
-#pragma unroll
-    for (int i = 0; i < LD / 32; i++)
+    UNROLL_FOR (int i = 0; i < LD / 32; i++)
       x[i] = Q_TYPE == FLOAT32          ? as_float(raw.latent[i % (RawQuery::PER_PAIR * LD / 64)])
           : Q_TYPE == BFLOAT16 && i % 2 ? as_float(raw.latent[i / 2] & 0xFFFF0000u)
                                         : number_of(raw.latent[i / 2] >> 16 * (i % 2), Q_TYPE);
-#pragma unroll
-    for (int i = 0; i < RD / 32; i++) y[i] = number_of(raw.rope[i], ROPE_TYPE);
+    UNROLL_FOR (int i = 0; i < RD / 32; i++) y[i] = number_of(raw.rope[i], ROPE_TYPE);
     if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, nullptr, args.rope_norm, nullptr, lane);
     // What is 2^40 times smaller than the rope part makes no difference; so one unit is in the range of the other.
     rope_exponent = exponent_of_row<RD>(y), exponent = max_i32(exponent_of_row<LD>(x), rope_exponent - 40);
@@ -74,8 +67,7 @@ struct Query {
   // Calls put(column, bits), or put_pair(column, bits of that one and the next).
   template <class F, class G> DEVICE_MEMBER void latent_operand(const F& put, const G& put_pair) const {
     const float down = as_float((u32)(254 - exponent) << 23);
-#pragma unroll
-    for (int i = 0; i < LD / 64; i++) {
+    UNROLL_FOR (int i = 0; i < LD / 64; i++) {
       const int d = 64 * i + 2 * lane;
       const u32 pair = pack_f16x2(x[2 * i] * down, x[2 * i + 1] * down);
       if constexpr (IN_BYTES) put_pair(d, pair);
@@ -85,8 +77,8 @@ struct Query {
   // `by`: a power of two that bfloat16 is multiplied by.
   template <class F> DEVICE_MEMBER void rope_operand(const F& put, float by = 1.0f) const {
     const float down = as_float((u32)(254 - rope_exponent) << 23);
-#pragma unroll
-    for (int i = 0; i < RD / 32; i++) put(lane + 32 * i, BF16_ROPE ? f32_to_bf16(y[i] * by) : f32_to_f16(y[i] * down));
+    UNROLL_FOR (int i = 0; i < RD / 32; i++)
+      put(lane + 32 * i, BF16_ROPE ? f32_to_bf16(y[i] * by) : f32_to_f16(y[i] * down));
   }
 };
 
@@ -97,13 +89,11 @@ DEVICE void each_query(const LatentArgs& args, const WorkTile& tile, int first, 
 #pragma unroll 1
   for (int n = first; n < ROWS;) {
     RawQuery raw[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) raw[i].load(args, tile, n + i * STRIDE, lane);
+    UNROLL_FOR (int i = 0; i < COUNT; i++) raw[i].load(args, tile, n + i * STRIDE, lane);
 #pragma unroll 1
     for (int i = 0; i < COUNT; i++, n += STRIDE) {
       if (ROWS % (COUNT * STRIDE) == 0 || n < ROWS) stage(Query(args, tile, raw[0], n, lane), n);
-#pragma unroll
-      for (int j = 1; j < COUNT; j++) raw[j - 1] = raw[j];
+      UNROLL_FOR (int j = 1; j < COUNT; j++) raw[j - 1] = raw[j];
     }
   }
 }

@@ -18,16 +18,14 @@ struct RowTokens {
   i32 slots[2], ahead[2];  // theirs, and those of the tokens after them
 
   DEVICE_MEMBER void look_ahead(const i32* table, int token, int length, int lane) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int i = 0; i < 2; i++) {
       const int at = token + lane / 4 + 8 * i;
       ahead[i] = at < length ? ldg_i32(table + at) : -1;
     }
   }
   // A skipped token has the codes of some other one, and its score is minus infinity.
   DEVICE_MEMBER void aim(const LatentArgs& args) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int i = 0; i < 2; i++) {
       slots[i] = ahead[i];
       const u32 slot = slots[i] < 0 ? 0 : slots[i];
       rows[i] = args.pages + (i64)(slot / BLOCK_SIZE) * args.page_stride + slot % BLOCK_SIZE * ROW_STRIDE;
@@ -36,8 +34,7 @@ struct RowTokens {
   DEVICE_MEMBER void load_rope(int lane) {
     // The first half of an even token's rope part beside the second half of an odd one's: no bank is used twice.
     const int at = 16 * ((lane & 3) + (lane & 4));
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int i = 0; i < 2; i++) {
       const int position = slots[i] % BLOCK_SIZE;
       const u8* const own = rows[i] + R_CODES;
       rope[i][0] = *(const Words4*)(own + at), rope[i][1] = *(const Words4*)(own + (at ^ 64));
@@ -45,15 +42,13 @@ struct RowTokens {
     }
   }
   template <int Q> DEVICE_MEMBER void load_latents(int lane) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int i = 0; i < 2; i++) {
       const u8* const own = rows[i] + Q * (LD / 8) + (lane & 3) * (LD / 32);
       if constexpr (WORDS == 4) {
         const Words4 x = *(const Words4*)own;
         latent[i][Q][0] = x.x, latent[i][Q][1] = x.y, latent[i][Q][2] = x.z, latent[i][Q][3] = x.w;
       } else {
-#pragma unroll
-        for (int k = 0; k < WORDS; k++) latent[i][Q][k] = ((const u32*)own)[k];
+        UNROLL_FOR (int k = 0; k < WORDS; k++) latent[i][Q][k] = ((const u32*)own)[k];
       }
     }
   }
@@ -72,8 +67,7 @@ struct RowTokens {
       if (field == SKIPPED) scales.log[token] = MINUS_INFINITY;
     }
     const u32 own = to + lane / 4 * 128 + (((lane & 3) + (lane & 4) ^ (lane >> 2)) << 4);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLL_FOR (int i = 0; i < 2; i++) {
       if (fields[i] == SKIPPED) rope[i][0] = rope[i][1] = {0, 0, 0, 0};  // numbers, whatever the bytes are
       if (i == 0) st_shared_words4<0>(own, rope[i][0]), st_shared_words4<0>(own ^ 64, rope[i][1]);
       else st_shared_words4<1024>(own, rope[i][0]), st_shared_words4<1024>(own ^ 64, rope[i][1]);
@@ -87,13 +81,13 @@ struct RowTokens {
     // Of four words, lanes 2 and 3 take the others of a pair first: they are 128 bytes behind lanes 0 and 1.
     const int t = lane & 3, g = lane >> 2, turned = WORDS == 4 && t >= 2 ? 2 : 0;
     const u32 own = to + t * WORDS / 8 * 8192 + g * 128 + ((t * WORDS % 8 ^ g ^ turned) << 4);
-    unpack_token<Q, 0, UNIT / 8 * 8192>(table, own ^ (UNIT % 8 << 4), turned);
-    unpack_token<Q, 1, UNIT / 8 * 8192 + 1024>(table, own ^ (UNIT % 8 << 4), turned);
+    const u32 at = own ^ (UNIT % 8 << 4);
+    unpack_token<Q, 0, UNIT / 8 * 8192>(table, at, turned);
+    unpack_token<Q, 1, UNIT / 8 * 8192 + 1024>(table, at, turned);
     load_latents<Q>(lane);
   }
   template <int Q, int I, int OFFSET> DEVICE_MEMBER void unpack_token(Table table, u32 own, bool turned) const {
-#pragma unroll
-    for (int k = 0; k < WORDS; k++) {
+    UNROLL_FOR (int k = 0; k < WORDS; k++) {
       u32 a[4];
       level_matrices(turned ? latent[I][Q][WORDS == 4 ? k ^ 2 : k] : latent[I][Q][k], 0, table, a);
       st_shared_words4<OFFSET>(own ^ (k << 4), {a[0], a[2], a[1], a[3]});

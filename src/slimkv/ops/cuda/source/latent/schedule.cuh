@@ -26,19 +26,21 @@ struct WorkTile {
   }
 };
 
-// All work tiles of a sequence count as many KV blocks as its last one.
+// All work tiles of a sequence count as many KV blocks as its last one, and one at least: somebody writes its output.
 struct Sequence { int tiles, kv_blocks; };
 DEVICE Sequence sequence_at(const LatentArgs& args, int b) {
   const int queries = ldg_i32(args.cu_seqlens_q + b + 1) - ldg_i32(args.cu_seqlens_q + b);
   const int length = ldg_i32(args.seq_lens + b);
   return {(queries * args.num_heads + ROWS - 1) / ROWS,
-      queries > 0 ? (max_i32(length, 0) + KV_BLOCK - 1) / KV_BLOCK : 0};
+      queries > 0 ? (max_i32(length, 1) + KV_BLOCK - 1) / KV_BLOCK : 0};
 }
 DEVICE Sequence from_lane(const Sequence& s, int lane) { return {shfl(s.tiles, lane), shfl(s.kv_blocks, lane)}; }
 
+// Fewer KV blocks of a thread block leave more to merge than they save.
+constexpr int MIN_SHARE = KV_BLOCK < 64 ? 5 : 2;
 constexpr bool PAD_TILES = false;
 #include "common/schedule.cuh"
-DEVICE WorkCosts costs_of(const LatentArgs&) { return {TILE_COST, TILE_COST, TILE_COST + 1}; }
+DEVICE WorkCosts costs_of(const LatentArgs&) { return {TILE_COST, TILE_COST, MIN_SHARE, TILE_COST + 2}; }
 
 // The ranges of a thread block, one after the other; range.b is -1 behind the last one.
 struct WorkRanges {

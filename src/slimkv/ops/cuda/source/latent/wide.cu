@@ -37,78 +37,56 @@ DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Quer
   }
 }
 
-// ---- partial results ------------------------------------------------------------------------------------------------
+// ---- results --------------------------------------------------------------------------------------------------------
 
-// 16 rows of the output, from row `first` on, to memory as they are in registers.
-DEVICE void store_output_directly(float* to, const Output& o, int first, int count, int lane) {
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int n = first + (lane >> 2) + 8 * r;
-    if (n >= count) continue;
-#pragma unroll
-    for (int j = 0; j < HALF / 8; j++)
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        to[(i64)n * LD + place_of(8 * j + 2 * (lane & 3) + i)] = o[4 * j + 2 * r + i] * LEVEL_UNIT;
-  }
-}
-
-// The same through shared memory, in whole cache lines.
+// 16 rows of the output, from row `first` on, multiplied by `by`: through shared memory, in whole cache lines.
 constexpr int PASS = 32, PITCH = 4 * PASS + 32;  // dimensions at a time, and bytes of a row, for different banks
-constexpr int SCRATCH = CHUNKS / 2 * CHUNK / 4;  // of a warp: its share of the own dimensions of a stage
-constexpr bool STAGED_OUTPUT = 2 * 16 * PITCH <= SCRATCH;
-DEVICE void store_output_staged(float* to, const Output& o, int first, int count, u8* scratch, int lane) {
+static_assert(8 * 16 * PITCH <= STAGE, "queries leave room for passes of all warps");
+template <bool WHOLE>
+DEVICE void store_rows(const Results& to, const Output& o, int first, int dim, const float (&by)[2], u8* scratch,
+    int lane) {
   const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int pass = 0; pass < HALF / PASS; pass++) {
-    u8* const rows = scratch + pass % 2 * 16 * PITCH;
-#pragma unroll
-    for (int j = 0; j < PASS / 8; j++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int at = PASS / 2 * pass + 4 * j + 2 * r;
-        float* const row = (float*)(rows + (g + 8 * r) * PITCH);
-        const float low = o[at] * LEVEL_UNIT, high = o[at + 1] * LEVEL_UNIT;
+  const i64 at = to.row(first + lane / 8) + dim + lane % 8 * 4, apart = to.row(4) - to.row(0);
+  UNROLL_FOR (int pass = 0; pass < HALF / PASS; pass++) {
+    sync_warp();
+    UNROLL_FOR (int j = 0; j < PASS / 8; j++)
+      UNROLL_FOR (int r = 0; r < 2; r++) {
+        const int i = PASS / 2 * pass + 4 * j + 2 * r;
+        float* const row = (float*)(scratch + (g + 8 * r) * PITCH);
+        const float low = o[i] * by[r], high = o[i + 1] * by[r];
         if (IN_BYTES) *(Words2*)(row + 8 * j + 2 * t) = {as_bits(low), as_bits(high)};
         else row[place_of(8 * j + 2 * t)] = low, row[place_of(8 * j + 2 * t + 1)] = high;
       }
     sync_warp();
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
+    UNROLL_FOR (int k = 0; k < 4; k++) {
       const int n = 4 * k + lane / 8;
-      const Words4 own = *(const Words4*)(rows + n * PITCH + lane % 8 * 16);
-      if (first + n < count) *(Words4*)(to + (i64)(first + n) * LD + PASS * pass + lane % 8 * 4) = own;
+      const Words4 own = *(const Words4*)(scratch + n * PITCH + lane % 8 * 16);
+      const float x[4] = {as_float(own.x), as_float(own.y), as_float(own.z), as_float(own.w)};
+      if (first + n < to.tile.count) to.put_all<WHOLE>(at + k * apart + PASS * pass, x);
     }
   }
 }
 
-// What this thread block has of a work tile. The first warpgroup adds up both sums of probabilities.
-DEVICE void store_partial(const LatentArgs& args, const WorkRange& range, const WorkTile& tile, Consumer& own,
-    const Output& o) {
+// What this thread block has of a work tile.
+DEVICE void store_results(const Results& to, Consumer& own, const Output& o) {
   const int thread = thread_index() % 128, t = own.lane & 3;
-#pragma unroll
-  for (int r = 0; r < 2; r++)
+  UNROLL_FOR (int r = 0; r < 2; r++)
     own.row_sum[r] += shfl_xor(own.row_sum[r], 1), own.row_sum[r] += shfl_xor(own.row_sum[r], 2);
   bar_sync(CONSUMERS, 256);
   float* sums = (float*)(own.shared + PROBABILITIES_AT) + 2 * thread;
-  if (own.group) sums[0] = own.row_sum[0], sums[1] = own.row_sum[1];
+  sums[256 * own.group] = own.row_sum[0], sums[256 * own.group + 1] = own.row_sum[1];
   bar_sync(CONSUMERS, 256);
-  const i64 part = (i64)part_of(range) * ROWS;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
+  float by[2];
+  UNROLL_FOR (int r = 0; r < 2; r++) {
     const int n = own.row_of(r);
-    if (own.group == 0 && t == 0 && n < tile.count)
-      args.states[2 * (part + n)] = own.row_max[r], args.states[2 * (part + n) + 1] = own.row_sum[r] + sums[r];
+    const float total = sums[r] + sums[256 + r];
+    if (own.group == 0 && t == 0 && n < to.tile.count) to.put_state(n, own.row_max[r], total);
+    by[r] = to.factor(total) * LEVEL_UNIT;
   }
-  float* const to = args.parts + part * LD + own.group * HALF;
-  if (STAGED_OUTPUT && own.count > 0) {
-    const u32 at = (own.before - 1) % STAGES * STAGE + own.group * (CHUNKS / 2) * CHUNK + own.warp * SCRATCH;
-    store_output_staged(to, o, 16 * own.warp, tile.count, own.shared + RING_AT + at, own.lane);
-  } else {
-    store_output_directly(to, o, 16 * own.warp, tile.count, own.lane);
-  }
-  sync_warp();
-  if (own.lane == 0 && own.count > 0) mbarrier_arrive(own.empty + 2 * ((own.before - 1) % STAGES) + own.group);
+  const int first = 16 * own.warp, dim = own.group * HALF;
+  u8* const scratch = own.shared + QUERIES_AT + (4 * own.group + own.warp) * 16 * PITCH;  // all scores are there
+  if (to.whole) store_rows<true>(to, o, first, dim, by, scratch, own.lane);
+  else store_rows<false>(to, o, first, dim, by, scratch, own.lane);
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -137,11 +115,10 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, u64* full, u64* em
     own.take_rows();
     bar_sync(CONSUMERS, 256);
     Output o;
-#pragma unroll
-    for (int i = 0; i < HALF / 2; i++) o[i] = 0.0f;
+    UNROLL_FOR (int i = 0; i < HALF / 2; i++) o[i] = 0.0f;
     own.attend_range(o);
     own.before += max_i32(own.count, 0);
-    store_partial(args, range, tile, own, o);
+    store_results(Results(args, range, tile), own, o);
     bar_sync(CONSUMERS, 256);
     if (thread_index() == 0) common->advance(args);
   }

@@ -29,8 +29,7 @@ struct Consumer {
 
   DEVICE_MEMBER int row_of(int r) const { return 16 * warp + lane / 4 + 8 * r; }
   DEVICE_MEMBER void take_rows() {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
       const Row row = ((const Row*)(shared + PROBABILITIES_AT))[row_of(r)];
       unit[r] = row.unit, rope[r] = row.rope, visible_end[r] = row.visible_end;
       row_max[r] = MINUS_INFINITY, row_sum[r] = 0.0f;
@@ -59,12 +58,10 @@ struct Consumer {
   // -- scores
   // Starts products of queries with the rope parts.
   DEVICE_MEMBER void start_rope_scores(float (&s)[32], int stage) const {
-#pragma unroll
-    for (int i = 0; i < 32; i++) s[i] = 0.0f;
+    UNROLL_FOR (int i = 0; i < 32; i++) s[i] = 0.0f;
     wgmma_fence_operand(s);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < ROPE_SLICES; k++) {
+    UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) {
       const int at = (CHUNKS + k / 4) * CHUNK + k % 4 * 32;
       WgmmaNarrow<64, BF16_ROPE>::shared_a(s, queries_at(at), keys_at(stage, at));
     }
@@ -74,19 +71,17 @@ struct Consumer {
   DEVICE_MEMBER void scale_rope_scores(float (&s)[32], int stage) const {
     const TokenScales& scales = scales_of(stage);
     wgmma_fence_operand(s);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
+    UNROLL_FOR (int j = 0; j < 8; j++) {
       const Words2 by = pair_of(R_KIND == RAW ? scales.inverse : scales.rope, j);
-#pragma unroll
-      for (int i = 0; i < 4; i++) s[4 * j + i] *= as_float(i % 2 ? by.y : by.x) * (BF16_ROPE ? 1.0f : rope[i / 2]);
+      UNROLL_FOR (int i = 0; i < 4; i++)
+        s[4 * j + i] *= as_float(i % 2 ? by.y : by.x) * (BF16_ROPE ? 1.0f : rope[i / 2]);
     }
     wgmma_fence_operand(s);
     wgmma_fence();
   }
   // Starts products with quarter Q of the latents' dimensions, added to them.
   template <int Q> DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
-#pragma unroll
-    for (int k = Q * QUARTER; k < (Q + 1) * QUARTER; k++) {
+    UNROLL_FOR (int k = Q * QUARTER; k < (Q + 1) * QUARTER; k++) {
       const int at = k / 4 * CHUNK + k % 4 * 32;
       Wgmma<64>::shared_a<true>(s, queries_at(at), keys_at(stage, at));
     }
@@ -97,89 +92,75 @@ struct Consumer {
   // Products to base-2 scores plus the logarithm of the token's scale, masked.
   DEVICE_MEMBER void scale_scores(float (&s)[32], const TokenScales& scales, int token) const {
     const int t = lane & 3;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
+    UNROLL_FOR (int j = 0; j < 8; j++) {
       const Words2 scale = pair_of(scales.scale, j), log = pair_of(scales.log, j);
-#pragma unroll
-      for (int i = 0; i < 4; i++)
+      UNROLL_FOR (int i = 0; i < 4; i++)
         s[4 * j + i] =
             s[4 * j + i] * as_float(i % 2 ? scale.y : scale.x) * unit[i / 2] + as_float(i % 2 ? log.y : log.x);
     }
     if (token + KV_BLOCK <= clear_end) return;
-#pragma unroll
-    for (int i = 0; i < 32; i++)
+    UNROLL_FOR (int i = 0; i < 32; i++)
       if (token + 8 * (i / 4) + 2 * t + i % 2 >= visible_end[i / 2 % 2]) s[i] = MINUS_INFINITY;
   }
-  // Raises the running maximum of a row where it is behind; `by`: what its output is to be multiplied by.
-  DEVICE_MEMBER bool raise_max(const float (&s)[32], int r, float& by) {
-    float wanted = MINUS_INFINITY;
-#pragma unroll
-    for (int j = 0; j < 8; j++) wanted = max_f32(wanted, max_f32(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-    wanted = max_f32(wanted, shfl_xor(wanted, 1));
-    wanted = max_f32(wanted, shfl_xor(wanted, 2));
-    const bool raise =
-        wanted > row_max[r] + RESCALE_THRESHOLD || (row_max[r] == MINUS_INFINITY && wanted > MINUS_INFINITY);
-    by = raise ? exp2_approx(row_max[r] - wanted) : 1.0f;
-    row_max[r] = raise ? wanted : row_max[r];
-    return raise;
+  // Raises the running maxima of rows that are behind; `by`: what their output is to be multiplied by. Whether one is.
+  DEVICE_MEMBER bool raise_max(const float (&s)[32], float (&by)[2]) {
+    float wanted[2] = {MINUS_INFINITY, MINUS_INFINITY};
+    UNROLL_FOR (int i = 0; i < 32; i++) wanted[i / 2 % 2] = max_f32(wanted[i / 2 % 2], s[i]);
+    auto behind = [&](int r) { return wanted[r] > row_max[r] + RESCALE_THRESHOLD; };
+    if (!warp_any(behind(0) || behind(1))) return false;
+    UNROLL_FOR (int r = 0; r < 2; r++) {
+      wanted[r] = max_f32(wanted[r], shfl_xor(wanted[r], 1));
+      wanted[r] = max_f32(wanted[r], shfl_xor(wanted[r], 2));
+      const float to = behind(r) ? wanted[r] : row_max[r];
+      by[r] = behind(r) ? exp2_approx(row_max[r] - to) : 1.0f;
+      row_max[r] = to, row_sum[r] *= by[r];
+    }
+    return true;
   }
   // Scores to probabilities in halves, times the tokens' scales. Whether a maximum was raised.
   DEVICE_MEMBER bool softmax(float (&s)[32], int stage, int token, float (&by)[2], Probabilities& p) {
     const TokenScales& scales = scales_of(stage);
     scale_scores(s, scales, token);
-    bool raised = false;
-    float shift[2], sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const bool raise = raise_max(s, r, by[r]);
-      shift[r] = row_max[r] == MINUS_INFINITY ? 0.0f : row_max[r];
-      raised = raised || raise;
-    }
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
+    const bool raised = raise_max(s, by);
+    float shift[2];
+    UNROLL_FOR (int r = 0; r < 2; r++) shift[r] = row_max[r] == MINUS_INFINITY ? 0.0f : row_max[r];
+    UNROLL_FOR (int j = 0; j < 8; j++) {
       const Words2 inverse = pair_of(scales.inverse, j);
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
+      UNROLL_FOR (int r = 0; r < 2; r++) {
         const float low = exp2_approx(s[4 * j + 2 * r] - shift[r]), high = exp2_approx(s[4 * j + 2 * r + 1] - shift[r]);
-        sum[r] += low * as_float(inverse.x);
-        sum[r] += high * as_float(inverse.y);
+        row_sum[r] += low * as_float(inverse.x);
+        row_sum[r] += high * as_float(inverse.y);
         p[j / 2][j % 2 * 2 + r] = pack_f16x2(low, high);
       }
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) row_sum[r] = row_sum[r] * by[r] + sum[r];
     return raised;
   }
   DEVICE_MEMBER void rescale(Output& o, bool raised, const float (&by)[2]) const {
-    if (!warp_any(raised)) return;
-#pragma unroll
-    for (int i = 0; i < HALF / 2; i++) o[i] *= by[i / 2 % 2];
+    if (!raised) return;
+    UNROLL_FOR (int i = 0; i < HALF / 2; i++) o[i] *= by[i / 2 % 2];
   }
 
   // -- probabilities to the other warpgroup, and its
   DEVICE_MEMBER void send(const Probabilities& p) const {
     const u32 row = shared_address(shared + PROBABILITIES_AT) + (16 * warp + lane % 16) * 128;
-#pragma unroll
-    for (int k = 0; k < 4; k++)
+    UNROLL_FOR (int k = 0; k < 4; k++)
       stmatrix_x4<0>(row + ((2 * k + lane / 16 ^ (lane & 7)) << 4), p[k][0], p[k][1], p[k][2], p[k][3]);
     float* maxima = (float*)(shared + ROW_MAX_AT);
     if ((lane & 3) == 0) maxima[row_of(0)] = row_max[0], maxima[row_of(1)] = row_max[1];
     fence_proxy_async();
     bar_arrive(PROBABILITIES_OF_FIRST + group, 256);
   }
-  // Waits for them and takes their maximum. Whether it is another.
+  // Waits for them and takes their maxima. Whether one is another.
   DEVICE_MEMBER bool receive(float (&by)[2]) {
     bar_sync(PROBABILITIES_OF_FIRST + 1 - group, 256);
-    bool raised = false;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float others = ((const float*)(shared + ROW_MAX_AT))[row_of(r)];
-      const bool raise = others != row_max[r];
-      by[r] = raise ? exp2_approx(row_max[r] - others) : 1.0f;
-      row_max[r] = others, row_sum[r] *= by[r];
-      raised = raised || raise;
+    const float* maxima = (const float*)(shared + ROW_MAX_AT);
+    const float others[2] = {maxima[row_of(0)], maxima[row_of(1)]};
+    if (!warp_any(others[0] != row_max[0] || others[1] != row_max[1])) return false;
+    UNROLL_FOR (int r = 0; r < 2; r++) {
+      by[r] = others[r] != row_max[r] ? exp2_approx(row_max[r] - others[r]) : 1.0f;
+      row_max[r] = others[r], row_sum[r] *= by[r];
     }
-    return raised;
+    return true;
   }
 
   // -- output
@@ -187,8 +168,7 @@ struct Consumer {
   DEVICE_MEMBER void start_values(Output& o, const Probabilities& p, int stage) const {
     wgmma_fence_operand(o);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; k++)
+    UNROLL_FOR (int k = 0; k < 4; k++)
       Wgmma<HALF>::register_a(o, p[k][0], p[k][1], p[k][2], p[k][3], values_at(stage, k * 2048));
     wgmma_commit();
   }
@@ -196,8 +176,7 @@ struct Consumer {
     const u64 probabilities = smem_descriptor(shared_address(shared + PROBABILITIES_AT), 16);
     wgmma_fence_operand(o);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; k++)
+    UNROLL_FOR (int k = 0; k < 4; k++)
       Wgmma<HALF>::shared_a_across(o, descriptor_behind(probabilities, k * 32), values_at(stage, k * 2048));
     wgmma_commit();
   }
@@ -208,10 +187,10 @@ struct Consumer {
     mbarrier_wait(full + 4 * stage + quarter, turn);
     fence_proxy_async();  // between stores of the producer, which the barrier has ordered before it, and products
   }
-  // The own dimensions; their other reader, of scores, was done before. The last KV block's stage takes the output.
+  // The own dimensions; their other reader, of scores, was done before.
   DEVICE_MEMBER void release(Output& o, int i) const {
     wgmma_fence_operand(o);
-    if (lane == 0 && i + 1 < count) mbarrier_arrive(empty + 2 * stage_of(i) + group);
+    if (lane == 0) mbarrier_arrive(empty + 2 * stage_of(i) + group);
   }
   // Starts values of a KV block whose scores are the other's.
   DEVICE_MEMBER void attend_others(Output& o, int i) {

@@ -60,8 +60,7 @@ struct RopeCodes {
   u32 words[WORDS];
 
   DEVICE_MEMBER void clear() {
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) words[i] = 0;
+    UNROLL_FOR (int i = 0; i < WORDS; i++) words[i] = 0;
   }
   DEVICE_MEMBER void load(const u8* tile, int lane) {
     if constexpr (R_BITS % 8 == 0) {
@@ -69,8 +68,7 @@ struct RopeCodes {
     } else {
       Codes<(R_BITS < 8 ? R_BITS : 7), ROPE_SLICES, true> codes;
       codes.load(tile, lane);
-#pragma unroll
-      for (int i = 0; i < WORDS; i++) words[i] = rope_code_bytes(codes.low(i / 2), codes.high(i / 2), i % 2);
+      UNROLL_FOR (int i = 0; i < WORDS; i++) words[i] = rope_code_bytes(codes.low(i / 2), codes.high(i / 2), i % 2);
     }
   }
   // Slice s as pages have it: dimensions x tokens.
@@ -100,8 +98,7 @@ struct Tokens {
     }
     latent.load(page + place / 16 * L_TILE, lane);
     rope.load(page + R_CODES + place / 16 * R_TILE, lane);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
+    UNROLL_FOR (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
       const int token = (lane >> 2) + 8 * i;
       if (token < left) fields[i] = field_bits(page + L_FIELDS, place + token);
       if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
@@ -116,8 +113,7 @@ struct Tokens {
       scales.put(first + lane / 4 + 8 * second, second ? fields[1] : fields[0],
           second ? rope_fields[1] : rope_fields[0]);
     const u32 row = row_of(lane);
-#pragma unroll
-    for (int s = 0; s < ROPE_SLICES; s++) {
+    UNROLL_FOR (int s = 0; s < ROPE_SLICES; s++) {
       u32 v[4];
       rope.matrices(s, table, levels, v);
       stmatrix_x4_trans<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), v[0], v[2], v[1], v[3]);
@@ -127,8 +123,7 @@ struct Tokens {
   template <int FIRST, int LAST>
   DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
     const u32 row = row_of(lane);
-#pragma unroll
-    for (int s = FIRST; s < LAST; s++) {
+    UNROLL_FOR (int s = FIRST; s < LAST; s++) {
       u32 a[4];
       level_matrices(latent.low(s), L_BITS > 4 ? latent.high(s) : 0, table, a);
       stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
