@@ -249,22 +249,23 @@ def test_a_layer_stores_with_its_matrices(centred):
 
 
 def test_a_layer_learns_its_offset_from_the_first_tokens_it_stores():
-    """Not from steps that store nothing; and it stays as it is."""
+    """Not from steps that store nothing, or only in the page that no request has (a draft model's warm-up); it stays."""
     with set_current_vllm_config(VllmConfig(additional_config={"slimkv": {"format": "k4v4"}})):
         layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
     layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
     learnt = LayerOffset(2, Codec(layer._spec))
     layer._layer = ServedLayer(Codec(layer._spec), offset=learnt)
     layout = PageLayout(layer._spec, 16)
-    pages = torch.zeros(2, 2, layout.page_bytes, dtype=torch.uint8).view(2, 2, 16, -1)
+    pages = torch.zeros(3, 2, layout.page_bytes, dtype=torch.uint8).view(3, 2, 16, -1)
     key, other, value = torch.randn(3, 16, 2, 64) + 3
-    layer.do_kv_cache_update(None, key, value, pages, torch.full((16,), -1))
-    assert not learnt.known
-    layer.do_kv_cache_update(None, key, value, pages, torch.arange(16))
+    for slots in (torch.full((16,), -1), torch.arange(16)):
+        layer.do_kv_cache_update(None, other, value, pages, slots)
+        assert not learnt.known
+    layer.do_kv_cache_update(None, key, value, pages, torch.arange(16, 32))
     assert learnt.known
     expected = offset_of_keys(key.mean(0), key[0], Codec(layer._spec))
     torch.testing.assert_close(learnt.tensor, expected)
-    layer.do_kv_cache_update(None, other, value, pages, torch.arange(16, 32))
+    layer.do_kv_cache_update(None, other, value, pages, torch.arange(32, 48))
     torch.testing.assert_close(learnt.tensor, expected)
 
 
