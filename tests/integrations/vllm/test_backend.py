@@ -249,7 +249,7 @@ def test_a_layer_stores_with_its_matrices(centred):
 
 
 def test_a_layer_learns_its_offset_from_the_first_tokens_it_stores():
-    """Not from steps that store nothing, or only in the page that no request has (a draft model's warm-up); it stays."""
+    """Not from steps that store nothing, or only in the page that no request has (warm-up of a draft model)."""
     with set_current_vllm_config(VllmConfig(additional_config={"slimkv": {"format": "k4v4"}})):
         layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
     layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
