@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
+sys.path[:0] = [str(Path(__file__).parent.parent / "integrations" / name) for name in ("vllm", "shared")]
 
 from documents import ROOT, commands
 
@@ -32,6 +32,7 @@ SMALLER = {
         "--short-context",
         "256",
     ],
+    "positions": ["--tokens", "512"],
     "generate": ["--context", "256", "--new-tokens", "4", "--rounds", "1", "--layers", "2"],
 }
 
@@ -48,7 +49,7 @@ def test_commands_run(command, tmp_path):
     if words[0] == "python":
         _run_script(words, tmp_path)
         return
-    words = words[1:]
+    words = [str(tmp_path / word) if word.endswith((".svg", ".png")) else word for word in words[1:]]
     engine = "sglang" if "sglang" in words else "vllm"
     if words[1] == "serve" and importlib.util.find_spec(engine) is None:
         pytest.skip(f"needs {engine}")
