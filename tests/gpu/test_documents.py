@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "integrations" / name) for name in ("vllm", "shared")]
+sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "shared"))
 
 from documents import ROOT, commands
 
