@@ -47,7 +47,7 @@ def test_without_vllm(bench):
 def test_an_engine_that_does_not_start_is_reported(bench, monkeypatch):
     import sys
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("slimkv.lab.suite.vllm_engine.find_spec", lambda name: object())
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(EngineError, match="vLLM with raw ended with exit code 1: it printed nothing"):
         run_engine(bench, "raw", [CONTEXT], quiet)
