@@ -7,7 +7,7 @@ from pathlib import Path
 from slimkv.errors import InputError
 from slimkv.lab.bench.results import Report
 from slimkv.lab.bench.serve import ServeReport
-from slimkv.lab.bench.serve_settings import DTYPES
+from slimkv.lab.bench.serve_settings import is_stock
 from slimkv.lab.evals.plots import figure
 from slimkv.lab.report.charts import Bar, bars
 from slimkv.lab.report.page import stacked
@@ -38,17 +38,14 @@ def plot_sessions(report: ServeReport, path: Path) -> None:
     found = {name: x["sessions"] for name, x in report.systems.items() if "sessions" in x}
     if not found:
         raise InputError("a chart of sessions needs a system that finished the sessions phase")
-    share = f"{report.settings.held:.0%} of the memory that holds all sessions in bf16"
     panels = [
-        (f"prompt tokens found in the cache, at {share}", "hit_share", "{:.0%}"),
+        (f"prompt tokens found in a cache of {report.settings.held:.0%} of all sessions", "hit_share", "{:.0%}"),
         ("seconds to the first token, median", "time_to_first_token_p50", "{:.2f} s"),
         ("seconds to the first token, 99th percentile", "time_to_first_token_p99", "{:.2f} s"),
         ("tokens per second of all users", "output_tokens_per_second", "{:,.0f}"),
     ]
     drawn = [
-        bars(
-            told, [Bar(n, x[key], fmt.format(x[key]), n.partition(":")[0] in DTYPES.values()) for n, x in found.items()]
-        )
+        bars(told, [Bar(name, x[key], fmt.format(x[key]), is_stock(name)) for name, x in found.items()])
         for told, key, fmt in panels
         if any(x[key] > 0 for x in found.values())
     ]

@@ -146,7 +146,7 @@ def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> d
     """
     system, stock = system.partition("@")[0].partition("+")[0], _STOCK[engine]
     format, _, backend = system.partition(":")
-    if format in stock or (engine == "vllm" and format.startswith("turboquant_")):
+    if is_stock(system, engine):
         cache = {"kv_cache_dtype": stock.get(format, format)}
         backend = backend or ("" if engine == "vllm" else _sglang_attention())
         return {**cache, "attention_backend": backend} if backend else cache
@@ -161,6 +161,13 @@ def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> d
     return {
         "attention_backend": "slimkv", "page_size": _SGLANG_PAGE, "json_model_override_args": json.dumps(config),
     }  # fmt: skip
+
+
+def is_stock(system: str, engine: str = "vllm") -> bool:
+    """Whether a system's cache is the engine's own, with nothing of slimkv behind it."""
+    cache, _, tier = system.partition("@")[0].partition("+")
+    format = cache.partition(":")[0]
+    return tier != "cold" and (format in _STOCK[engine] or (engine == "vllm" and format.startswith("turboquant_")))
 
 
 def tier_arguments(system: str, gib: float) -> dict[str, Any]:

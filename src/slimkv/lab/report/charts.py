@@ -12,7 +12,7 @@ from slimkv.errors import InputError
 WIDTH, HEIGHT = 560, 340
 LEFT, TOP, BOTTOM = 64, 18, 46
 RIGHT = 96  # minimum; the line names are placed here
-_LETTER = 7.5  # of a name
+_LETTER = 8.6  # of a name, in the widest of the usual bold fonts
 _ROW, _ROW_TOP, _ROW_BOTTOM = 26, 10, 40  # of charts with a line for each name
 _TONES = ("raw", "same", "worse", "better")
 
