@@ -73,7 +73,7 @@ class AheadCut:
     """How blocks unpack ahead (source/prefill/ahead.cuh). An item is a KV head of a sequence."""
 
     items: int
-    blocks: int  # of an item, if sequences are alike
+    blocks: int  # of an item, for sequences of equal length
     tiles: int  # of an item, at most
     lead: int  # items that are unpacked before the first block
     slots: int  # items that the workspace has room for

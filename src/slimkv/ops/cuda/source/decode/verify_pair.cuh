@@ -9,7 +9,7 @@
 // What a pair of warpgroups shares.
 struct PairMemory {
   u8 *ring, *probabilities;
-  float* factors;  // of two steps: COLUMNS, and whether they are to be used
+  float* factors;  // of two steps: the COLUMNS values, then whether to use them
   u64 *full, *published, *used;
 
   // `kept`: in registers of each lane. What the compiler can compute anew are instructions of every step.

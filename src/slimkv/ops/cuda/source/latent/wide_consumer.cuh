@@ -140,7 +140,7 @@ struct Consumer {
     UNROLL_FOR (int i = 0; i < HALF / 2; i++) o[i] *= by[i / 2 % 2];
   }
 
-  // -- probabilities to the other warpgroup, and its
+  // -- exchange of probabilities with the other warpgroup
   DEVICE_MEMBER void send(const Probabilities& p) const {
     const u32 row = shared_address(shared + PROBABILITIES_AT) + (16 * warp + lane % 16) * 128;
     UNROLL_FOR (int k = 0; k < 4; k++)
@@ -150,7 +150,7 @@ struct Consumer {
     fence_proxy_async();
     bar_arrive(PROBABILITIES_OF_FIRST + group, 256);
   }
-  // Waits for them and takes their maxima. Whether one is another.
+  // Waits for the other's probabilities and maxima; true if one of the maxima differs from ours.
   DEVICE_MEMBER bool receive(float (&by)[2]) {
     bar_sync(PROBABILITIES_OF_FIRST + 1 - group, 256);
     const float* maxima = (const float*)(shared + ROW_MAX_AT);
