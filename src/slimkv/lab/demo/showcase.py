@@ -19,7 +19,7 @@ ANSWERING = (BEST, "k4v4", "turboquant_4bit_nc", "fp8")
 MEASURED = (*ANSWERING, "k3v3+cal", "k6v6+cal")
 REMEMBERED = ("fp8", "turboquant_4bit_nc", "k4v4", "k3v3")  # formats of the memory chart
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
-TEXT_TOKENS = 2048
+TEXT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def memory_curves(model: Any, formats: Sequence[str], contexts: Sequence[int]) -
 
 
 def run_showcase(
-    model: Any, tokenizer: Any, calibration: Calibration, *, name: str, best: str = BEST, new_tokens: int = 96,
-    long_new_tokens: int = 24, text_tokens: int = TEXT_TOKENS, windows: int = 2, window_tokens: int = 384,
+    model: Any, tokenizer: Any, calibration: Calibration, *, name: str, best: str = BEST, new_tokens: int = 64,
+    long_new_tokens: int = 24, text_tokens: int = TEXT_TOKENS, windows: int = 2, window_tokens: int = 256,
     shown: Shown = lambda question, texts: None, progress: Progress = quiet,
 ) -> Showcase:  # fmt: skip
     """Asks both questions and measures every format on the included text.
