@@ -57,7 +57,7 @@ def memory_curves(model: Any, formats: Sequence[str], contexts: Sequence[int]) -
 
 def run_showcase(
     model: Any, tokenizer: Any, calibration: Calibration, *, name: str, best: str = BEST, new_tokens: int = 64,
-    long_new_tokens: int = 24, text_tokens: int = TEXT_TOKENS, windows: int = 2, window_tokens: int = 256,
+    long_new_tokens: int = 24, text_tokens: int = TEXT_TOKENS, windows: int = 2, window_tokens: int = 192,
     shown: Shown = lambda question, texts: None, progress: Progress = quiet,
 ) -> Showcase:  # fmt: skip
     """Asks both questions and measures every format on the included text.
