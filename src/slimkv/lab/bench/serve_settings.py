@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -138,16 +138,32 @@ class ServeSettings:
             tier_arguments(system, self.offload_gib)
 
 
+class System(NamedTuple):
+    """The parts of a system's name, ``format:backend+tier@layout``; empty where it has none."""
+
+    format: str
+    backend: str
+    tier: str
+    layout: str
+
+    @classmethod
+    def parse(cls, name: str) -> System:
+        """``k4v4:triton+host@LBHNC``, for instance."""
+        rest, _, layout = name.partition("@")
+        cache, _, tier = rest.partition("+")
+        format, _, backend = cache.partition(":")
+        return cls(format, backend, tier, layout)
+
+
 def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> dict[str, Any]:
     """Engine arguments of a system's cache: a stock cache dtype by its name, or a format of slimkv.
 
     ``k4v4:triton`` is a format with one implementation of store and attend, ``bf16:FLASHMLA`` a stock cache with one
     of the engine's own attention backends.
     """
-    system, stock = system.partition("@")[0].partition("+")[0], _STOCK[engine]
-    format, _, backend = system.partition(":")
-    if is_stock(system, engine):
-        cache = {"kv_cache_dtype": stock.get(format, format)}
+    format, backend, *_ = System.parse(system)
+    if _is_stock_format(format, engine):
+        cache = {"kv_cache_dtype": _STOCK[engine].get(format, format)}
         backend = backend or ("" if engine == "vllm" else _sglang_attention())
         return {**cache, "attention_backend": backend} if backend else cache
     parse_spec(format, 64)  # raises with the known formats
@@ -165,14 +181,17 @@ def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> d
 
 def is_stock(system: str, engine: str = "vllm") -> bool:
     """Whether a system's cache is the engine's own, with nothing of slimkv behind it."""
-    cache, _, tier = system.partition("@")[0].partition("+")
-    format = cache.partition(":")[0]
-    return tier != "cold" and (format in _STOCK[engine] or (engine == "vllm" and format.startswith("turboquant_")))
+    parts = System.parse(system)
+    return parts.tier != "cold" and _is_stock_format(parts.format, engine)
+
+
+def _is_stock_format(format: str, engine: str) -> bool:
+    return format in _STOCK[engine] or (engine == "vllm" and format.startswith("turboquant_"))
 
 
 def tier_arguments(system: str, gib: float) -> dict[str, Any]:
     """vLLM's arguments for the tier behind a system's cache: ``+host``, ``+cold`` or none."""
-    tier = system.partition("@")[0].partition("+")[2]
+    tier = System.parse(system).tier
     if tier not in ("", "host", "cold"):
         raise InputError(f"the system {system!r} names a tier {tier!r}; known are +host and +cold")
     if tier == "host":
@@ -207,12 +226,12 @@ def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str,
     shape = shape_config(settings.shape)
     longest = min(settings.context + settings.new_tokens + 64, text_field(shape, "max_position_embeddings"))
     own = _vllm_arguments if settings.engine == "vllm" else _sglang_arguments
-    layout = system.partition("@")[2]
-    tier = "+host" if OFFLOAD in settings.phases and "+" not in system else system
+    parts = System.parse(system)
+    tier = "+host" if OFFLOAD in settings.phases and not parts.tier else system
     return {
         **asdict(settings),
         "system": system,
-        "environment": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
+        "environment": {"VLLM_KV_CACHE_LAYOUT": parts.layout} if parts.layout else {},
         "arguments": {
             **own(settings, str(folder), longest), **cache_arguments(system, settings.engine, settings.prefill),
             **tier_arguments(tier, settings.offload_gib), **dict(settings.extra),

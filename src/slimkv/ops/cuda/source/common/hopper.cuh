@@ -18,7 +18,8 @@ SLIMKV_ASM_MEMORY(mbarrier_arrive_expect_tx, (u64 * barrier, u32 bytes),
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Waits for the end of the phase whose number has this last bit.
 SLIMKV_ASM_MEMORY(mbarrier_wait, (u64 * barrier, u32 parity),
-    "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}",
+    "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+    "@p bra DONE;\nbra AGAIN;\nDONE:\n}",
     "r"(shared_address(barrier)), "r"(parity));
 // Global to shared memory, 16-byte units.
 SLIMKV_ASM_MEMORY(cp_async_bulk, (void* shared, const void* global, u32 bytes, u64* barrier),

@@ -133,7 +133,8 @@ SLIMKV_ASM(u32, "r", pack_bf16x2, (float low, float high), "cvt.rn.bf16x2.f32 %0
 SLIMKV_ASM(u32, "r", pack_e4m3x2, (float low, float high),
     "{.reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, %1, %2; cvt.u32.u16 %0, h;}", "f"(high), "f"(low));
 SLIMKV_ASM(u32, "r", pack_e4m3x4, (float a, float b, float c, float d),
-    "{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; cvt.rn.satfinite.e4m3x2.f32 y, %4, %3; mov.b32 %0, {x, y};}",
+    "{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; "
+    "cvt.rn.satfinite.e4m3x2.f32 y, %4, %3; mov.b32 %0, {x, y};}",
     "f"(a), "f"(b), "f"(c), "f"(d));
 SLIMKV_ASM(u32, "r", unpack_e4m3x2, (u32 x), "{.reg .b16 h; cvt.u16.u32 h, %1; cvt.rn.f16x2.e4m3x2 %0, h;}", "r"(x));
 #else

@@ -114,7 +114,7 @@ DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bi
   sync_warp();
 }
 
-// x times the rotation or, BACK, its transpose. `bits`: the random signs. `core`: the core's columns (BACK: rows), up to
+// x times the rotation or, BACK, its transpose. `bits`: the random signs. `core`: its columns (BACK: rows), up to
 // 32. `signs`: the whole matrix. scratch: DIM floats for this warp, aligned to 16 bytes.
 template <int DIM, int CORE, bool BACK = false>
 DEVICE void rotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm,

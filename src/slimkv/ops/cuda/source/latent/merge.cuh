@@ -1,4 +1,4 @@
-// Merges the partial results of work tiles that several thread blocks have and writes the output, as a kernel of its own.
+// Merges the partial results of work tiles that several thread blocks have and writes the output, as its own kernel.
 //
 // A thread block takes MERGE_DIMS dimensions of some rows of one work tile. args.merge_warps of its warps (a power of
 // two), as many as the device has room for, share the partial results of a row. A row waits for memory several times

@@ -1,7 +1,7 @@
 // Attention of few query rows (queries x heads) on packed latents: scores from latents and rope parts, values from the
 // same latents.
 //
-// A thread block has up to 16 rows of a sequence and some of its tokens. Eight warps attend, in two teams that alternate
+// A thread block has up to 16 rows of a sequence and part of its tokens. Eight warps attend in two teams that alternate
 // between KV blocks. The warps of a third warpgroup issue bulk copies of the KV blocks into each team's ring in shared
 // memory. The warps of a team share the latent's dimensions equally, for scores and for values: each unpacks its codes
 // once, in the operand order of the scores, and transposes them for the values. A warp's scores are partial sums over
