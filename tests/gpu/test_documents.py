@@ -4,60 +4,61 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "shared"))
 
+from mla_models import deepseek_v2, saved
+from prompts import model_folder
+
 from documents import ROOT, commands
+from slimkv import calibrate_model
+from slimkv.lab import models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 COMMANDS = [command for need, command in commands() if need == "gpu"]
-SERVING = ["--shape", "tiny", "--context", "512", "--requests", "2", "--arrivals", "2", "--memory", "0.2", "--eager"]
+SERVING = "--context 512 --requests 2 --arrivals 2 --memory 0.2 --eager --new-tokens 4 --most-requests 2 --rounds 1"
 SMALLER = {
-    "serve": [
-        *SERVING,
-        "--new-tokens",
-        "4",
-        "--most-requests",
-        "2",
-        "--rounds",
-        "1",
-        "--offload-gib",
-        "1",
-        "--short-context",
-        "256",
-    ],
-    "positions": ["--tokens", "512"],
-    "generate": ["--context", "256", "--new-tokens", "4", "--rounds", "1", "--layers", "2"],
+    "serve": f"{SERVING} --offload-gib 1 --short-context 256",
+    "positions": "--tokens 512",
+    "generate": "--context 256 --new-tokens 4 --rounds 1 --layers 2",
 }
+ANSWER_SECONDS = 300
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command, tmp_path):
     words = shlex.split(command)
-    if words[:2] == ["vllm", "serve"]:
-        pytest.importorskip("vllm")
-        _serve(words, tmp_path)
-        return
     if words[0] == "bash":
         pytest.skip("a script of measurements, not a snippet to try")
-    if words[0] == "python":
+    if words[:2] == ["vllm", "serve"] or words[:3] == ["python", "-m", "sglang.launch_server"]:
+        _serve(words, tmp_path)
+    elif words[0] == "python":
         _run_script(words, tmp_path)
-        return
-    words = [str(tmp_path / word) if word.endswith((".svg", ".png")) else word for word in words[1:]]
-    engine = "sglang" if "sglang" in words else "vllm"
-    if words[1] == "serve" and importlib.util.find_spec(engine) is None:
-        pytest.skip(f"needs {engine}")
-    done = subprocess.run(
-        [sys.executable, "-m", "slimkv", *words, *SMALLER[words[1]]], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+    else:
+        _run_slimkv(words[1:], tmp_path)
+
+
+def _run_slimkv(words: list[str], folder: Path) -> None:
+    """A command of slimkv with a small model and small sizes."""
+    if words[1] == "serve":
+        _need("sglang" if "sglang" in words else "vllm")
+    small = SMALLER[words[1]].split()
+    if words[1] == "serve":
+        small += ["--shape", "tiny-mla" if "deepseek-v2-lite" in words else "tiny"]
+    words = [str(folder / word) if word.endswith(".svg") else word for word in words]
+    done = subprocess.run([sys.executable, "-m", "slimkv", *words, *small], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{words}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
 
 
 def _run_script(words: list[str], folder: Path) -> None:
@@ -71,13 +72,60 @@ def _run_script(words: list[str], folder: Path) -> None:
 
 
 def _serve(words: list[str], folder: Path) -> None:
+    """A server of SmolLM2, or of a small model with latents and SmolLM2's tokenizer, which answers nonsense."""
     import openai
+
+    latents = any("deepseek" in word for word in words)
+    model = _latent_model(folder / "model") if latents else model_folder()
+    with (_vllm if words[0] == "vllm" else _sglang)(words, model, folder) as address:
+        client = openai.OpenAI(base_url=address, api_key="none", timeout=ANSWER_SECONDS)
+        asked = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+        asked |= {"prompt": [5, 6, 7, 8]} if latents else {}
+        answer = client.completions.create(**asked)
+    assert answer.usage.completion_tokens == 4 if latents else "Paris" in answer.choices[0].text
+
+
+def _latent_model(folder: Path) -> str:
+    model = saved(deepseek_v2, folder)
+    models.load(models.DEFAULT).tokenizer.save_pretrained(folder)
+    return model
+
+
+@contextmanager
+def _vllm(words: list[str], model: str, folder: Path) -> Iterator[str]:
+    _need("vllm")
+    if any("NixlConnector" in word for word in words):
+        _need("nixl")
     from servers import serving
 
     if "--kv-offloading-size" in words:
         words[words.index("--kv-offloading-size") + 1] = "1"
-    small = [word.replace("/var/cache/kv", str(folder)).replace("42949672960", str(1 << 30)) for word in words[3:]]
-    with serving(folder, *small, packed="--attention-backend" in words) as (address, _):
-        client = openai.OpenAI(base_url=address, api_key="none", timeout=300)
-        asked = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-        assert "Paris" in client.completions.create(**asked).choices[0].text
+    options = [word.replace("/var/cache/kv", str(folder)).replace("42949672960", str(1 << 30)) for word in words[3:]]
+    if any("model.safetensors" in word for word in options):
+        file = folder / "model.safetensors"
+        calibrate_model(models.load(models.DEFAULT).model, file, windows=torch.arange(64).reshape(1, 64))
+        options = [word.replace("model.safetensors", str(file)) for word in options]
+    if model != model_folder():
+        options += ["--dtype", "bfloat16"]  # latents of float32 have no stock prefill on a GPU
+    with serving(folder, *options, "--gpu-memory-utilization", "0.2", model=model, packed=False) as (address, _):
+        yield address
+
+
+@contextmanager
+def _sglang(words: list[str], model: str, folder: Path) -> Iterator[str]:
+    _need("sglang")
+    from server_process import running
+    from slimkv.lab.engine_process import environment
+    from slimkv.lab.soak.server import free_port
+
+    words[words.index("--model-path") + 1] = model
+    port = free_port()
+    small = f"--port {port} --host 127.0.0.1 --served-model-name smollm2 --context-length 1024 --disable-cuda-graph"
+    command = [sys.executable, *words[1:], *small.split(), "--max-total-tokens", "4096"]
+    with running(command, environment(), port, folder / "log", signal.SIGTERM) as address:
+        yield address
+
+
+def _need(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")

@@ -17,13 +17,14 @@ from slimkv.lab.soak.server import free_port
 
 
 @contextmanager
-def serving(folder: Path, *options: str, packed: bool = True) -> Iterator[tuple[str, Path]]:
-    """SmolLM2 in float32, which every CPU can run, with slimkv's attention; yields the address and the log."""
-    port, log = free_port(), folder / "log"
+def serving(folder: Path, *options: str, packed: bool = True, model: str | None = None) -> Iterator[tuple[str, Path]]:
+    """SmolLM2 or ``model`` in float32, which every CPU can run, with slimkv's attention; yields the address and log."""
+    port, log, script = free_port(), folder / "log", Path(sys.executable).with_name("vllm")
+    vllm = [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
     command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", model_folder(), "--port", str(port), "--host",
-        "127.0.0.1", "--served-model-name", "smollm2", "--max-model-len", "1024", "--enforce-eager", "--dtype",
-        "float32", *(("--attention-backend", "CUSTOM") if packed else ()), *options,
+        *vllm, "serve", model or model_folder(), "--port", str(port), "--host", "127.0.0.1", "--served-model-name",
+        "smollm2", "--max-model-len", "1024", "--enforce-eager", "--dtype", "float32",
+        *(("--attention-backend", "CUSTOM") if packed else ()), *options,
     ]  # fmt: skip
     path = server_environment(folder).get("PYTHONPATH")  # vLLM's CPU build under the name that its command asks for
     with running(command, environment(**({"PYTHONPATH": path} if path else {})), port, log, signal.SIGINT) as address:
