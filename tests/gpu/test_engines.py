@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from engines import NGRAM, draft_model, engine, repeating, run_engine, run_engin
 from prompts import long, partings, piece, ragged, run
 from row_exact import assert_same
 
-from slimkv.ops.cuda.device import NAMED
+from slimkv.ops.cuda.device import AS_DEVICE, NAMED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
@@ -112,12 +110,9 @@ def test_held_to_another_gpu():
     prompts = [*ragged(), *long(), *repeating()]
     runs = [{**run("miss", prompts, 24), "logprobs": 20}, {**run("hit", prompts, 24), "logprobs": 20}]
     records = ("", *sorted(NAMED))
-
-    def answer(record: str) -> dict[str, Any]:
-        return run_engine(engine(**SPECULATING, **slimkv("k4v4"), **NGRAM), runs, SLIMKV_AS_DEVICE=record)
-
-    with ThreadPoolExecutor(len(records)) as pool:
-        found = dict(zip(records, pool.map(answer, records), strict=True))
+    asked = (engine(**SPECULATING, **slimkv("k4v4"), **NGRAM), runs)
+    answered = run_engines(*[asked] * len(records), own=[{AS_DEVICE: record} for record in records])
+    found = dict(zip(records, answered, strict=True))
     for record, answers in found.items():
         assert answers["counters"]["hit"]["vllm:prefix_cache_hits"] > 0, record
         for name in ("miss", "hit"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,16 @@ def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str)
 
 
 def run_engines(
-    *each: tuple[dict[str, Any], list[dict[str, Any]]], in_turn: bool = False, **extra: str
-) -> list[dict[str, Any]]:
-    """``run_engine`` of several engines with their runs, all at the same time or in one process, one after another."""
+    *each: tuple[dict[str, Any], list[dict[str, Any]]], in_turn: bool = False,
+    own: Sequence[dict[str, str]] = (), **extra: str,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """``run_engine`` of several engines with their runs, all at the same time or in one process, one after another.
+
+    ``own``: environment variables of each engine, of those at the same time.
+    """
     requests = [{"engine": {**BASE, **engine}, "runs": runs} for engine, runs in each]
+    for request, environ in zip(requests, own, strict=False):
+        request["environment"] = environ
     return _SCENARIOS.run({"engines": requests, "in_turn": in_turn}, environment(**extra))
 
 

@@ -64,6 +64,7 @@ def exact_rows() -> None:
 def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
+    os.environ.update(request.get("environment", {}))
     if os.environ.get("KEEP_CHUNKS"):
         keep_chunks()
     if os.environ.get("SPARSE_ON_CPU"):
