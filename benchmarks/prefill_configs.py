@@ -23,7 +23,8 @@ from slimkv.lab.bench.timing import Timer
 from slimkv.ops.attention import reference
 from slimkv.ops.attention.api import AttendRequest, checked_request
 from slimkv.ops.attention.cuda import prefill
-from slimkv.ops.attention.cuda.prefill_config import PrefillConfig, Unpack, configs
+from slimkv.ops.attention.cuda.prefill_config import configs
+from slimkv.ops.attention.cuda.prefill_defines import PrefillConfig, Unpack
 
 CHECKED = AttendCell("", batch=2, context=4096, queries=300, num_heads=8, num_kv_heads=2)
 

@@ -22,7 +22,7 @@ from test_attention import check_rows, poisoned_out, request_of
 
 from slimkv.errors import SpecError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
-from slimkv.ops.attention.cuda import decode, prefill, prefill_config
+from slimkv.ops.attention.cuda import decode, prefill, prefill_config, prefill_defines
 from slimkv.ops.attention.cuda.decode_config import config_for
 from slimkv.ops.store.cuda import launch as store_launch
 from slimkv.spec import CodecSpec, Kind
@@ -135,7 +135,7 @@ def prefill_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
         num_kv_heads=chance.choice((1, 1, 2)),
     )  # fmt: skip
     spec = CodecSpec.parse(case.format, case.dim)
-    configs = [config for unpack in prefill_config.Unpack for config in prefill_config.configs(spec, unpack)]
+    configs = [config for unpack in prefill_defines.Unpack for config in prefill_config.configs(spec, unpack)]
     config, budget = chance.choice(configs), chance.choice((prefill.WORKSPACE_BYTES, SMALL_WORKSPACE))
     print(case, config, budget)
 

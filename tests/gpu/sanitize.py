@@ -33,7 +33,7 @@ from test_prefill_cuda import LONG, attend_and_check  # noqa: E402
 
 from slimkv import ops  # noqa: E402
 from slimkv.ops import PackedKV  # noqa: E402
-from slimkv.ops.attention.cuda import prefill, prefill_config  # noqa: E402
+from slimkv.ops.attention.cuda import prefill, prefill_config, prefill_defines  # noqa: E402
 from slimkv.ops.store.cuda.launch import format_refusal  # noqa: E402
 
 MIXED = Case(num_kv_heads=1, lens=(70, 20, 33, 0, 41), queries=(36, 1, 4, 1, 41))
@@ -81,7 +81,7 @@ def prefill_failures(device: torch.device) -> int:
         return 0
     launch, tile, wrong = prefill.launcher(device), 1 << 20, 0
     long = replace(LONG, dim=128, num_kv_heads=2, lens=(700, 7, 300), queries=(200, 1, 33))
-    configs = [config for unpack in prefill_config.Unpack for config in prefill_config.configs(long.spec, unpack)]
+    configs = [config for unpack in prefill_defines.Unpack for config in prefill_config.configs(long.spec, unpack)]
     calls = [lambda config=config: attend_and_check(long, device, launch, config=config) for config in configs]
     calls += [lambda: attend_and_check(long, device, launch, tile)]  # several passes
     for dim, configs in CONFIGS.items():

@@ -603,7 +603,6 @@ DEVICE void fence_device() {}
 DEVICE void sleep_ns(u32) {}
 DEVICE void griddepcontrol_launch_dependents() {}
 DEVICE void griddepcontrol_wait() { host::machine.threads[host::machine.current].waited = true; }
-DEVICE void end_behind_grid_before() {}
 DEVICE void prefetch_l2(const void*) {}
 DEVICE u32 in_register(u32 x, int lane) { return x; }
 DEVICE void overwrite(float& x, float to) { x = to; }

@@ -24,8 +24,8 @@ import torch
 from slimkv.ops.attention.cuda import prefill, prefill_config
 from slimkv.ops.attention.cuda.decode_config import config_for
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
-from slimkv.ops.attention.cuda.prefill_config import AHEAD, FIRST, FUSED, PrefillConfig
-from slimkv.ops.attention.cuda.prefill_defines import attend_defines, unpack_defines
+from slimkv.ops.attention.cuda.prefill_config import AHEAD, FIRST, FUSED
+from slimkv.ops.attention.cuda.prefill_defines import PrefillConfig, attend_defines, unpack_defines
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.cuda.device import Device
 from slimkv.ops.latent.cuda import launch as latent

@@ -64,7 +64,7 @@ def _decode(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
 
 
 def _prefill(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
-    spec, kinds = layout.spec, [(u, e) for u in prefill_config.Unpack for e in (False, True)]
+    spec, kinds = layout.spec, [(u, e) for u in prefill_defines.Unpack for e in (False, True)]
     found = [config for kind in kinds for config in prefill_config.configs(spec, *kind)]
     if not device.warpgroups:
         found = [prefill_config.warp_config(spec, device)]
@@ -78,7 +78,7 @@ def _prefill(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
         if not (config.fused or config.ahead):
             to_unpack = prefill_defines.unpack_defines(layout, config)
             yield Kernel(
-                f"unpack-{name}-{config}", prefill_config.UNPACK, to_unpack, 2 * config.tile_tokens,
+                f"unpack-{name}-{config}", prefill_defines.UNPACK, to_unpack, 2 * config.tile_tokens,
                 to_unpack["SHARED"], kernel="unpack",
             )  # fmt: skip
 

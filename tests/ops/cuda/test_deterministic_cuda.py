@@ -184,9 +184,8 @@ def test_a_row_of_a_prompt_gets_one_result(case):
         assert torch.equal(cache.prompts((1, at, length), budget=1)[0], whole[at - first :])
 
 
-def with_single_warps(request) -> list[prefill_config.Part]:
-    config = prefill_config.warp_config(request.layout.spec, SMALL_GPU)
-    return [prefill_config.Part(replace(config, by_row=True))]
+def with_single_warps(request) -> prefill.PrefillConfig:
+    return replace(prefill_config.warp_config(request.layout.spec, SMALL_GPU), by_row=True)
 
 
 @pytest.mark.parametrize("single_warps", [False, True])
@@ -205,7 +204,7 @@ def with_single_warps(request) -> list[prefill_config.Part]:
 def test_chunks_of_any_size_of_tokens_far_apart(case, single_warps, monkeypatch):
     """Tokens of a tile 2^16 apart: those that a row does not see must not decide how the others are rounded."""
     if single_warps:
-        monkeypatch.setattr(prefill, "parts_of", with_single_warps)
+        monkeypatch.setattr(prefill, "config_for", with_single_warps)
     length = 260
     cache = Cache(**case, lengths=(length,), quiet=range(20 if "sliding_window" in case else 0, 245))
     whole = cache.prompts((0, 0, length))[0]
@@ -218,7 +217,7 @@ def test_the_order_of_tiles_and_their_units_must_not_reach_a_row(monkeypatch):
     """What the test above would find with the default kernel."""
     cache = Cache(group=2, lengths=(1, 170))
     config = prefill_config.configs(cache.kv.layout.spec, prefill_config.FIRST)[0]
-    monkeypatch.setattr(prefill, "parts_of", lambda request: [prefill_config.Part(config)])
+    monkeypatch.setattr(prefill, "config_for", lambda request: config)
     assert not torch.equal(cache.prompts((1, 100, 129))[0], cache.prompts((1, 100, 170))[0][:29])
 
 

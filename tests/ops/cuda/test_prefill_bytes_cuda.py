@@ -19,6 +19,7 @@ from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest
 from slimkv.ops.attention.cuda import prefill as prefill_cuda
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
 from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.ops.cuda.device import record_of
 from slimkv.spec import CodecSpec, PageLayout
 from tail import sample
 
@@ -72,16 +73,14 @@ def _error_with_ties(request: AttendRequest, kv: eight_bit.Operands, seen: torch
     return min(left)
 
 
-def attend_and_check(
-    case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, config=None, parts=None
-):
+def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, config=None):
     """Compares the sequences of many queries with the reference; rows of others must stay as they are."""
     built = build(case, device)
     out, lse = poisoned_out(case, built)
     request = request_in_bytes(built, out, lse)
     assert prefill_cuda.eight_bit_refusal(request) is None
     config = config or MOST_ROWS[case.dim]
-    request.run(SimpleNamespace(run=lambda r: prefill_cuda.attend_prefill(r, launch, budget, config, parts=parts)))
+    request.run(SimpleNamespace(run=lambda r: prefill_cuda.attend_prefill(r, launch, budget, config)))
     want, want_lse = poisoned_out(replace(case, out_dtype="fp32"), built)
     ops.attend(**built.arguments(options=request.options), out=want, lse=want_lse, backend="reference")
     first = 0
@@ -283,36 +282,17 @@ def test_rows_of_a_block(queries, consumers):
     assert prefill_config.config_for(request).consumers == consumers
 
 
-SMALL, LARGE = CONFIGS[128]
-TWO_LAUNCHES = [prefill_config.Part(LARGE, first=40), prefill_config.Part(SMALL, end=40, beside=True)]
-
-
-@emulated
-@pytest.mark.parametrize("budget", [prefill_cuda.WORKSPACE_BYTES, 110_000], ids=["one-pass", "passes"])
-def test_two_launches_attend_the_same_tiles(budget):
-    attend_and_check(replace(SHORT, dim=128, lens=(300,), queries=(100,)), budget=budget, parts=TWO_LAUNCHES)
-
-
 @pytest.mark.parametrize(
-    ("queries", "length", "consumers", "first"),
-    [
-        (2048, 32768, [3, 2], 464),  # two rounds of 264 blocks of 48 queries, and one of 120 blocks of 32
-        (1024, 32768, [2], 0),  # two rounds of blocks of 32
-        (3072, 32768, [3], 0),
-        (8192, 8192, [3], 0),  # the last blocks of a fresh prompt are short
-    ],
+    ("queries", "length", "consumers"), [(2048, 32768, 2), (1024, 32768, 2), (3072, 32768, 3), (8192, 8192, 3)]
 )
-def test_rounds_of_large_blocks_and_one_of_small_ones(queries, length, consumers, first, monkeypatch):
-    monkeypatch.setattr(prefill_config, "multiprocessors", lambda device: 132)
+def test_rows_of_a_block_on_an_h200(queries, length, consumers, monkeypatch):
+    monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), 132))
     case = replace(SHORT, dim=128)
     built = build(case, CPU)
     request = request_in_bytes(built, *poisoned_out(case, built))
     one, many = (torch.empty(n, 8, 1) for n in (1, queries))
     request = replace(request, query=many.repeat(1, 4, 1), pages=one, max_query_len=queries, max_seq_len=length)
-    parts = prefill_config.parts_of(request)
-    assert [part.config.consumers for part in parts] == consumers
-    assert parts[0].first == first
-    assert [(part.end, part.beside) for part in parts[1:]] == [(first, True)] * (len(parts) - 1)
+    assert prefill_config.config_for(request).consumers == consumers
 
 
 ON_A_GPU = [
@@ -326,14 +306,6 @@ ON_A_GPU = [
     replace(BIG, lens=(0, 300, 33), queries=(40, 300, 33), sinks=True),
     replace(BIG, lens=(9000, 2100), queries=(600, 2100)),
 ]
-
-
-@pytest.mark.gpu
-def test_two_launches_on_a_gpu(hopper):  # noqa: F811
-    case, launch = replace(BIG, lens=(2500,), queries=(300,)), prefill_cuda.launcher(hopper)
-    for budget in (prefill_cuda.WORKSPACE_BYTES, 1 << 20):
-        first, again = (attend_and_check(case, hopper, launch, budget, parts=TWO_LAUNCHES) for _ in range(2))
-        assert torch.equal(first, again), "not the same bits again"
 
 
 @pytest.mark.gpu

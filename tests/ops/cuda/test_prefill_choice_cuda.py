@@ -11,7 +11,7 @@ from test_attention import poisoned_out, request_of
 from test_prefill_cuda import CPU, LONG, config_of
 
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
-from slimkv.ops.attention.cuda import prefill_config
+from slimkv.ops.attention.cuda import prefill_config, prefill_defines
 from slimkv.ops.attention.cuda.prefill_workspace import Batch, cut_passes
 from slimkv.ops.cuda.device import NAMED, record_of
 from slimkv.spec import CodecSpec, PageLayout
@@ -65,7 +65,7 @@ def test_what_is_fused(change, fused):
 )
 def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
     """Of 32 query and 8 KV heads on 132 multiprocessors; 0: of what is unpacked first, where that is little."""
-    monkeypatch.setattr(prefill_config, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), 132))
     case = replace(LONG, dim=128, num_kv_heads=8, group=4, lens=(40,), queries=(33,))
     built = build(case, CPU)
     request = request_of(built, *poisoned_out(case, built))
@@ -90,7 +90,7 @@ def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
     ],
 )
 def test_what_is_unpacked_ahead(sequences, queries, tokens, change, ahead, monkeypatch):
-    monkeypatch.setattr(prefill_config, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), 132))
     case = replace(LONG, dim=change.get("dim", 128), num_kv_heads=8, group=4, lens=(40,), queries=(33,))
     built = build(case, CPU)
     query = torch.empty(1).expand(change.get("total", sequences * queries), 32, case.dim)
@@ -115,10 +115,10 @@ def as_device(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "source", "decoded"),
     [
-        ({}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),
-        ({"dim": 256, "group": 6, "queries": (8, 3)}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),  # decode's
-        ({"dim": 256, "group": 6}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),  # 240 rows are unpacked first
-        ({"dim": 256, "queries": (8, 3), "format": "k6v6"}, prefill_config.ATTEND_WARPS, MAX_DECODE_QUERIES),
+        ({}, prefill_defines.ATTEND_WARPS, MAX_DECODE_QUERIES),
+        ({"dim": 256, "group": 6, "queries": (8, 3)}, prefill_defines.ATTEND_WARPS, MAX_DECODE_QUERIES),  # decode's
+        ({"dim": 256, "group": 6}, prefill_defines.ATTEND_WARPS, MAX_DECODE_QUERIES),  # 240 rows are unpacked first
+        ({"dim": 256, "queries": (8, 3), "format": "k6v6"}, prefill_defines.ATTEND_WARPS, MAX_DECODE_QUERIES),
     ],
     ids=str,
 )
@@ -139,9 +139,9 @@ def test_what_decode_leaves_to_it(monkeypatch):
         built = build(case, CPU)
         return prefill_config.most_packed_queries(request_of(built, *poisoned_out(case, built)))
 
-    monkeypatch.setattr(prefill_config, "has_warpgroups", lambda device: False)
+    monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((8, 9), 2))
     assert most() == MAX_DECODE_QUERIES
-    monkeypatch.setattr(prefill_config, "has_warpgroups", lambda device: True)
+    monkeypatch.undo()
     assert most() == 16
     assert most(group=3) == MAX_DECODE_QUERIES  # 60 rows
     assert most(group=8) == 16

@@ -31,7 +31,7 @@ def launch(source, name, defines, grid, threads, shared, args) -> None:
     host.launch(host.compile(Path(source), defines), name, grid=grid, threads=threads, shared=shared, args=args)
 
 
-def config_of(format: str, dim: int, unpack=FIRST, at: int = 0) -> prefill_config.PrefillConfig:
+def config_of(format: str, dim: int, unpack=FIRST, at: int = 0) -> prefill_defines.PrefillConfig:
     return prefill_config.configs(CodecSpec.parse(format, dim), unpack)[at]
 
 
@@ -342,7 +342,12 @@ WARP_CASES = [
 @pytest.mark.parametrize(
     ("case", "config"),
     sample(
-        ((case, config) for case in WARP_CASES for dims, config in prefill_config.WARP_CONFIGS if case.dim in dims), 4
+        (
+            (case, config)
+            for case in WARP_CASES
+            for config in prefill_config.configs(CodecSpec.parse("k4v4", case.dim), FIRST, single_warps=True)
+        ),
+        4,
     ),
     ids=str,
 )

@@ -1,10 +1,20 @@
-"""The compile-time defines of the prefill kernels. They include every offset into shared memory."""
+"""Configurations of the CUDA prefill kernels as records, and the compile-time defines that follow from them.
+
+A thread block of ``attend`` gets its tiles of keys and values in one of three ways:
+
+- FIRST: a launch of ``unpack`` writes them to the workspace. The only way without warpgroup products (``wgmma``).
+- AHEAD: spare warps of earlier blocks write them there (source/prefill/ahead.cuh).
+- FUSED: producer warpgroups of the block unpack pages into shared memory (source/prefill/producer.cuh).
+
+Defines include every offset into shared memory.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from slimkv.codec.byte_levels import MOST_BITS
 from slimkv.codec.rotation import core_size
@@ -12,10 +22,71 @@ from slimkv.ops.cuda.constants import KIND_NUMBERS
 from slimkv.ops.cuda.module import Defines
 from slimkv.spec import CodecSpec, Kind, PageLayout, SideLayout, TensorFormat
 
-if TYPE_CHECKING:
-    from slimkv.ops.attention.cuda.prefill_config import PrefillConfig
-
+ATTEND, ATTEND_WARPS, UNPACK = "prefill/attend.cu", "prefill/attend_warps.cu", "prefill/unpack.cu"
 SHARED_OF_BLOCK = 227 << 10  # compute capability 9.0
+
+
+class Unpack(Enum):
+    """Who unpacks tiles."""
+
+    FIRST = "first"
+    AHEAD = "ahead"
+    FUSED = "fused"
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """A thread block of ``attend``: 64 x ``consumers`` x ``row_blocks`` query rows (queries x heads of a group)."""
+
+    unpack: Unpack
+    tile_tokens: int
+    stages: int  # tiles of K, and of V, in shared memory at a time
+    consumers: int = 2  # warpgroups that multiply
+    row_blocks: int = 1  # of 64 rows, per consumer
+    producers: int = 1  # warpgroups that fetch or unpack tiles
+    producer_registers: int = 24  # per thread
+    eight_bit: bool = False  # queries and keys as int8, probabilities and values as e4m3; else fp16
+    tile_time: float = 1.0  # eight_bit: time of a tile, relative to the smallest block's
+    promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
+    packed_stages: int = 4  # FUSED: tiles of pages in shared memory at a time, if they fit
+    by_row: bool = False  # FIRST: a row's result depends on its own sequence alone, to the last bit
+    single_warps: bool = False  # products of single warps (mma.sync), not of warpgroups; all threads copy tiles
+    blocks_per_sm: int = 1  # the registers of a thread allow this many
+    held_queries: bool = False  # single_warps: queries stay in registers
+
+    @property
+    def source(self) -> str:
+        """The file of ``attend``."""
+        return ATTEND_WARPS if self.single_warps else ATTEND
+
+    @property
+    def kind(self) -> tuple[Unpack, bool, bool]:
+        """Who unpacks tiles, whether in 8 bits, and whether for products of single warps."""
+        return self.unpack, self.eight_bit, self.single_warps
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a block."""
+        return 64 * self.consumers * self.row_blocks
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.consumers + self.producers)
+
+    @property
+    def fused(self) -> bool:
+        """Whether producers unpack pages into shared memory."""
+        return self.unpack == Unpack.FUSED
+
+    @property
+    def ahead(self) -> bool:
+        """Whether blocks unpack what later ones attend."""
+        return self.unpack == Unpack.AHEAD
+
+    def tile_bytes(self, dim: int) -> int:
+        """Bytes of a tile of keys, and of a tile of values (source/prefill/tiles.cuh)."""
+        return self.tile_tokens * (dim + 8) if self.eight_bit else 128 * self.tile_tokens * -(-dim // 64)
 
 
 def packed_bytes(spec: CodecSpec, config: PrefillConfig) -> int:
@@ -77,7 +148,7 @@ def _shared_memory(spec: CodecSpec, config: PrefillConfig, packed: int) -> dict[
 @lru_cache(maxsize=256)
 def attend_defines(
     layout: PageLayout, config: PrefillConfig, q_type: int, out_type: int, window: bool, softcap: bool,
-    shifted: bool = False, beside: bool = False, hands_on: bool = False,
+    shifted: bool = False, hands_on: bool = False,
 ) -> Defines:  # fmt: skip
     """What prefill/attend.cu is compiled with.
 
@@ -89,7 +160,7 @@ def attend_defines(
     unpacks = config.fused or config.ahead
     return Defines({
         "D": spec.key_dim, "STEP": config.tile_tokens, "EIGHT_BIT": int(config.eight_bit), "PROMOTE": config.promote,
-        "FUSED": int(config.fused), "AHEAD": int(config.ahead), "BESIDE": int(beside), "CONSUMERS": config.consumers,
+        "FUSED": int(config.fused), "AHEAD": int(config.ahead), "CONSUMERS": config.consumers,
         "PRODUCERS": config.producers, "PRODUCER_REGISTERS": config.producer_registers,
         "ROW_BLOCKS": config.row_blocks, "STAGES": config.stages, "BLOCKS_PER_SM": config.blocks_per_sm,
         "HELD_QUERIES": int(config.held_queries),

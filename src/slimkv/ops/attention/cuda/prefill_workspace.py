@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from slimkv.ops.attention.api import AttendRequest
+from slimkv.ops.attention.cuda.prefill_defines import PrefillConfig
 from slimkv.spec import PageLayout
-
-if TYPE_CHECKING:
-    from slimkv.ops.attention.cuda.prefill_config import PrefillConfig
 
 WORKSPACE_BYTES = 400 << 20  # limit for unpacked K and V
 

@@ -293,8 +293,6 @@ DEVICE void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Some threads of a block that must not end before the previous grid call this at their end.
-DEVICE void end_behind_grid_before() { griddepcontrol_wait(); }
 #endif
 
 // Before anything that another kernel may have written is read, or written. The next grid may start only then, so that

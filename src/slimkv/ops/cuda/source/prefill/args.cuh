@@ -31,7 +31,6 @@ struct PrefillArgs {
   i32 first_tile, tiles;  // of this pass, likewise
   i32 first_rank, ranks;  // of this pass: sequences, of those that are prefilled
   i32 first_pass, last_pass;  // HANDS_ON
-  i32 first_query, end_query;  // of each sequence, that this launch attends
   i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
   i32 slots;  // items that the workspace has room for
   // To unpack:

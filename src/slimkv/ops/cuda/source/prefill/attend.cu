@@ -74,10 +74,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   const Levels levels = fill_levels(args, shared + LEVELS_AT, THREADS, lane);
 #endif
   sync_threads();
-  // BESIDE: what the previous launch waited for has ended, so its tiles are ready. This launch ends no earlier than
-  // that one, for later launches that wait for it: some block has work if that one had.
-  if (BESIDE) griddepcontrol_launch_dependents();
-  else pdl_wait();
+  pdl_wait();
   Work w;
   if (!find_work(args, lane, w)) return;
   if (part < PRODUCERS) {
@@ -92,7 +89,6 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
     if (warp > 0) unpack_share(args, w, levels, warp - 1, lane);
 #endif
 #endif
-    if (BESIDE) end_behind_grid_before();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     attend_rows(args, w, rings, shared, part - PRODUCERS, lane);

@@ -96,8 +96,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     else
       UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[b][i] = 0.0f;
   }
-  const bool all =
-      ROW_BLOCKS == 1 || (min_i32(w.s.queries, args.end_query) - w.first) * args.group_size > CONSUMERS * GROUP_ROWS;
+  const bool all = ROW_BLOCKS == 1 || (w.s.queries - w.first) * args.group_size > CONSUMERS * GROUP_ROWS;
   if (w.count > 0 && all)
     attend_tiles<ROW_BLOCKS>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
   if (w.count > 0 && !all)

@@ -8,8 +8,7 @@
 // consumer), PRODUCER_REGISTERS, STAGES;
 // BY_ROW (a row's result depends only on its own sequence, to the last bit);
 // WINDOW, SOFTCAP, SCORE_SHIFT (with SOFTCAP: scores are shifted before it);
-// HANDS_ON (several passes are possible, with the softmax state in device memory between them);
-// BESIDE (follows another launch on the same tiles and does not wait for its end).
+// HANDS_ON (several passes are possible, with the softmax state in device memory between them).
 // Shared memory, aligned to 1,024 bytes: queries of all blocks of rows, QUERY_BYTES each | KEYS_AT: ring of tiles,
 // KEYS_BYTES each | VALUES_AT: the same for values | TOTALS_AT: output totals (EIGHT_BIT) | BARRIERS_AT | SCALES_AT:
 // ring of the tiles' scales | LEVELS_AT: lookup tables | PACKED_AT: FUSED, pages in flight, PACKED_STAGES of
@@ -81,7 +80,7 @@ struct Row {
 DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row) {
   const int of_block = GROUP_ROWS * row_block + row, query = w.first + of_block / args.group_size;
   return {query, (i64)w.s.start + query, w.head * args.group_size + of_block % args.group_size,
-      of_block < ROWS / args.group_size * args.group_size && query < min_i32(w.s.queries, args.end_query)};
+      of_block < ROWS / args.group_size * args.group_size && query < w.s.queries};
 }
 
 DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
@@ -105,15 +104,14 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   if (args.num_seqs <= 32)
     w.s = {shfl(own.start, sequence), shfl(own.queries, sequence), shfl(own.length, sequence), 0};
   else w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
-  w.first = args.first_query + (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
-  const int end_query = min_i32(w.s.queries, args.end_query);
-  if (w.first >= end_query || w.s.queries <= args.max_decode_queries) return false;
+  w.first = (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
+  if (w.first >= w.s.queries || w.s.queries <= args.max_decode_queries) return false;
   if (!FUSED) {  // whose tiles others have unpacked in this pass
     w.s.rank = (int)warp_sum(prefilled) - 1 - args.first_rank;
     if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
     w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
   }
-  const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, end_query);
+  const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, w.s.queries);
   const int end = args.causal ? before + last : w.s.length;
   w.clear_end = args.causal ? before + w.first + 1 : w.s.length;
   w.clear_begin = WINDOW ? before + last - args.sliding_window : 0;
