@@ -30,7 +30,7 @@ from slimkv.ops.attention.cuda.decode_config import VERIFY as PAIRS
 from slimkv.ops.attention.cuda.decode_config import VERIFY_WARPS as TEAMS
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.cuda.compiler import compile_kernels
-from slimkv.ops.cuda.device import Device
+from slimkv.ops.cuda.device import Device, record_of
 from slimkv.spec import CodecSpec, Kind, PageLayout
 from tail import sample
 
@@ -365,6 +365,31 @@ def test_teams_of_warps(case, rows):
     assert config.source == TEAMS
     assert config.rows == rows
     check_emulated(case, OLD_GPU)
+
+
+# Where int8 products are slower than those of fp16.
+B300 = record_of((10, 3), 3)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("format", "rows"), [("k4v4", 8), ("k6v4", 8), ("ku8vu8", 8), ("k5v5", 4), ("fp8", 4)])
+def test_slow_int8_products_are_not_used(format, rows, group):
+    for dim in (64, 128, 256):
+        layout = PageLayout(CodecSpec.parse(format, dim), 64)
+        for bound in (FEW_BYTES, UNBOUNDED):
+            config, fast = (config_for(x, layout, group, 1, bound) for x in (B300, replace(B300, int8_rate=2.0)))
+            assert config is not None
+            assert config.rows == rows
+            assert fast is not None
+            assert fast.rows == 4
+
+
+@emulated
+@pytest.mark.parametrize(
+    "case", sample([TINY, replace(VERIFY, format="k2v3"), replace(LONG, format="ku4vu4")], 3), ids=str
+)
+def test_codes_as_fp16_where_int8_is_slow(case):
+    check_emulated(case, B300)
 
 
 def test_without_teams_more_than_16_query_heads_are_refused():

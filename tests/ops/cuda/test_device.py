@@ -74,4 +74,6 @@ def test_doctor_says_which_record_a_gpu_got(gpu):
     assert "held to SLIMKV_AS_DEVICE=rtx4090" in detail
     assert "99 KB of shared memory a block, prefill with mma.sync, no bulk copies" in detail
     gpu((10, 3), "b300")
-    assert "int8 at 0.06x the rate of fp16, fp8 at 2x" in _cuda().detail
+    detail = _cuda().detail
+    assert "int8 at 0.06x the rate of fp16, fp8 at 2x" in detail
+    assert "decode multiplies codes of up to 4 bits as fp16" in detail

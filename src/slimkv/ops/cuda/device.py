@@ -32,6 +32,11 @@ class Device:
     fp8_rate: float = 0.0
     target: str = ""  # what kernels are compiled for, if not for the device itself
 
+    @property
+    def multiplies_bytes(self) -> bool:
+        """Whether int8 products are at least as fast as those of fp16; decode multiplies codes as fp16 otherwise."""
+        return self.int8_rate >= 1
+
     def says(self) -> str:
         """The record in words."""
         prefill = "wgmma" if self.warpgroups else "mma.sync"
@@ -41,7 +46,8 @@ class Device:
         )
         return (
             f"{self.multiprocessors} multiprocessors, {self.shared_of_block >> 10} KB of shared memory a block, "
-            f"prefill with {prefill}, {'bulk' if self.copy_engine else 'no bulk'} copies, {rates}"
+            f"prefill with {prefill}, {'bulk' if self.copy_engine else 'no bulk'} copies, {rates}; decode multiplies "
+            f"codes of up to 4 bits as {'int8' if self.multiplies_bytes else 'fp16'}"
         )
 
 

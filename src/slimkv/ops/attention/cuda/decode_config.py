@@ -113,10 +113,13 @@ def config_for(
     head = _head_class(layout)
     # Of large heads 8 rows at a time, more often, take less time than 16.
     in_one_block = group * queries <= (8 if head == 256 and group <= 8 else 16)
+    # 4 rows multiply codes of few bits as int8, more rows as fp16.
+    as_bytes = any(in_bytes(fmt) for fmt in (layout.spec.key, layout.spec.value))
+    fewest = max(group, 8) if as_bytes and not device.multiplies_bytes else group
 
     def candidates() -> Iterator[DecodeConfig]:
         for source in (DECODE,) if in_one_block else (VERIFY, VERIFY_WARPS, DECODE):
-            times = {n: time for n, time in _ROW_TIMES[source, head].items() if n >= group}
+            times = {n: time for n, time in _ROW_TIMES[source, head].items() if n >= fewest}
             for rows in sorted(times, key=lambda n: times[n] * -(-queries // (n // group))):
                 for tokens, warps, stages, blocks, token_bytes, seen_bytes in _entries(layout, source, rows):
                     bulk = device.copy_engine and tokens % layout.block_size == 0 and source != VERIFY_WARPS
