@@ -9,7 +9,7 @@ last run, so one thread at a time may run it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from slimkv.errors import InputError
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
 from slimkv.ops.attention.api import AttendOptions, checked_request
 from slimkv.ops.batch import AttentionBatch, PackedKV, Rounding
-from slimkv.ops.checks import check_int32
 from slimkv.ops.store.api import REGISTRY as STORE
 from slimkv.ops.store.api import checked_request as checked_store
 
@@ -40,85 +39,66 @@ class _Like(NamedTuple):
         return f"{self.dtype} {list(self.shape)} with strides {list(self.strides)} on {self.device}"
 
 
-def _like(name: str, x: Tensor) -> _Like:
+def _like(name: str, x: Tensor | None) -> _Like | None:
+    if x is None:
+        return None
     try:
         return _Like(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15 if x.is_floating_point() else 0)
     except (AttributeError, RuntimeError) as error:
         raise InputError(f"{name} must be a tensor with memory of its own, not {describe(x)}") from error
 
 
-def _check_like(what: str, wanted: _Like | None, found: _Like | None) -> None:
-    if wanted != found:
-        raise InputError(f"the plan {what} like {wanted}, not {found}")
+class _Plan:
+    """A prepared launch for the very same objects ``kept`` and for tensors like ``inputs``, which it does not hold."""
+
+    def __init__(self, kept: tuple[object, ...], launch: Launch, **inputs: Tensor | None) -> None:
+        self._kept, self._launch = kept, launch
+        self._inputs: dict[str, Any] = {name: _like(name, x) for name, x in inputs.items()}
+
+    def _fits(self, kept: tuple[object, ...], **inputs: Tensor | None) -> bool:
+        same = all(a is b for a, b in zip(self._kept, kept, strict=True))
+        return same and all(self._inputs[name] == _like(name, x) for name, x in inputs.items())
+
+    def _check(self, **inputs: Tensor | None) -> None:
+        for name, x in inputs.items():
+            if self._inputs[name] != (found := _like(name, x)):
+                raise InputError(f"the plan takes {name} like {self._inputs[name]}, not {found}")
 
 
-def _are_same(kept: tuple[object, ...], given: tuple[object, ...]) -> bool:
-    return all(a is b for a, b in zip(kept, given, strict=True))
-
-
-@dataclass(frozen=True)
-class AttendPlan:
+class AttendPlan(_Plan):
     """An ``attend`` without fresh K and V in which queries, output and lengths may change."""
-
-    pages: Tensor
-    block_table: Tensor
-    cu_seqlens_q: Tensor
-    options: AttendOptions | None
-    _query: _Like
-    _out: _Like
-    _launch: Launch
 
     def fits(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions | None) -> bool:
         """Whether ``run`` may take ``query`` for these pages and tables, which must be the very same objects."""
-        kept = (self.pages, self.block_table, self.cu_seqlens_q, self.options)
-        given = (kv.pages, batch.block_table, batch.cu_seqlens_q, options)
-        return _are_same(kept, given) and self._query == _like("query", query)
+        return self._fits((kv.pages, batch.block_table, batch.cu_seqlens_q, options), query=query)
 
     def run(self, query: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> Tensor:
         """query [total_queries, num_heads, key_dim], seq_lens int32 [sequences] -> out, as ``attend`` gives it.
 
         Lengths may be as long as the block table. ``out``: contiguous, of the query's dtype; allocated when None.
         """
-        _check_like("is for queries", self._query, _like("query", query))
-        _like("seq_lens", seq_lens)
-        check_int32("seq_lens", seq_lens, self.block_table.shape[:1], self.block_table.device)
-        if out is None:
-            out = query.new_empty(self._out.shape)
-        _check_like("writes outputs", self._out, _like("out", out))
+        self._check(query=query, seq_lens=seq_lens)
+        out = query.new_empty(self._inputs["out"].shape) if out is None else out
+        self._check(out=out)
         self._launch(query, out, seq_lens)
         return out
 
 
-@dataclass(frozen=True)
-class StorePlan:
+class StorePlan(_Plan):
     """A ``store_kv`` in which keys, values, slots and the index of the rounding may change."""
-
-    pages: Tensor
-    key_offset: Tensor | None
-    matrices: Tensor | None
-    _inputs: tuple[_Like | None, ...]  # key, value, slots, index
-    _launch: Launch
 
     def fits(
         self, key: Tensor, value: Tensor, kv: PackedKV, slot_mapping: Tensor, rounding: Rounding | None = None
     ) -> bool:
         """Whether ``run`` may take these vectors for the very same pages, offset and matrices."""
         matrices, index = (None, None) if rounding is None else (rounding.matrices, rounding.index)
-        same = _are_same((self.pages, self.key_offset, self.matrices), (kv.pages, kv.key_offset, matrices))
-        return same and self._inputs == _store_inputs(key, value, slot_mapping, index)
+        kept = (kv.pages, kv.key_offset, matrices)
+        return self._fits(kept, key=key, value=value, slot_mapping=slot_mapping, index=index)
 
     def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None = None) -> None:
         """key, value [tokens, num_kv_heads, dim], slot_mapping and the rounding's index [tokens]: see ``store_kv``."""
-        found = _store_inputs(key, value, slot_mapping, index)
-        if self._inputs != found:
-            for what, wanted, given in zip(("keys", "values", "slots", "an index"), self._inputs, found, strict=True):
-                _check_like(f"stores {what}", wanted, given)
+        self._check(key=key, value=value, slot_mapping=slot_mapping, index=index)
         self._launch(key, value, slot_mapping, index)
-
-
-def _store_inputs(key: Tensor, value: Tensor, slots: Tensor, index: Tensor | None) -> tuple[_Like | None, ...]:
-    given = _like("key", key), _like("value", value), _like("slot_mapping", slots)
-    return *given, None if index is None else _like("index", index)
 
 
 @typed
@@ -144,8 +124,8 @@ def plan_attend(
         replace(kept, query=query, out=out, seq_lens=seq_lens).run(module)
 
     prepared = None if request.sees_offset else _prepared(module, request)
-    like = _like("query", query), _like("out", request.out)
-    return AttendPlan(kv.pages, table, batch.cu_seqlens_q, options, *like, prepared or launch)
+    kept_objects = (kv.pages, table, batch.cu_seqlens_q, options)
+    return AttendPlan(kept_objects, prepared or launch, query=query, seq_lens=request.seq_lens, out=request.out)
 
 
 @typed
@@ -168,8 +148,8 @@ def plan_store(
         replace(kept, key=key, value=value, slot_mapping=slot_mapping, query_aware_index=index).run(module)
 
     prepared = (_prepared(module, request) if request.centred_by(module) else None) or launch
-    inputs = _store_inputs(key, value, slot_mapping, request.query_aware_index)
-    return StorePlan(kv.pages, kv.key_offset, request.query_aware, inputs, prepared)
+    index, kept_objects = request.query_aware_index, (kv.pages, kv.key_offset, request.query_aware)
+    return StorePlan(kept_objects, prepared, key=key, value=value, slot_mapping=slot_mapping, index=index)
 
 
 def _prepared(module: Any, request: Any) -> Launch | None:

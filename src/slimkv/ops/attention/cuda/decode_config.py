@@ -13,17 +13,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from slimkv.ops.attention.cuda.level_bytes import in_bytes
-from slimkv.ops.attention.cuda.shared_memory import (
-    decode_shared_bytes,
-    verify_shared_bytes,
-    verify_warps_shared_bytes,
-)
+from slimkv.ops.attention.cuda.shared_memory import DECODE, VERIFY, VERIFY_WARPS, shared_bytes
 from slimkv.ops.cuda.device import Device
 from slimkv.spec import SLICE_DIMS, Kind, PageLayout
 
-# One block of tokens a warp; a block for pairs of warpgroups (wgmma); a block for a team of warps (mma.sync).
-DECODE, VERIFY, VERIFY_WARPS = "decode/decode.cu", "decode/verify.cu", "decode/verify_warps.cu"
-_SHARED_BYTES = {DECODE: decode_shared_bytes, VERIFY: verify_shared_bytes, VERIFY_WARPS: verify_warps_shared_bytes}
 # Bytes of a KV head that a query may see: configurations are told apart by these bounds.
 FEW_BYTES, SHORT_BYTES, UNBOUNDED = BOUNDS = (1 << 16, 3 << 19, 1 << 50)
 # Blocks of KV that a warp takes after one another, up to which one block has all keys of a work tile and nothing is
@@ -76,25 +69,21 @@ _SMALLEST = (_Entry(32, 8, 1), _Entry(32, 4, 2), _Entry(16, 4, 2))
 _WIDE = (_Entry(64, 8, 2), _Entry(32, 8, 2), *_SMALLEST)
 _BYTES = (_Entry(64, 8, 2), _Entry(64, 8, 1, token_bytes=200), _Entry(32, 12, 2), _Entry(32, 8, 2), *_SMALLEST)
 _LUT = (_Entry(32, 12, 2), _Entry(32, 8, 2), _Entry(32, 12, 1), *_SMALLEST)
-# By query rows, levels (as bytes, from a look-up table, either) and head size. Of many short sequences, blocks of four
-# warps: one computes while another changes its sequence. Beside 12 warps of large blocks nothing is left to copy ahead,
-# unless a token has few bytes.
-_DECODE_ENTRIES: dict[tuple[int, str, int], tuple[_Entry, ...]] = {
-    (4, "bytes", 128): (
+# By levels and head size. Of many short sequences, blocks of four warps: one computes while another changes its
+# sequence. Beside 12 warps of large blocks nothing is left to copy ahead, unless a token has few bytes.
+_FOUR_ROWS: dict[tuple[str, int], tuple[_Entry, ...]] = {
+    ("bytes", 128): (
         *(_Entry(64, 4, 2, 3, seen_bytes=SHORT_BYTES), _Entry(128, 12, 2), _Entry(128, 8, 2, token_bytes=88)),
         *(_Entry(64, 12, 2, token_bytes=128), *_BYTES),
     ),
-    (4, "bytes", 256): (
+    ("bytes", 256): (
         *(_Entry(64, 12, 2, token_bytes=132), _Entry(64, 8, 2), _Entry(32, 8, 2, seen_bytes=SHORT_BYTES)),
         *_BYTES,
     ),
-    (4, "LUT", 128): (_Entry(64, 12, 2), _Entry(64, 12, 1), *_LUT),
-    (4, "LUT", 256): _LUT,
-    (8, "any", 128): (_Entry(32, 4, 2, 2, seen_bytes=FEW_BYTES), _Entry(64, 12, 2), *_WIDE),
-    (8, "any", 256): (_Entry(64, 12, 2), *_WIDE),
-    (16, "any", 128): _WIDE,
-    (16, "any", 256): _WIDE,
+    ("LUT", 128): (_Entry(64, 12, 2), _Entry(64, 12, 1), *_LUT),
+    ("LUT", 256): _LUT,
 }
+_EIGHT_ROWS = {128: (_Entry(32, 4, 2, 2, seen_bytes=FEW_BYTES), _Entry(64, 12, 2), *_WIDE), 256: _WIDE}
 _LONG_PAIRS = (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2))
 _SHORT_PAIRS = (_Entry(64, 16, 4), _Entry(64, 16, 3), _Entry(64, 16, 2))
 _TEAMS = (_Entry(128, 8, 1, 2), _Entry(128, 8, 1, 1), _Entry(64, 4, 1, 2), _Entry(64, 4, 1, 1))
@@ -134,9 +123,11 @@ def _entries(layout: PageLayout, source: str, rows: int) -> tuple[_Entry, ...]:
     head, spec = _head_class(layout), layout.spec
     if source == VERIFY_WARPS:
         return _TEAMS
-    if source == DECODE:
+    if source == DECODE and rows == 4:
         looked_up = any(fmt.kind == Kind.LLOYD and not in_bytes(fmt) for fmt in (spec.key, spec.value))
-        return _DECODE_ENTRIES[rows, "any" if rows > 4 else "LUT" if looked_up else "bytes", head]
+        return _FOUR_ROWS["LUT" if looked_up else "bytes", head]
+    if source == DECODE:
+        return _EIGHT_ROWS[head] if rows == 8 else _WIDE
     if head == 256:  # many rows lack registers for long blocks
         return _SHORT_PAIRS if rows > 32 else (*_LONG_PAIRS, *_SHORT_PAIRS)
     # Of 8 bits at 80, 96 and 112, four short blocks are faster than two long ones.
@@ -203,11 +194,6 @@ def writes_whole_items(layout: PageLayout) -> bool:
     """Whether a block writes the output of what it has all keys of: if queries leave the memory to rotate back."""
     dim = layout.spec.value_dim
     return not layout.spec.value.rotated or (dim & (dim - 1) == 0 and dim >= 32) or dim <= 2 * layout.spec.key_dim
-
-
-def shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
-    """Shared memory of a block."""
-    return _SHARED_BYTES[config.source](layout, config)
 
 
 def _head_class(layout: PageLayout) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from slimkv.codec.rotation import core_size
-from slimkv.ops.attention.cuda.decode_config import DecodeConfig, shared_bytes
+from slimkv.ops.attention.cuda.decode_config import DecodeConfig
+from slimkv.ops.attention.cuda.shared_memory import shared_bytes
 from slimkv.ops.cuda.constants import KIND_NUMBERS
 from slimkv.ops.cuda.module import Defines
 from slimkv.spec import PageLayout, SideLayout

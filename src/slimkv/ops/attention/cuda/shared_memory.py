@@ -11,7 +11,15 @@ from slimkv.spec import SLICE_DIMS, Kind, PageLayout, TensorFormat
 if TYPE_CHECKING:
     from slimkv.ops.attention.cuda.decode_config import DecodeConfig
 
+# One block of tokens a warp; a block for pairs of warpgroups (wgmma); a block for a team of warps (mma.sync).
+DECODE, VERIFY, VERIFY_WARPS = "decode/decode.cu", "decode/verify.cu", "decode/verify_warps.cu"
 _TEAM = 4  # warps of a warpgroup, which share values
+
+
+def shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
+    """Shared memory of a block."""
+    count = {DECODE: decode_shared_bytes, VERIFY: verify_shared_bytes, VERIFY_WARPS: verify_warps_shared_bytes}
+    return count[config.source](layout, config)
 
 
 @lru_cache(maxsize=1024)
