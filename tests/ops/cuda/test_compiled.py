@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -46,8 +46,11 @@ class Kernel:
     most_local: int = MOST_LOCAL
 
 
-def _decode(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
-    for group, queries in ((4, 1), (8, 1), (4, 4), (4, 8), (4, 16), (6, 8)):
+ROWS = ((4, 1), (8, 1), (4, 4), (4, 8), (4, 16), (6, 8))  # query heads of a KV head, queries of a sequence
+
+
+def _decode(device: Device, layout: PageLayout, name: str, rows: Iterable[tuple[int, int]] = ROWS) -> Iterator[Kernel]:
+    for group, queries in rows:
         config = config_for(device, layout, group, queries)
         if config is None:  # Triton's then
             continue
@@ -140,6 +143,16 @@ def test_every_configuration(smallest, tmp_path, subtests):
     for name, kernel in kernels(record_of(ARCHITECTURES[smallest], 100)).items():
         with subtests.test(name):
             check(kernel, smallest, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", sample(ARCHITECTURES, 4))
+def test_decode_and_verification(architecture, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    layout = PageLayout(CodecSpec.parse("k4v4", 64), 64)
+    kernels = list(_decode(record_of(ARCHITECTURES[architecture], 100), layout, "sample", ((4, 1), (4, 8))))
+    assert len(kernels) == 2
+    for kernel in kernels:
+        check(kernel, architecture, tmp_path)
 
 
 @pytest.mark.parametrize("architecture", sample(["sm_80", "sm_120"], 2))

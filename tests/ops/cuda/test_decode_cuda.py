@@ -28,8 +28,6 @@ from slimkv.ops.attention.cuda.decode_config import (
 )
 from slimkv.ops.attention.cuda.decode_config import VERIFY as PAIRS
 from slimkv.ops.attention.cuda.decode_config import VERIFY_WARPS as TEAMS
-from slimkv.ops.attention.cuda.decode_defines import kernel_defines
-from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.cuda.device import Device, record_of
 from slimkv.spec import CodecSpec, Kind, PageLayout
 from tail import sample
@@ -555,14 +553,6 @@ def test_what_it_does_not_do_is_named(case, reason):
     built = build(case, CPU)
     request = request_of(built, *poisoned_out(case, built))
     assert reason in attend_cuda.supports(request)
-
-
-@pytest.mark.parametrize("architecture", sample(["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"], 3))
-def test_it_compiles_for(architecture):
-    pytest.importorskip("cuda.bindings.nvrtc")
-    layout = PageLayout(CodecSpec.parse("k4v4", 64), 16)
-    defines = kernel_defines(layout, DecodeConfig(4, 32, 4, 2), 1, 1, False, False)
-    assert compile_kernels("decode/decode.cu", defines, architecture)[:4] == b"\x7fELF"
 
 
 def test_shared_memory_of_every_configuration_fits_its_device():
