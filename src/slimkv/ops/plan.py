@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,43 +26,39 @@ from slimkv.ops.store.api import checked_request as checked_store
 Launch = Callable[..., None]  # what a backend's ``plan(request)`` returns, or None if it cannot prepare the request
 
 
-class _Like(NamedTuple):
-    """The properties of a tensor that a prepared launch depends on, besides its address."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    misaligned: int  # bytes beyond a multiple of 16; of vectors, which are read 16 bytes at a time
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)} with strides {list(self.strides)} on {self.device}"
+_Like = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, int]
 
 
 def _like(name: str, x: Tensor | None) -> _Like | None:
+    """What a prepared launch depends on besides the address; vectors, which are not integers, must stay aligned."""
     if x is None:
         return None
     try:
-        return _Like(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15 if x.is_floating_point() else 0)
+        dtype = x.dtype
+        return dtype, x.shape, x.stride(), x.device, x.data_ptr() & 15 if dtype.is_floating_point else 0
     except (AttributeError, RuntimeError) as error:
         raise InputError(f"{name} must be a tensor with memory of its own, not {describe(x)}") from error
+
+
+def _say(like: _Like | None) -> str:
+    if like is None:
+        return "none"
+    dtype, shape, strides, device, beyond = like
+    return f"{dtype} {list(shape)} with strides {list(strides)} on {device}, {beyond} bytes beyond a multiple of 16"
 
 
 class _Plan:
     """A prepared launch for the very same objects ``kept`` and for tensors like ``inputs``, which it does not hold."""
 
     def __init__(self, kept: tuple[object, ...], launch: Launch, **inputs: Tensor | None) -> None:
-        self._kept, self._launch = kept, launch
-        self._inputs: dict[str, Any] = {name: _like(name, x) for name, x in inputs.items()}
+        self._kept, self._ids, self._launch = kept, tuple(map(id, kept)), launch
+        self._inputs = {name: _like(name, x) for name, x in inputs.items()}
+        self._shapes = {name: x.shape for name, x in inputs.items() if x is not None}
 
-    def _fits(self, kept: tuple[object, ...], **inputs: Tensor | None) -> bool:
-        same = all(a is b for a, b in zip(self._kept, kept, strict=True))
-        return same and all(self._inputs[name] == _like(name, x) for name, x in inputs.items())
-
-    def _check(self, **inputs: Tensor | None) -> None:
-        for name, x in inputs.items():
-            if self._inputs[name] != (found := _like(name, x)):
-                raise InputError(f"the plan takes {name} like {self._inputs[name]}, not {found}")
+    def _check(self, name: str, x: Tensor | None) -> None:
+        wanted, found = self._inputs[name], _like(name, x)
+        if wanted != found:
+            raise InputError(f"the plan takes {name} like {_say(wanted)}, not {_say(found)}")
 
 
 class AttendPlan(_Plan):
@@ -70,16 +66,20 @@ class AttendPlan(_Plan):
 
     def fits(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions | None) -> bool:
         """Whether ``run`` may take ``query`` for these pages and tables, which must be the very same objects."""
-        return self._fits((kv.pages, batch.block_table, batch.cu_seqlens_q, options), query=query)
+        same = self._ids == (id(kv.pages), id(batch.block_table), id(batch.cu_seqlens_q), id(options))
+        return same and self._inputs["query"] == _like("query", query)
 
     def run(self, query: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> Tensor:
         """query [total_queries, num_heads, key_dim], seq_lens int32 [sequences] -> out, as ``attend`` gives it.
 
         Lengths may be as long as the block table. ``out``: contiguous, of the query's dtype; allocated when None.
         """
-        self._check(query=query, seq_lens=seq_lens)
-        out = query.new_empty(self._inputs["out"].shape) if out is None else out
-        self._check(out=out)
+        self._check("query", query)
+        self._check("seq_lens", seq_lens)
+        if out is None:
+            out = query.new_empty(self._shapes["out"])
+        else:
+            self._check("out", out)
         self._launch(query, out, seq_lens)
         return out
 
@@ -92,12 +92,20 @@ class StorePlan(_Plan):
     ) -> bool:
         """Whether ``run`` may take these vectors for the very same pages, offset and matrices."""
         matrices, index = (None, None) if rounding is None else (rounding.matrices, rounding.index)
-        kept = (kv.pages, kv.key_offset, matrices)
-        return self._fits(kept, key=key, value=value, slot_mapping=slot_mapping, index=index)
+        return (
+            self._ids == (id(kv.pages), id(kv.key_offset), id(matrices))
+            and self._inputs["key"] == _like("key", key)
+            and self._inputs["value"] == _like("value", value)
+            and self._inputs["slot_mapping"] == _like("slot_mapping", slot_mapping)
+            and self._inputs["index"] == _like("index", index)
+        )
 
     def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None = None) -> None:
         """key, value [tokens, num_kv_heads, dim], slot_mapping and the rounding's index [tokens]: see ``store_kv``."""
-        self._check(key=key, value=value, slot_mapping=slot_mapping, index=index)
+        self._check("key", key)
+        self._check("value", value)
+        self._check("slot_mapping", slot_mapping)
+        self._check("index", index)
         self._launch(key, value, slot_mapping, index)
 
 
