@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions, AttendRequest
+from slimkv.ops.attention.cuda import prefill as prefill_cuda
+from slimkv.ops.attention.cuda import prefill_config
 from slimkv.ops.attention.cuda.decode import _prepare, reachable_kernels
 from slimkv.ops.cuda.device import Device
 from slimkv.ops.latent.warmup import LatentKind, run_latent_steps
@@ -93,6 +96,53 @@ def test_every_request_runs_a_kernel_that_warm_up_compiles(format, device):
             ran += 1
             assert (plan.config.source, plan.defines) in reachable_kernels(device, layout, group, dtype, options)
     assert ran > 20
+
+
+@pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "99 KB"])
+@pytest.mark.parametrize(
+    ("format", "prefill"), [("k4v4", "16bit"), ("k4v4", "8bit"), ("ku4vu4", "16bit"), ("k6v5", "16bit")]
+)
+def test_every_prompt_runs_kernels_that_warm_up_compiles(format, prefill, device, monkeypatch):
+    """Whatever the numbers and lengths of prompts are, beside others that decode or not, in one pass or several."""
+    monkeypatch.setattr(prefill_config, "device_of", lambda _: device)
+    monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda _: device.multiprocessors)
+    chance, sources = random.Random(format), Counter()
+    for dim in (64, 96, 128, 256):
+        codec = Codec(parse_spec(format, dim))
+        for _ in range(12):
+            layout, group, heads = (
+                PageLayout(codec.spec, chance.choice((16, 64))),
+                chance.choice((1, 4, 7)),
+                chance.choice((2, 8)),
+            )
+            window, softcap = chance.choice((None, 100)), chance.choice((0.0, 30.0))
+            deterministic = prefill == "16bit" and chance.random() < 0.2
+            options = AttendOptions(
+                sliding_window=window, softcap=softcap, prefill=prefill, deterministic=deterministic
+            )
+            longest = chance.choice((40, 100, 700, 4096))
+            queries = [
+                longest,
+                *(chance.choice((1, longest)) for _ in range(chance.choice((0, 1, 40 if longest < 700 else 2)))),
+            ]
+            query = torch.empty(1, dtype=torch.bfloat16).expand(sum(queries), heads * group, dim)
+            ints = torch.zeros(len(queries) + 1, dtype=torch.int32)
+            shift = torch.empty(1).expand(sum(queries), heads * group) if softcap and chance.random() < 0.5 else None
+            request = AttendRequest(
+                query, torch.empty(1, heads, layout.page_bytes, dtype=torch.uint8), ints[:-1, None], ints[:-1], ints,
+                longest, chance.choice((longest, 1 << 14)), codec, layout, options, None, query, None, None, None,
+                score_shift=shift,
+            )  # fmt: skip
+            if (prefill == "8bit" and prefill_config.eight_bit_refusal(request)) or prefill_config.refusal(request):
+                continue
+            kernels = prefill_cuda.reachable_kernels(device, layout, torch.bfloat16, options)
+
+            def launch(source, name, defines, *rest, kernels=kernels):
+                assert (source, defines) in kernels
+                sources[source] += 1
+
+            prefill_cuda.attend_prefill(request, launch, budget=1 << 24)
+    assert len(sources) == 2
 
 
 class Loaded:

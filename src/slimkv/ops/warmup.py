@@ -70,7 +70,7 @@ def serving_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
 
 
 def start_compiling(kind: LayerKind, steps: Iterable[Step]) -> list[Future[Any]]:
-    """Starts to compile, in threads, all kernels of these steps and all that decoding can use; returns at once."""
+    """Starts to compile, in threads, all kernels of these steps and all that ``attend`` can use; returns at once."""
     if cuda_unavailable_reason(kind.codec.device) is not None:
         return []
     with only_loading():

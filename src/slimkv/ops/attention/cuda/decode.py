@@ -392,8 +392,10 @@ def reachable_kernels(
 def start_loading_reachable(
     layout: PageLayout, group: int, dtype: torch.dtype, options: AttendOptions, device: torch.device
 ) -> list[Future[Module]]:
-    """``reachable_kernels``, compiled and loaded in threads."""
+    """All kernels of decode and prefill that requests of a layer can run, compiled and loaded in threads."""
     if _refusal(layout) is not None:
         return []
     kernels = reachable_kernels(device_of(device), layout, group, dtype, options)
-    return [start_loading(source, defines, device, exactly=source == VERIFY) for source, defines in kernels]
+    kernels += prefill.reachable_kernels(device_of(device), layout, dtype, options)
+    exactly = (VERIFY, prefill.ATTEND)
+    return [start_loading(source, defines, device, exactly=source in exactly) for source, defines in kernels]

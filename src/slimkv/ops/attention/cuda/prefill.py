@@ -19,12 +19,13 @@ from torch import Tensor
 
 from slimkv.codec.byte_levels import MOST_BITS, byte_levels
 from slimkv.codec.rotation import sign_words
-from slimkv.ops.attention.api import MAX_DECODE_QUERIES, NO_WINDOW, AttendRequest
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, NO_WINDOW, AttendOptions, AttendRequest
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
 from slimkv.ops.attention.cuda.prefill_config import (
     config_for,
     eight_bit_refusal,
     most_packed_queries,
+    reachable,
     refusal,
 )
 from slimkv.ops.attention.cuda.prefill_defines import ATTEND, UNPACK, PrefillConfig, attend_defines, unpack_defines
@@ -38,9 +39,9 @@ from slimkv.ops.attention.cuda.prefill_workspace import (
 )
 from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, LOG2E
-from slimkv.ops.cuda.device import device_of, multiprocessors
+from slimkv.ops.cuda.device import Device, device_of, multiprocessors
 from slimkv.ops.cuda.module import Defines, load
-from slimkv.spec import CodecSpec, Kind, TensorFormat
+from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
 
 __all__ = [
     "attend_prefill",
@@ -215,6 +216,22 @@ def _tables(spec: CodecSpec, eight_bit: bool) -> dict[str, object]:
 @lru_cache(maxsize=64)
 def _signs(dim: int, seed: int) -> tuple[int, ...]:
     return tuple(sign_words(dim, seed))
+
+
+def reachable_kernels(
+    device: Device, layout: PageLayout, dtype: torch.dtype, options: AttendOptions
+) -> list[tuple[str, Defines]]:
+    """Sources and defines of all kernels that requests of a layer can run, with queries and outputs of ``dtype``."""
+    number, window, softcap = DTYPE_NUMBERS[dtype], options.sliding_window is not None, options.softcap > 0
+    found: list[tuple[str, Defines]] = []
+    for config in reachable(device, layout.spec, options):
+        for shifted in {False, softcap}:  # caps apply to scores of keys that are not centred
+            for hands_on in {False, config.eight_bit}:  # others are always compiled for several passes
+                defines = attend_defines(layout, config, number, number, window, softcap, shifted, hands_on)
+                found.append((config.source, defines))
+        if not config.fused:
+            found.append((UNPACK, unpack_defines(layout, config)))
+    return found
 
 
 @lru_cache(maxsize=64)

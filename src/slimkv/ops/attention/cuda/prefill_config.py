@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from slimkv.codec.byte_levels import MOST_BITS
 from slimkv.ops.attention import eight_bit
-from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, AttendRequest
+from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, AttendOptions, AttendRequest
 from slimkv.ops.attention.cuda.prefill_defines import PrefillConfig, Unpack, packed_stages, shared_bytes
 from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, cut_ahead, seen_tokens
 from slimkv.ops.cuda.constants import KIND_NUMBERS
@@ -128,6 +128,19 @@ def config_for(request: AttendRequest) -> PrefillConfig:
         if not found or spec.key_dim <= 128:
             found += configs(spec, FIRST) + (configs(spec, AHEAD) if _can_unpack_ahead(request) else ())
     return min(found, key=lambda config: _time(request, config))
+
+
+def reachable(device: Device, spec: CodecSpec, options: AttendOptions) -> tuple[PrefillConfig, ...]:
+    """All configurations that requests of such a layer can take."""
+    if spec.key_dim != spec.value_dim or spec.key_dim not in HEAD_DIMS:
+        return ()
+    if not device.warpgroups:
+        return (replace(warp_config(spec, device), by_row=options.deterministic),)
+    if options.deterministic:
+        return (replace(configs(spec, FIRST)[0], by_row=True),)
+    if options.prefill == EIGHT_BIT:
+        return configs(spec, FIRST, eight_bit=True)
+    return tuple(config for unpack in Unpack for config in configs(spec, unpack))
 
 
 def _can_fuse(request: AttendRequest) -> bool:
