@@ -15,7 +15,6 @@ from slimkv.cli.parsing import check_folder, choice, comma_list, count, option, 
 from slimkv.config import AUTO
 from slimkv.lab.bench.attention import bench_attend
 from slimkv.lab.bench.generate import GenerateReport, GenerateSettings, time_generation
-from slimkv.lab.bench.plot import plot as draw
 from slimkv.lab.bench.plot import plot_sessions
 from slimkv.lab.bench.results import Report
 from slimkv.lab.bench.run import Options
@@ -46,7 +45,6 @@ def _add_operation(name: str, told: str) -> None:
         as_device: Annotated[
             str, option("Limit the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090.")
         ] = "",
-        plot: Plot = None,
         quiet: Annotated[bool, option("No progress on standard error.", "--quiet")] = False,
         output: Output = None,
         as_json: Json = False,
@@ -57,8 +55,6 @@ def _add_operation(name: str, told: str) -> None:
         if as_device:
             hold_to(as_device)
         report = (bench_attend if name == "attend" else bench_store)(options, (lambda step: None) if quiet else _say)
-        if plot is not None:
-            draw(report, plot)
         emit(report, as_json, *([] if as_json else report_table(report)), output=output)
 
 
@@ -101,7 +97,7 @@ def generate(
 @takes(ServeSettings)
 def serve(
     options: dict[str, Any],
-    plot: Annotated[Path | None, option("Draw the sessions phase as SVG.")] = None,
+    plot: Plot = None,
     folder: Annotated[Path | None, option("Folder for each system's JSON and log.", callback=check_folder)] = None,
     output: Output = None,
     as_json: Json = False,

@@ -108,6 +108,13 @@ def check_file(path: Path | None) -> Path | None:
     return path
 
 
+def check_drawing(path: Path | None) -> Path | None:
+    """An SVG file that can be written."""
+    if path is not None and path.suffix != ".svg":
+        raise InputError(f"plots are SVG files; give --plot a name such as {path.with_suffix('.svg')}, not {path}")
+    return check_file(path)
+
+
 def check_folder(path: Path | None) -> Path | None:
     """A folder to write into; it is created when there is something to write."""
     if path is None:

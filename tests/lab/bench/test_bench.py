@@ -201,11 +201,10 @@ def test_sdpa_computes_the_same_attention():
 def test_commands(operation, tmp_path):
     cell = {"attend": "decode-2x512", "store": "decode-16"}[operation]
     arguments = ["bench", operation, "--device", "cpu", "--cells", cell, "--output", str(tmp_path / "r.json")]
-    shown = CliRunner().invoke(app, [*arguments, "--plot", str(tmp_path / "r.png")])
+    shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert cell in shown.stdout
     assert "vllm_4bit_nc is absent: needs a CUDA device" in " ".join(shown.stdout.split())
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     printed = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert printed["rows"][0]["cell"] == cell
     assert json.loads((tmp_path / "r.json").read_text())["rows"] == printed["rows"]

@@ -1,4 +1,4 @@
-"""Predictions with a packed cache compared with the stock cache: top-1 agreement and KL divergence."""
+"""Predictions with a packed cache compared with the stock cache: KL divergence, top-1 agreement, perplexity."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from slimkv.config import AUTO
 from slimkv.lab.evals.harness import RAW, STOCK, Common, Run, each_window, with_prefill
-from slimkv.lab.evals.intervals import mean_interval
-from slimkv.lab.evals.perplexity import relative_increase, scored_nll
+from slimkv.lab.evals.intervals import Interval, mean_interval
 
 _SLICE = 128  # positions compared at a time, to bound memory
 Observe = Callable[[str, int, Tensor], None]  # format, window, negative log-likelihood of its tokens [tokens - 1]
@@ -31,7 +31,7 @@ class AgreementRow:
     kl_high: float
     kl_99: float  # its 99th percentile over positions
     perplexity: float
-    over_raw: float
+    over_raw: float  # of the perplexity: 0.05 is 5% more
     over_raw_low: float  # its 95% interval
     over_raw_high: float
     bytes_per_token: float  # see harness.bytes_per_token
@@ -42,10 +42,10 @@ class AgreementRow:
 
 @dataclass(frozen=True)
 class AgreementReport:
-    """``slimkv eval agreement``."""
+    """``slimkv eval agreement`` and ``slimkv eval perplexity``."""
 
     model: str
-    mode: str
+    mode: str  # strict: attention reads every key and value through the codec; serving: new chunks are unquantised
     windows: int
     window_tokens: int
     raw_perplexity: float
@@ -66,6 +66,17 @@ def compare_logits(raw: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(same), torch.cat(divergence)
 
 
+def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
+    """Negative log-likelihood [tokens - 1] of all ids [tokens] but the first, under logits [tokens, vocabulary]."""
+    return cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
+
+
+def relative_increase(raw: Sequence[Tensor], other: Sequence[Tensor]) -> Interval:
+    """By how much the perplexity of ``other`` exceeds that of ``raw``, from losses [tokens] of the same windows."""
+    found = mean_interval([b - a for a, b in zip(raw, other, strict=True)])
+    return Interval(math.expm1(found.value), math.expm1(found.low), math.expm1(found.high))
+
+
 def growth_over(base: Sequence[float], other: Sequence[float]) -> tuple[float, float | None]:
     """The relative growth of the second of two means over windows, and its standard error if there are several."""
     ratio = sum(other) / sum(base)
@@ -77,7 +88,7 @@ def measure_agreement(
     model: Any, windows: Tensor, formats: Sequence[str], *, chunk: int = 256, prefill: Sequence[str] = (AUTO,),
     observe: Observe = lambda format, window, losses: None, **common: Unpack[Common],
 ) -> AgreementReport:  # fmt: skip
-    """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes.
+    """Compares every position of windows int64 [count, tokens]. ``serving`` reads a window in passes of ``chunk``.
 
     ``prefill``: each format is measured in each of these (see ``KVCacheConfig``). ``observe`` is called with the losses
     of every window, including those with the stock cache (``raw``).
@@ -93,7 +104,7 @@ def measure_agreement(
     raw_logits = windows.new_empty(0)
     for index, kind, ids, logits, each in each_window(model, windows, [STOCK, *kinds], run, chunk):
         format = kind.name
-        losses = scored_nll(logits, ids).double().cpu()
+        losses = token_losses(logits, ids).double().cpu()
         observe(format, index, losses)
         nll[format].append(losses)
         size[format] = each

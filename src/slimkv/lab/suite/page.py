@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
-from slimkv.lab.demo.report import quality_plot
 from slimkv.lab.evals.harness import RAW
 from slimkv.lab.report.charts import Axis, Bar, Estimate, Series, bars, chart, intervals, shaded
 from slimkv.lab.report.page import Plot, document, plot_cards, table, table_of_lines, td, tile, versions_line
+from slimkv.lab.report.plots import position_plots, quality_plot
 from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE
 from slimkv.lab.suite.summary import SHOWN, Column, Document, first_part, parts_of, words
 
@@ -39,21 +39,8 @@ def _position_plot(results: Document) -> list[Plot]:
     found = first_part(results, "positions")
     if found is None:
         return []
-    middles = [(a + b) / 2 for a, b in zip((0, *found["edges"][:-1]), found["edges"], strict=True)]
-    series = [Series(row["format"], middles, [max(kl, 1e-7) for kl in row["kl"]]) for row in found["rows"]]
-    svg = chart("KL divergence by position", Axis("position"), Axis("KL divergence to raw, nats", log=True), series)
-    plots = [("Over a long text", "KL divergence to the stock cache as the context grows.", svg)]
-    if all(row.get("bytes") for row in found["rows"]):
-        sizes = [Series(row["format"], found["edges"], [x / 2**20 for x in row["bytes"]]) for row in found["rows"]]
-        svg = chart("Bytes by position", Axis("position"), Axis("bytes of the cache, MiB"), sizes)
-        plots.append(
-            (
-                "Bytes by position",
-                "A memory budget stores old tokens in fewer bits.",
-                svg,
-            )
-        )
-    return plots
+    rows = [(row["format"], row["kl"], row.get("bytes", ())) for row in found["rows"]]
+    return position_plots(found["edges"], rows)
 
 
 def _length_plot(results: Document) -> list[Plot]:
