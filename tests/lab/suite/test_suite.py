@@ -238,7 +238,7 @@ def test_a_model_with_sliding_windows(tiny_folder, tmp_path):
         ({"lengths": (0,)}, "lengths must be at least 1, not 0"),
         ({"lengths": ()}, "lengths must name at least one"),
         ({"questions": 0}, "questions must be at least 1, not 0"),
-        ({"needle_depths": (1.5,)}, "between 0 and 1, not 1.5"),
+        ({"task_folder": "nowhere"}, "there is no folder nowhere"),
     ],
 )
 def test_wrong_settings_are_refused(change, message):
@@ -268,7 +268,7 @@ def test_sizes_grow_and_lengths_beyond_the_model_are_left_out(tiny_folder, tmp_p
     assert all(int(part.name.rsplit("-", 1)[1]) <= 512 for part in planned if part.kind == "tasks")
     served = make_settings("smoke", str(tiny_folder), device="cpu", engine="vllm", tasks=("hellaswag",))
     kinds = {part.kind for part in parts.plan_parts(parts.Workbench(served, tmp_path))[0]}
-    assert kinds == {"memory", "tasks", "lm-eval", "attend", "serve"}
+    assert kinds == {"memory", "tasks", "lm-eval"}
 
 
 class _Page(html.parser.HTMLParser):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import resources
@@ -157,7 +158,7 @@ CELLS = _read_cells()
 T = TypeVar("T", AttendCell, StoreCell)
 
 
-def choose(cells: tuple[T, ...], patterns: list[str], page: int | None) -> list[T]:
+def choose(cells: tuple[T, ...], patterns: Sequence[str], page: int | None) -> list[T]:
     """The cells whose name matches one of ``patterns`` (shell style), with pages of ``page`` tokens.
 
     Without a pattern, all of ``cells``; so does the pattern ``all``.

@@ -10,12 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from slimkv.formats import DEFAULT_FORMAT
-from slimkv.lab.bench.attention import bench_attend
 from slimkv.lab.bench.generate import GenerateSettings, time_generation
-from slimkv.lab.bench.run import Options
-from slimkv.lab.bench.serve import bench_serve
-from slimkv.lab.bench.serve_settings import DTYPES, ServeSettings
-from slimkv.lab.engine_process import EngineError
 from slimkv.lab.evals.acceptance import measure_acceptance
 from slimkv.lab.evals.agreement import measure_agreement
 from slimkv.lab.evals.harness import (
@@ -30,7 +25,7 @@ from slimkv.lab.evals.harness import (
 from slimkv.lab.evals.needle import measure_needle
 from slimkv.lab.evals.positions import measure_positions
 from slimkv.lab.suite.lm_eval import run_lm_eval
-from slimkv.lab.suite.settings import PARTS, SMOKE, TRANSFORMERS, VLLM, SuiteSettings
+from slimkv.lab.suite.settings import PARTS, VLLM, SuiteSettings
 from slimkv.lab.suite.tasks import TASKS, answer_context
 from slimkv.lab.suite.vllm_engine import run_engine
 from slimkv.lab.suite.workbench import Workbench
@@ -68,10 +63,10 @@ def plan_parts(bench: Workbench) -> tuple[list[Part], list[str]]:
     settings, notes = bench.settings, list[str]()
     makers: dict[str, Callable[[Workbench, list[str]], list[Part]]] = {
         "memory": _memory, "agreement": _agreement, "positions": _positions, "needle": _needle, "tasks": _tasks,
-        "lm-eval": _lm_eval, "drafts": _drafts, "generate": _generate, "attend": _attend, "serve": _serve,
+        "lm-eval": _lm_eval, "drafts": _drafts, "generate": _generate,
     }  # fmt: skip
-    absent = {TRANSFORMERS: ("serve",), VLLM: ("agreement", "positions", "needle", "drafts", "generate")}
-    kinds = [kind for kind in makers if kind in settings.parts and kind not in absent[settings.engine]]
+    absent = ("agreement", "positions", "needle", "drafts", "generate") if settings.engine == VLLM else ()
+    kinds = [kind for kind in makers if kind in settings.parts and kind not in absent]
     return [part for kind in kinds for part in makers[kind](bench, notes)], notes
 
 
@@ -278,44 +273,3 @@ def _generate(bench: Workbench, notes: list[str]) -> list[Part]:
 
     weight, title = _reading(settings, rounds * (context + 50.0 * (new + 1))), f"decoding speed at {context:,} tokens"
     return [_part(bench, "generate", title, weight, run, context=context, new_tokens=new, rounds=rounds)]
-
-
-def _attend(bench: Workbench, notes: list[str]) -> list[Part]:
-    settings = bench.settings
-    cells = [] if settings.name == SMOKE or settings.device != "cpu" else ["decode-*", "prefill-*"]
-    small = settings.name == SMOKE
-
-    def run(bench: Workbench, progress: Progress) -> Data:
-        return asdict(bench_attend(Options(cells=cells, device=settings.device, small=small), lambda step: None))
-
-    weight = 4000 if settings.device == "cpu" and small else 2 * _START
-    return [_part(bench, "attend", "attention on pages", weight, run, cells=cells, small=small)]
-
-
-def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
-    """Engines under load with a model of random weights: the memory and the speed are those of its shape."""
-    settings, on_gpu = bench.settings, bench.settings.device != "cpu"
-    plain = [f for f in settings.formats if f != RAW and not f.endswith(WITH_CALIBRATION)]
-    sizes: Data = {"dtype": settings.dtype}
-    if not on_gpu:
-        sizes |= {
-            "shape": "tiny", "context": 512, "requests": 3, "new_tokens": 8, "most_requests": 4, "arrivals": 6,
-            "rate": 4.0, "eager": True,
-        }  # fmt: skip
-        if dropped := [f for f in plain if f == "fp8" or f.startswith("turboquant")]:
-            notes.append(f"serve: {', '.join(dropped)} are caches of vLLM that need a GPU")
-        plain = [f for f in plain if f not in dropped]
-
-    def of(system: str) -> Part:
-        def run(bench: Workbench, progress: Progress) -> Data:
-            bench.release()
-            wanted = ServeSettings(systems=(system,), **sizes)
-            report = asdict(bench_serve(wanted, lambda step: None, "", bench.folder / "serve"))
-            if "error" in report["systems"][system]:
-                raise EngineError(report["systems"][system]["error"])
-            return report
-
-        title = f"vLLM under load: {system}"
-        return _part(bench, f"serve-{system}", title, 2 * _START, run, system=system, **sizes)
-
-    return [of(system) for system in (DTYPES[settings.dtype], *plain)]

@@ -46,8 +46,6 @@ SHOWN = (
     Column("needles", "needle", "{0[found]}/{0[tried]}"),
     Column("drafts accepted", "drafts.acceptance_length", "{:.2f}"),
     Column("decode tokens/s", "decode.tokens_per_second", "{:.1f}"),
-    Column("served tokens/s", "serving.decode_tokens_per_second", "{:.0f}"),
-    Column("tokens in vLLM", "serving.kv_tokens", "{:,}"),
 )
 
 
@@ -71,7 +69,6 @@ def summarise(document: Document) -> Document:
     _add_answers(questions, rows)
     _add_speed(document, rows)
     _add_lm_eval(document, rows)
-    _add_serving(document, rows)
     return {"rows": list(rows.values()), "tasks": questions.table(), "groups": equal_bytes(list(rows.values()))}
 
 
@@ -220,18 +217,6 @@ def _add_lm_eval(document: Document, rows: dict[str, Document]) -> None:
                 test = paired_answers([x > 0 for x in base], [x > 0 for x in values], range(len(values)))
                 found[f"{task}/{metric}"] = {**asdict(test), "verdict": verdict(test.difference, test.p)}
         rows[name]["lm_eval_tests"] = found
-
-
-def _add_serving(document: Document, rows: dict[str, Document]) -> None:
-    for part in parts_of(document, "serve"):
-        for system, found in part["systems"].items():
-            name = RAW if system in ("bf16", "fp32") else system
-            if name in rows:
-                rows[name]["serving"] = {
-                    "kv_tokens": found.get("kv_tokens"),
-                    "decode_tokens_per_second": (found.get("decode") or {}).get("decode_tokens_per_second"),
-                    "time_to_first_token_p50": (found.get("poisson") or {}).get("time_to_first_token_p50"),
-                }
 
 
 def words(document: Document) -> list[str]:
