@@ -64,12 +64,10 @@ def test_calibrated_beside_plain_everywhere(tiny_folder, tmp_path):
         report = json.loads(run("eval", command, *model, *COMMANDS[command], "--offset", "9", *both).stdout)
         rows = report.get("rows") or report["cells"]
         assert {"k4v4", "k4v4+cal"} <= {row["format"] for row in rows}
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Two and two are\n\nThree and three are\n")
-    asked = ["--prompts", str(prompts), "--prompt", "One and one are", "--new-tokens", "3"]
+    asked = ["--prompt", "Two and two are", "--prompt", "One and one are", "--new-tokens", "3"]
     report = json.loads(run("eval", "generation", *model, *asked, *both).stdout)
-    assert len(report["raw_texts"]) == 3
-    assert {row["prompt"] for row in report["rows"]} == {"Two and two are", "Three and three are", "One and one are"}
+    assert len(report["raw_texts"]) == 2
+    assert {row["prompt"] for row in report["rows"]} == {"Two and two are", "One and one are"}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +76,6 @@ def test_calibrated_beside_plain_everywhere(tiny_folder, tmp_path):
         (["agreement", "--format", "calibrated"], "'calibrated' needs a calibration"),
         (["needle", "--format", "k4v4+cal"], "'k4v4+cal' needs a calibration"),
         (["perplexity", "--format", "k4w4"], "k4w4"),
-        (["generation", "--prompts", "nowhere.txt"], "no file nowhere.txt"),
         (["positions", "--dtype", "bf16"], "'bf16'"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -109,12 +108,6 @@ def _check_prefill(given: str) -> str:
     for way in comma_list(given, str):
         KVCacheConfig(prefill=way)  # raises with the known values
     return given
-
-
-def _check_prompts(path: Path | None) -> Path | None:
-    if path is not None:
-        _lines(path)
-    return path
 
 
 def _over_raw(row: Any) -> str:
@@ -227,12 +220,11 @@ def needle(
 def generation(
     subject: Subject,
     prompt: Annotated[list[str] | None, option("A prompt; repeat for more. Default: four prompts.")] = None,
-    prompts: Annotated[Path | None, option("A text file with one prompt per line.", callback=_check_prompts)] = None,
     new_tokens: Annotated[int, count("Tokens to generate per prompt.")] = 64,
     strict: Strict = False,
 ) -> Result:
     """Find where greedy text first differs from that of the stock cache."""
-    asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])] or list(PROMPTS)
+    asked = prompt or list(PROMPTS)
     report = measure_generation(
         subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens,
         mode="strict" if strict else "serving", **subject.options,
@@ -251,12 +243,3 @@ def generation(
             if row.prompt == asked_for:
                 texts.add_row(row.format, escape(row.text))
     return report, [table, texts], []
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}; --prompts takes a text file with one prompt per line")
-    found = [line for line in load_text(str(path)).splitlines() if line.strip()]
-    if not found:
-        raise InputError(f"{path} has no prompts; write one per line")
-    return found
