@@ -40,15 +40,6 @@ def _question(title: str, question: Question, note: str) -> str:
     return f'<h2>{escape(title)}</h2><p class="sub">{escape(asked)}</p><div class="pair">{answers}</div>'
 
 
-def _long_table(question: Question) -> str:
-    rows = [[td(c.cache), td(c.top1, "{:.1%}"), td(c.kl, "{:.4f}")] for c in question.continuations]
-    told = (
-        f"Predictions for {question.continued_tokens} tokens of the text, read with everything before them in the "
-        "cache, compared with those of the stock cache."
-    )
-    return f'<div class="after">{table(["cache", "same next token", "KL"], rows, "long", note=told)}</div>'
-
-
 def _plots(showcase: Showcase) -> list[Plot]:
     curves = [Series(c.format, showcase.contexts, [b / 2**20 for b in c.bytes]) for c in showcase.memory]
     memory = chart("Memory at length", Axis("tokens of one sequence"), Axis("cache, MiB"), curves)
@@ -105,7 +96,7 @@ def html(showcase: Showcase) -> str:
     questions = ""
     if showcase.long is not None:
         note = f"The answer appears once, in the middle of {showcase.long.context_tokens:,} tokens."
-        questions += _question("A question about a long text", showcase.long, note) + _long_table(showcase.long)
+        questions += _question("A question about a long text", showcase.long, note)
     questions += _question("A short question", showcase.short, f"({showcase.short.context_tokens} tokens)")
     body = f"""<h1>slimkv on {escape(showcase.model)}</h1>
 <div class="sub">{escape(run.device)}, {run.cpu_threads} threads, {escape(run.date)}</div>

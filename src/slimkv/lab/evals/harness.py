@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
@@ -14,13 +14,13 @@ from torch import Tensor
 from slimkv.calibration import Calibration
 from slimkv.config import AUTO, CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.lab.models import Progress
 from slimkv.spec import BF16_BYTES, parse_format, parse_size
 
 RAW = "raw"
 WITH_CALIBRATION = "+cal"
 MEMORY = "memory="  # prefix of a cache whose formats follow a memory budget
 STRICT, SERVING = "strict", "serving"
-Progress = Callable[[str, int, int], None]  # stage, steps done, steps in total
 
 
 def quiet(what: str, done: int, total: int) -> None:
@@ -124,8 +124,8 @@ def with_prefill(kinds: Sequence[CacheKind], prefill: Sequence[str]) -> list[Cac
     ]
 
 
-def new_cache(model: Any, format: str | dict[int | str, str], mode: str, **options: Any) -> Any:
-    """An empty cache: stock for ``raw``, packed otherwise, in one format or one per layer."""
+def new_cache(model: Any, format: str, mode: str, **options: Any) -> Any:
+    """An empty cache: stock for ``raw``, packed otherwise."""
     if mode not in (STRICT, SERVING):
         raise InputError(f"mode {mode!r} is not one of {STRICT}, {SERVING}")
     if format == RAW:
@@ -134,9 +134,7 @@ def new_cache(model: Any, format: str | dict[int | str, str], mode: str, **optio
         return DynamicCache(config=model.config)
     from slimkv.integrations.transformers import SlimKVCache
 
-    fresh = "codes" if mode == STRICT else "raw"
-    formats = {"format": format} if isinstance(format, str) else {"layers": format}
-    return SlimKVCache(model, **formats, fresh=fresh, **options)
+    return SlimKVCache(model, format, fresh="codes" if mode == STRICT else "raw", **options)
 
 
 @contextmanager
