@@ -55,7 +55,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The model, as it was asked for."""
+        """The name of the model, as given."""
         return self.options["name"]
 
 
@@ -111,7 +111,7 @@ def _check_prefill(given: str) -> str:
 
 
 def _over_raw(row: Any) -> str:
-    """With the larger half of its 95% interval."""
+    """The increase of the perplexity, with the larger half of its 95% interval."""
     half = max(row.over_raw_high - row.over_raw, row.over_raw - row.over_raw_low)
     return f"{row.over_raw:+.2%}" + (f" ± {half:.2%}" if half else "")
 

@@ -22,7 +22,8 @@ from slimkv.lab.models import Loaded
 
 @contextmanager
 def progress_bar(enter: bool = True, lines: bool = True) -> Iterator[tuple[Callable[[], None], Progress]]:
-    """A progress bar on standard error: what starts it (``enter``: it starts now), and what advances it.
+    """A progress bar on standard error. Yields a function that starts it (``enter``: it has started) and one that
+    advances it.
 
     Without a terminal it prints a line for each stage, or nothing (``lines``).
     """

@@ -45,31 +45,31 @@ def several(kind: Callable[[str], T]) -> Callable[[typer.CallbackParam, str], st
     return check
 
 
-def option(told: str, *names: str, **more: Any) -> Any:
-    """An option; ``told``: its help."""
-    return typer.Option(*names, help=told, **more)
+def option(help: str, *names: str, **more: Any) -> Any:
+    """An option. Its name is the parameter's, unless ``names`` are given."""
+    return typer.Option(*names, help=help, **more)
 
 
-def choice(told: str, *known: str) -> Any:
-    """An option that takes one of the ``known`` values, which its help lists after ``told``."""
+def choice(help: str, *known: str) -> Any:
+    """An option that takes one of the ``known`` values, which are listed after ``help``."""
 
     def check(param: typer.CallbackParam, given: str) -> str:
         if given not in known:
             raise InputError(f"{param.opts[0]} {given!r} is not one of {', '.join(known)}")
         return given
 
-    return option(f"{told}: {', '.join(known)}.", callback=check)
+    return option(f"{help}: {', '.join(known)}.", callback=check)
 
 
-def count(told: str, least: int = 1) -> Any:
-    """An option that is a number of at least ``least``; ``told``: its help."""
+def count(help: str, least: int = 1) -> Any:
+    """An option that is a number of at least ``least``."""
 
     def check(param: typer.CallbackParam, given: int | None) -> int | None:
         if given is not None and given < least:
             raise InputError(f"{param.opts[0]} must be at least {least}, not {given}")
         return given
 
-    return option(told, callback=check)
+    return option(help, callback=check)
 
 
 def check_device(name: str) -> str:
@@ -154,15 +154,15 @@ def takes(*kinds: type[Any], unset: Sequence[str] = ()) -> Callable[[Callable[..
         _, *rest = inspect.signature(function, eval_str=True).parameters.values()
         options, items = dict[str, tuple[Any, Any]](), dict[str, type]()  # ``items``: what a list consists of
         for one, hint in ((one, get_type_hints(kind)[one.name]) for kind in kinds for one in fields(kind)):
-            told, known = one.metadata.get("help"), one.metadata.get("known")
-            if not told:
+            help, known = one.metadata.get("help"), one.metadata.get("known")
+            if not help:
                 continue
             default = None if one.default is MISSING or one.name in unset else one.default
             if get_origin(hint) is tuple:
                 items[one.name], hint = get_args(hint)[0], str
                 default = default if default is None else ",".join(map(str, default))
             flag = f"--{(one.metadata['option'] or one.name).replace('_', '-')}"
-            named = option(f"{told}: {', '.join(known)}." if known else told, flag)
+            named = option(f"{help}: {', '.join(known)}." if known else help, flag)
             options[one.name] = Annotated[hint if default is not None else hint | None, named], default
 
         def run(**given: Any) -> None:

@@ -11,16 +11,16 @@ from slimkv.errors import InputError
 
 
 def setting(
-    default: Any = MISSING, told: str = "", *, least: int | None = None, positive: bool = False,
+    default: Any = MISSING, help: str = "", *, least: int | None = None, positive: bool = False,
     known: Sequence[str] = (), option: str = "",
 ) -> Any:  # fmt: skip
     """A field of a settings dataclass.
 
-    ``told``: the help of its option; a field without it has none. ``option``: its name on the command line, if it
+    ``help``: the help of its option; a field without it has none. ``option``: its name on the command line, if it
     differs. ``least``, ``positive`` and ``known`` limit its value, or each value of a tuple.
     """
     limits = {"least": least, "positive": positive, "known": tuple(known)}
-    return field(default=default, metadata={"help": told, "option": option, **limits})
+    return field(default=default, metadata={"help": help, "option": option, **limits})
 
 
 def check_limits(settings: Any) -> None:

@@ -213,12 +213,6 @@ def test_the_offload_phase_has_one_tier(tmp_path):
     assert plans["bf16+cold"]["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"] == 2 << 30
 
 
-def test_a_tier_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(serve_settings, "COLD", "slimkv.not_there")
-    with pytest.raises(InputError, match=r"'bf16\+cold' needs slimkv.not_there"):
-        ServeSettings(systems=("bf16+cold",))
-
-
 def test_a_chart_of_sessions(tmp_path):
     names = "hit_share", "time_to_first_token_p50", "time_to_first_token_p99", "output_tokens_per_second"
     systems = {name: {"sessions": dict.fromkeys(names, value)} for name, value in (("bf16", 0.25), ("k4v4", 0.5))}

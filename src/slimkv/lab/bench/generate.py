@@ -24,7 +24,11 @@ from slimkv.lab.provenance import Provenance, provenance
 from slimkv.lab.settings import check_limits, setting
 
 STOCK_NAME = "DynamicCache"
-CPU_SIZES: dict[str, Any] = {"context": 1024, "layers": 2, "dtype": "float32"}  # where a GPU has the defaults below
+CPU_SIZES: dict[str, Any] = {
+    "context": 1024,
+    "layers": 2,
+    "dtype": "float32",
+}  # instead of the defaults, which are for a GPU
 
 
 @dataclass(frozen=True)

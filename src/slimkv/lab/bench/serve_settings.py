@@ -8,7 +8,6 @@ one implementation); ``bf16:FLASHMLA`` names the stock attention backend, ``k4v4
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -190,8 +189,6 @@ def tier_arguments(system: str, gib: float) -> dict[str, Any]:
     if tier == "host":
         return {"kv_offloading_size": gib, "kv_offloading_backend": "native"}
     if tier == "cold":
-        if importlib.util.find_spec(COLD) is None:
-            raise InputError(f"the system {system!r} needs {COLD}, which this slimkv does not have: leave it out")
         extra = {
             "spec_name": "SlimKVOffloadingSpec", "spec_module_path": COLD, "slimkv": COLD_FORMAT,
             "cpu_bytes_to_use": int(gib * 2**30),

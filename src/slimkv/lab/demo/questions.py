@@ -1,4 +1,4 @@
-"""Questions that several caches answer side by side: a short one, and one about a text of thousands of tokens."""
+"""Questions that several caches answer side by side: a short one, and one about a long text."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def ask(
 def long_prompt(model: Any, tokenizer: Any, text: str, tokens: int, new_tokens: int) -> Tensor | None:
     """Ids [1, about ``tokens``] of ``text`` with a fact hidden in the middle, and the question about it at the end.
 
-    Shorter where the model's context is; None if less than ``SHORTEST_TEXT`` is left.
+    Shortened to fit the model's context; None if fewer than ``SHORTEST_TEXT`` tokens fit.
     """
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens * 2
     tokens = min(tokens, limit - new_tokens - 128)

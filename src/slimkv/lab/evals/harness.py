@@ -139,7 +139,7 @@ def new_cache(model: Any, format: str, mode: str, **options: Any) -> Any:
 
 @contextmanager
 def attending(model: Any, format: str) -> Iterator[None]:
-    """Attends packed caches directly, and the raw one with the model's own attention."""
+    """Inside, the model attends packed codes directly; for ``raw`` it keeps its own attention."""
     if format == RAW:
         yield
         return

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with a packed cache: any of its tasks, with log-likelihoods and generation.
+"""Tasks of lm-evaluation-harness, by log-likelihood or by generation, with a packed cache.
 
 ``SlimKVLM`` is its Hugging Face model with one difference: every forward pass and every ``generate`` has a cache of the
 requested kind, and attention reads all keys and values through the codec.

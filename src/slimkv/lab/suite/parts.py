@@ -41,7 +41,7 @@ _START = 20_000  # cost of starting an engine, in tokens read
 class Part:
     """One part of a run."""
 
-    name: str  # also of its file
+    name: str  # also names its file
     kind: str  # one of ``settings.PARTS``
     title: str
     settings: Data  # what determines its result besides the model and the versions
@@ -172,7 +172,7 @@ def task_contexts(bench: Workbench, task: str, length: int) -> list[Any]:
 
 
 def task_items(contexts: list[Any]) -> list[Data]:
-    """The key of each question, and its group."""
+    """One row for each question: its context, and the depth of its answer."""
     return [
         {"task": context.task, "length": context.length, "context": number, "question": q, "depth": question.depth}
         for number, context in enumerate(contexts)

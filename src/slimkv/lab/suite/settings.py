@@ -28,21 +28,21 @@ _MANY = (*_PAIRS, "k3v3", "k8v8", "k6v6", "k5v5", "k5v5+cal", "turboquant_k3v4_n
 
 @dataclass(frozen=True)
 class Size:
-    """The counts and lengths of a size."""
+    """How much a run of one size measures."""
 
-    formats: tuple[str, ...] = setting(told="Caches to compare with raw: fp8,k4v4,k4v4+cal, ...", option="format")
-    windows: int = setting(told="Windows of text for perplexity and agreement.", least=1)
-    window_tokens: int = setting(told="Tokens of each window.", least=2, option="tokens")
-    position_tokens: int = setting(told="Tokens of the long window.", least=2, option="positions")
+    formats: tuple[str, ...] = setting(help="Caches to compare with raw: fp8,k4v4,k4v4+cal, ...", option="format")
+    windows: int = setting(help="Windows of text for perplexity and agreement.", least=1)
+    window_tokens: int = setting(help="Tokens of each window.", least=2, option="tokens")
+    position_tokens: int = setting(help="Tokens of the long window.", least=2, option="positions")
     needle_contexts: tuple[int, ...] = setting(least=1)
     needle_depths: tuple[float, ...] = setting(least=0)
-    lengths: tuple[int, ...] = setting(told="Context lengths of the synthetic tasks, in tokens.", least=1)
-    contexts: int = setting(told="Contexts of each synthetic task and length.", least=1)
-    questions: int = setting(told="Questions about each context.", least=1)
-    decode_context: int = setting(told="Tokens in the cache while decoding is timed.", least=1)
+    lengths: tuple[int, ...] = setting(help="Context lengths of the synthetic tasks, in tokens.", least=1)
+    contexts: int = setting(help="Contexts of each synthetic task and length.", least=1)
+    questions: int = setting(help="Questions about each context.", least=1)
+    decode_context: int = setting(help="Tokens in the cache while decoding is timed.", least=1)
     decode_tokens: int = setting(least=1)
     decode_rounds: int = setting(least=1)
-    limit: int | None = setting(told="Examples of each task of lm-evaluation-harness; full: all by default.", least=1)
+    limit: int | None = setting(help="Examples of each task of lm-evaluation-harness; full: all by default.", least=1)
 
     def __post_init__(self) -> None:
         check_limits(self)
