@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from slimkv.errors import InputError, SlimKVError
-from slimkv.lab.bench import serve, serve_settings
+from slimkv.lab.bench import serve
 from slimkv.lab.bench.plot import plot_sessions
 from slimkv.lab.bench.serve import bench_serve, over_stock, table_rows
 from slimkv.lab.bench.serve_engine import percentile

@@ -248,7 +248,9 @@ def test_sizes_grow_and_lengths_beyond_the_model_are_left_out(tiny_folder, tmp_p
     settings = make_settings(FULL, str(tiny_folder), device="cpu", calibration="none")
     bench = parts.Workbench(settings, tmp_path)
     planned, notes = parts.plan_parts(bench)
-    assert any("1,024, 2,048, 4,096 tokens are left out, the model has 512 positions" in note for note in notes)
+    assert any(
+        "1,024, 2,048, 4,096 tokens are left out, limited to 512 by the model's positions" in note for note in notes
+    )
     assert all(int(part.name.rsplit("-", 1)[1]) <= 512 for part in planned if part.kind == "tasks")
     served = make_settings("smoke", str(tiny_folder), device="cpu", engine="vllm", tasks=("hellaswag",))
     kinds = {part.kind for part in parts.plan_parts(parts.Workbench(served, tmp_path))[0]}

@@ -165,8 +165,8 @@ def window_logits(model: Any, ids: Tensor, cache: Any, chunk: int | None = None)
 
 def each_window(
     model: Any, windows: Tensor, kinds: Sequence[CacheKind], run: Run, chunk: int
-) -> Iterator[tuple[int, CacheKind, Tensor, Tensor, float]]:
-    """Every cache over every window of int64 [count, tokens]: window, cache, ids [tokens], logits, bytes per token.
+) -> Iterator[tuple[CacheKind, Tensor, Tensor, float]]:
+    """Every cache over every window of int64 [count, tokens]: cache, ids [tokens], logits, bytes per token.
 
     ``serving`` feeds packed caches in passes of ``chunk`` tokens.
     """
@@ -179,7 +179,7 @@ def each_window(
             with attending(model, kind.format):
                 passes = chunk if run.mode == SERVING and kind.format != RAW else None
                 logits = window_logits(model, ids[None], cache, passes)
-            yield index, kind, ids, logits, bytes_per_token(cache)
+            yield kind, ids, logits, bytes_per_token(cache)
     run.progress("done", steps, steps)
 
 

@@ -7,19 +7,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor
-
 from slimkv.formats import DEFAULT_FORMAT
 from slimkv.lab.bench.generate import GenerateSettings, time_generation
 from slimkv.lab.evals.acceptance import measure_acceptance
 from slimkv.lab.evals.agreement import measure_agreement
 from slimkv.lab.evals.harness import (
     MEMORY,
-    RAW,
     STRICT,
     WITH_CALIBRATION,
     Progress,
-    empty_bytes_per_token,
     takes_budget,
 )
 from slimkv.lab.evals.needle import measure_needle
@@ -33,7 +29,6 @@ from slimkv.memory_plan import make_plan, parse_size, shape_of
 
 Data = dict[str, Any]
 BUDGET = f"{MEMORY}{DEFAULT_FORMAT}"  # a cache whose formats follow memory, in addition to the fixed ones
-BLOCK = 32  # tokens per bootstrap block
 _START = 20_000  # cost of starting an engine, in tokens read
 
 
@@ -46,11 +41,11 @@ class Part:
     title: str
     settings: Data  # what determines its result besides the model and the versions
     weight: float  # expected cost, in tokens that the model reads
-    run: Callable[[Workbench, Progress], Data]
+    run: Callable[[Progress], Data]
 
 
 def _part(
-    bench: Workbench, name: str, title: str, weight: float, run: Callable[[Workbench, Progress], Data], **given: Any
+    bench: Workbench, name: str, title: str, weight: float, run: Callable[[Progress], Data], **given: Any
 ) -> Part:
     """A part called ``kind`` or ``kind-more``. Its result depends on ``given``, the text and the formats."""
     kind = next(kind for kind in PARTS if name == kind or name.startswith(f"{kind}-"))
@@ -70,23 +65,26 @@ def plan_parts(bench: Workbench) -> tuple[list[Part], list[str]]:
     return [part for kind in kinds for part in makers[kind](bench, notes)], notes
 
 
-def _fitting(bench: Workbench, lengths: tuple[int, ...], what: str, notes: list[str]) -> list[int]:
-    """The lengths within the model's context."""
-    limit = bench.max_positions
-    kept = [length for length in lengths if limit is None or length <= limit]
-    if dropped := [length for length in lengths if length not in kept]:
-        told = ", ".join(f"{length:,}" for length in dropped)
-        notes.append(f"{what}: {told} tokens are left out, the model has {limit:,} positions")
-    return kept
+def _limit(bench: Workbench, of_text: bool) -> tuple[float, str]:
+    """The longest window that the model, and with ``of_text`` also the text, allows; and which of them limits it."""
+    limits = [(bench.max_positions or math.inf, "the model's positions")]
+    return min([*limits, (bench.text_tokens, "the text")] if of_text else limits)
+
+
+def _fitting(bench: Workbench, lengths: tuple[int, ...], what: str, notes: list[str], of_text: bool) -> list[int]:
+    """The lengths within the limit."""
+    limit, why = _limit(bench, of_text)
+    if dropped := ", ".join(f"{length:,}" for length in lengths if length > limit):
+        notes.append(f"{what}: {dropped} tokens are left out, limited to {limit:,} by {why}")
+    return [length for length in lengths if length <= limit]
 
 
 def _window(bench: Workbench, tokens: int, what: str, notes: list[str]) -> int:
-    """Tokens of a window, limited by the model's context and the text."""
-    allowed = min(tokens, bench.text_tokens, bench.max_positions or tokens)
-    if allowed < tokens:
-        why = "the text" if allowed == bench.text_tokens else "the model's positions"
-        notes.append(f"{what}: {allowed:,} tokens in place of {tokens:,}, limited by {why}")
-    return allowed
+    """Tokens of a window within the limit."""
+    limit, why = _limit(bench, of_text=True)
+    if limit < tokens:
+        notes.append(f"{what}: {limit:,} tokens in place of {tokens:,}, limited by {why}")
+    return int(min(tokens, limit))
 
 
 def _reading(settings: SuiteSettings, tokens: float) -> float:
@@ -96,7 +94,7 @@ def _reading(settings: SuiteSettings, tokens: float) -> float:
 def _memory(bench: Workbench, notes: list[str]) -> list[Part]:
     settings = bench.settings
 
-    def run(bench: Workbench, progress: Progress) -> Data:
+    def run(progress: Progress) -> Data:
         shape = shape_of(bench.config.to_dict())
         names = {format: format.removesuffix(WITH_CALIBRATION) for format in bench.formats}
         plan = make_plan(shape, list(dict.fromkeys(names.values())), parse_size(settings.memory))
@@ -115,19 +113,8 @@ def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
             f"agreement: {count} windows in place of {size.windows}, the text is shorter; give a longer --text"
         )
 
-    def run(bench: Workbench, progress: Progress) -> Data:
-        losses: dict[str, list[float]] = {}
-        counts: list[int] = []
-
-        def observe(format: str, window: int, found: Tensor) -> None:
-            blocks = found.split(BLOCK)
-            losses.setdefault(format, []).extend(float(block.sum()) for block in blocks)
-            if format == RAW:
-                counts.extend(len(block) for block in blocks)
-
-        windows = bench.windows(count, tokens)
-        report = bench.measured(measure_agreement, windows, progress=progress, observe=observe)
-        return {**report, "block_losses": losses, "block_tokens": counts}
+    def run(progress: Progress) -> Data:
+        return bench.measured(measure_agreement, bench.windows(count, tokens), progress=progress)
 
     weight, title = _reading(settings, count * tokens), "perplexity, agreement, KL divergence"
     return [_part(bench, "agreement", title, weight, run, windows=count, tokens=tokens)]
@@ -137,7 +124,7 @@ def _positions(bench: Workbench, notes: list[str]) -> list[Part]:
     settings = bench.settings
     tokens = _window(bench, settings.size.position_tokens, "positions", notes)
 
-    def run(bench: Workbench, progress: Progress) -> Data:
+    def run(progress: Progress) -> Data:
         more = [BUDGET] if takes_budget(bench.loaded.model) else []
         return bench.measured(measure_positions, bench.windows(1, tokens), progress=progress, more=more)
 
@@ -149,7 +136,7 @@ def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
     settings, depths = bench.settings, bench.settings.size.needle_depths
 
     def at(context: int) -> Part:
-        def run(bench: Workbench, progress: Progress) -> Data:
+        def run(progress: Progress) -> Data:
             return bench.measured(
                 measure_needle, bench.tokenizer, bench.text,
                 contexts=[context], depths=depths, mode=STRICT, progress=progress,
@@ -158,11 +145,8 @@ def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
         weight, title = _reading(settings, 4 * len(depths) * (context + 100)), f"needle grid at {context:,} tokens"
         return _part(bench, f"needle-{context}", title, weight, run, context=context, depths=depths)
 
-    fitting = _fitting(bench, settings.size.needle_contexts, "needle", notes)
-    if long := [context for context in fitting if context > bench.text_tokens]:
-        told = ", ".join(f"{context:,}" for context in long)
-        notes.append(f"needle: contexts of {told} tokens are left out, the text is shorter; give a longer --text")
-    return [at(context) for context in fitting if context not in long]
+    fitting = _fitting(bench, settings.size.needle_contexts, "needle", notes, of_text=True)
+    return [at(context) for context in fitting]
 
 
 def task_contexts(bench: Workbench, task: str, length: int) -> list[Any]:
@@ -182,13 +166,13 @@ def task_items(contexts: list[Any]) -> list[Data]:
 
 def _tasks(bench: Workbench, notes: list[str]) -> list[Part]:
     settings, size = bench.settings, bench.settings.size
-    lengths = _fitting(bench, size.lengths, "tasks", notes)
+    lengths = _fitting(bench, size.lengths, "tasks", notes, of_text=False)
     given = {"contexts": size.contexts, "questions": size.questions, "seed": settings.seed}
     if settings.engine == VLLM:
         return _tasks_in_vllm(bench, lengths, given)
 
     def of(task: str, length: int) -> Part:
-        def run(bench: Workbench, progress: Progress) -> Data:
+        def run(progress: Progress) -> Data:
             contexts, kinds = task_contexts(bench, task, length), bench.kinds()
             answers: dict[str, Data] = {kind.name: {"exact": [], "nll": []} for kind in kinds}
             steps = len(contexts) * len(kinds)
@@ -213,7 +197,7 @@ def _tasks_in_vllm(bench: Workbench, lengths: list[int], given: Data) -> list[Pa
     size = bench.settings.size
 
     def of(format: str) -> Part:
-        def run(bench: Workbench, progress: Progress) -> Data:
+        def run(progress: Progress) -> Data:
             contexts = [task_contexts(bench, task, length) for length in lengths for task in TASKS]
             bench.release()
             found = run_engine(bench, format, [one for several in contexts for one in several], progress)
@@ -231,7 +215,7 @@ def _lm_eval(bench: Workbench, notes: list[str]) -> list[Part]:
     settings, size = bench.settings, bench.settings.size
 
     def of(format: str) -> Part:
-        def run(bench: Workbench, progress: Progress) -> Data:
+        def run(progress: Progress) -> Data:
             return run_lm_eval(bench, format, progress)
 
         given = {"format": format, "tasks": settings.tasks, "limit": size.limit, "folder": settings.task_folder}
@@ -247,7 +231,7 @@ def _drafts(bench: Workbench, notes: list[str]) -> list[Part]:
     tokens = _window(bench, min(size.window_tokens, max((bench.max_positions or 1024) - new, 16)), "drafts", notes)
     count = max(1, min(size.windows, 8, bench.text_tokens // tokens))
 
-    def run(bench: Workbench, progress: Progress) -> Data:
+    def run(progress: Progress) -> Data:
         return bench.measured(measure_acceptance, bench.windows(count, tokens), progress=progress, new_tokens=new)
 
     weight, title = _reading(settings, count * tokens + 25.0 * new), f"n-gram drafts accepted after {tokens:,} tokens"
@@ -260,16 +244,14 @@ def _generate(bench: Workbench, notes: list[str]) -> list[Part]:
     room = (bench.max_positions or math.inf) - (new + 4) * (rounds + 1)
     context = int(min(size.decode_context, max(room, 16)))
 
-    def run(bench: Workbench, progress: Progress) -> Data:
+    def run(progress: Progress) -> Data:
         wanted = GenerateSettings(
             model=settings.model, context=context, new_tokens=new, rounds=rounds, formats=tuple(bench.packed),
             dtype=settings.dtype, device=settings.device,
         )  # fmt: skip
-        model = bench.loaded.model
-        report = asdict(time_generation(wanted, model, bench.used_calibration))
+        report = asdict(time_generation(wanted, bench.loaded.model, bench.used_calibration))
         del report["run"]  # the whole run has one
-        sizes = {x.name: empty_bytes_per_token(model, x.new(model, STRICT), x.format) for x in bench.kinds()}
-        return {**report, "bytes_per_token": sizes}
+        return report
 
     weight, title = _reading(settings, rounds * (context + 50.0 * (new + 1))), f"decoding speed at {context:,} tokens"
     return [_part(bench, "generate", title, weight, run, context=context, new_tokens=new, rounds=rounds)]

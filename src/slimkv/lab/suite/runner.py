@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def run_suite(
     if not parts:
         raise InputError(f"nothing to measure: the parts {', '.join(settings.parts)} do not run with {settings.engine}")
     if bench.wants_calibration:
-        parts.insert(0, Part("calibration", "calibration", "calibration", {}, 6000, _calibrate))
+        parts.insert(0, Part("calibration", "calibration", "calibration", {}, 6000, partial(_calibrate, bench)))
     for note in notes:
         tell(note)
     records: list[dict[str, Any]] = []
@@ -149,7 +149,7 @@ def _run_part(part: Part, calibration: str | None, bench: Workbench, progress: P
     begin = time.monotonic()
     progress(part.title, 0, 1)
     try:
-        data = json.loads(json.dumps(part.run(bench, progress), allow_nan=False))
+        data = json.loads(json.dumps(part.run(progress), allow_nan=False))
     except Exception as error:  # any error: the other parts continue
         write_whole(bench.folder / _KEPT / f"{part.name}-failed.txt", traceback.format_exc().encode())
         told = f"{type(error).__name__}: {error}"

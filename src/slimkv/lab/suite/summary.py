@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from slimkv.lab.evals.harness import RAW
 from slimkv.lab.evals.intervals import wilson
-from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, PairedTest, holm, paired_answers, paired_losses, verdict
+from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, PairedTest, holm, paired_answers, verdict
 
 Document = dict[str, Any]
 _EQUAL = 1.08  # largest relative difference in bytes of caches that are compared as equal
@@ -106,11 +106,8 @@ def _add_agreement(document: Document, rows: dict[str, Document]) -> None:
     for row in found["rows"]:
         into = rows[row["format"]]
         into.update({key: row[key] for key in ("perplexity", "over_raw", "kl", "kl_99", "top1")})
-    losses, counts = found["block_losses"], found["block_tokens"]
-    tests = {name: paired_losses(losses[RAW], losses[name], counts) for name in rows if name in losses and name != RAW}
-    for name, test in tests.items():
-        relative = (math.expm1(test.difference), math.expm1(test.low), math.expm1(test.high))
-        tests[name] = PairedTest(*relative, test.p)
+    figures = ("over_raw", "over_raw_low", "over_raw_high", "over_raw_p")
+    tests = {row["format"]: PairedTest(*(row[name] for name in figures)) for row in found["rows"]}
     _tested(rows, "perplexity_test", tests, higher_is_better=False)
 
 
