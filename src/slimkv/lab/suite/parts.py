@@ -174,14 +174,12 @@ def _tasks(bench: Workbench, notes: list[str]) -> list[Part]:
     def of(task: str, length: int) -> Part:
         def run(progress: Progress) -> Data:
             contexts, kinds = task_contexts(bench, task, length), bench.kinds()
-            answers: dict[str, Data] = {kind.name: {"exact": [], "nll": []} for kind in kinds}
+            answers: dict[str, Data] = {kind.name: {"exact": []} for kind in kinds}
             steps = len(contexts) * len(kinds)
             for number, context in enumerate(contexts):
                 for which, kind in enumerate(kinds):
                     progress(f"{task} at {length:,}: {kind.name}", number * len(kinds) + which, steps)
-                    for exact, nll in answer_context(bench.loaded.model, kind, context):
-                        answers[kind.name]["exact"].append(exact)
-                        answers[kind.name]["nll"].append(nll)
+                    answers[kind.name]["exact"] += answer_context(bench.loaded.model, kind, context)
             progress(task, steps, steps)
             return {"items": task_items(contexts), "answers": answers}
 
@@ -202,7 +200,7 @@ def _tasks_in_vllm(bench: Workbench, lengths: list[int], given: Data) -> list[Pa
             bench.release()
             found = run_engine(bench, format, [one for several in contexts for one in several], progress)
             items = [item for several in contexts for item in task_items(several)]
-            return {"items": items, "answers": {format: {"exact": found.pop("exact"), "nll": None}}, "engine": found}
+            return {"items": items, "answers": {format: {"exact": found.pop("exact")}}, "engine": found}
 
         weight = _START + len(TASKS) * sum(size.contexts * (length + 40 * size.questions) for length in lengths)
         name, title = f"tasks-vllm-{format}", f"tasks through vLLM: {format}"

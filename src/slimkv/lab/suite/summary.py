@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -125,20 +124,12 @@ class Questions:
 
     def __init__(self, document: Document) -> None:
         self.exact: dict[str, dict[tuple[Any, ...], bool]] = {}
-        self.nll: dict[str, dict[tuple[Any, ...], float]] = {}
         self.depths: dict[tuple[Any, ...], float] = {}
         for part in parts_of(document, "tasks"):
             keys = [(i["task"], i["length"], i["context"], i["question"]) for i in part["items"]]
             self.depths.update(zip(keys, (item["depth"] for item in part["items"]), strict=True))
             for name, answers in part["answers"].items():
                 self.exact.setdefault(name, {}).update(zip(keys, answers["exact"], strict=True))
-                if answers["nll"] is not None:
-                    self.nll.setdefault(name, {}).update(zip(keys, answers["nll"], strict=True))
-
-    @property
-    def names(self) -> list[str]:
-        """Caches that answered."""
-        return list(self.exact)
 
     def test(self, name: str, keys: Iterable[tuple[Any, ...]]) -> PairedTest | None:
         """A cache compared with the stock cache on the questions ``keys`` that both have answered."""
@@ -166,13 +157,9 @@ class Questions:
 
 def _add_answers(questions: Questions, rows: dict[str, Document]) -> None:
     tests = {}
-    for name in questions.names:
-        answers = questions.exact[name]
+    for name, answers in questions.exact.items():
         right = sum(answers.values())
         rows[name]["answers"] = {"right": right, "asked": len(answers), **asdict(wilson(right, len(answers)))}
-        losses = questions.nll.get(name)
-        if losses:
-            rows[name]["answers"]["nll"] = math.fsum(losses.values()) / len(losses)
         test = questions.test(name, answers) if name != RAW else None
         if test is not None:
             tests[name] = test
