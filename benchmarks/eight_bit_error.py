@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention_errors import AttentionSample, capture_attention
 from torch import Tensor
 
 from slimkv import ops
@@ -20,7 +21,6 @@ from slimkv.calibration.positions import matrix_index
 from slimkv.codec import Codec
 from slimkv.integrations.transformers.calibration.cached import auto_calibration
 from slimkv.lab import models
-from slimkv.lab.evals.samples import AttentionSample, capture_attention
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.ops import PackedKV, Rounding
 from slimkv.ops.attention.eight_bit import LOG2E, TOP, operands, rounded_queries

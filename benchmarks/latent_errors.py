@@ -15,11 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
+from attention_errors import relative_error, student
 from torch import Tensor
 
 from slimkv.codec import Codec
-from slimkv.lab.evals.attention import relative_error
-from slimkv.lab.evals.samples import student
 from slimkv.lab.report.page import table_line
 from slimkv.spec import Kind, LatentSpec, PageLayout
 

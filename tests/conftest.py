@@ -10,6 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # documents.py is shared by the lanes
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # scripts that are tested, and import one another
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported

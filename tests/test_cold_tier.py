@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-
-ROOT = Path(__file__).parent.parent
-spec = importlib.util.spec_from_file_location("cold_tier", ROOT / "benchmarks" / "cold_tier.py")
-assert spec is not None
-assert spec.loader is not None
-cold_tier = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cold_tier)
+import cold_tier
 
 
 @pytest.mark.parametrize(("format", "most"), [("k8v8", 0.01), ("k4v4", 0.11), ("k2v2", 0.4)])

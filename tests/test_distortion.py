@@ -1,20 +1,11 @@
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from distortion import gaussian_optimum, measure_distortion
 
 from slimkv.errors import SpecError
 from slimkv.spec import ScalePolicy
-
-ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("distortion", ROOT / "benchmarks" / "distortion.py")
-distortion = importlib.util.module_from_spec(spec)
-sys.modules["distortion"] = distortion  # dataclasses look their module up
-spec.loader.exec_module(distortion)
-gaussian_optimum, measure_distortion = distortion.gaussian_optimum, distortion.measure_distortion
 
 # Lloyd-Max for a Gaussian of variance 1, as printed in the literature.
 LITERATURE = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}

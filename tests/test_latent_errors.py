@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("latent_errors", ROOT / "benchmarks" / "latent_errors.py")
-latent_errors = importlib.util.module_from_spec(spec)
-sys.modules["latent_errors"] = latent_errors  # dataclasses look their module up
-spec.loader.exec_module(latent_errors)
-compare_latent_formats, sample_latents = latent_errors.compare_latent_formats, latent_errors.sample_latents
+from latent_errors import compare_latent_formats, sample_latents
 
 
 def test_rope_parts_of_uneven_pairs_want_precision():

@@ -33,7 +33,6 @@ _SUITE = ["--parts", "memory,agreement", "--format", "k4v4", "--windows", "1", "
 SMALLER = {
     "demo": [],
     "calibrate": ["--windows", "1", "--tokens", "64"],
-    "eval attention": ["--seeds", "1", "--head-dim", "32"],
     "bench generate": ["--context", "64", "--new-tokens", "4", "--rounds", "1"],
     "eval agreement": ["--windows", "1", "--tokens", "64"],
     "eval perplexity": ["--windows", "1", "--tokens", "64"],

@@ -2,12 +2,12 @@ import math
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention as attend
 
 from page_blocks import pack_block, unpack_block
 from slimkv import Codec, CodecSpec, PageLayout
 from slimkv.codec import pack
 from slimkv.errors import InputError
-from slimkv.lab.evals.attention import attend
 
 FORMATS = [
     "k4v4",

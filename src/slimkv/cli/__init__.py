@@ -1,4 +1,4 @@
-"""The ``slimkv`` command: one file per command group. Engines, transformers and matplotlib are imported on use."""
+"""The ``slimkv`` command: one file per command group. Engines and transformers are imported on use."""
 
 import sys
 

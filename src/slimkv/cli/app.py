@@ -1,4 +1,4 @@
-"""The root command. A group is a typer app in a file of its own, added here by one line."""
+"""The root command. Every group of commands is a typer app in its own file."""
 
 from __future__ import annotations
 

@@ -9,21 +9,20 @@ import torch
 import typer
 from rich.table import Table
 
-from slimkv.cli.options import DTYPES, Device, Json, Output, Plot, Threads
+from slimkv.cli.options import Device, Json, Output, Plot, Threads
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import check_folder, choice, comma_list, count, option, require_engine, takes
+from slimkv.cli.parsing import check_folder, option, require_engine, takes
 from slimkv.config import AUTO
+from slimkv.errors import InputError
 from slimkv.lab.bench.attention import bench_attend
-from slimkv.lab.bench.generate import GenerateReport, GenerateSettings, time_generation
-from slimkv.lab.bench.plot import plot as draw
+from slimkv.lab.bench.generate import CPU_SIZES, GenerateReport, GenerateSettings, time_generation
 from slimkv.lab.bench.plot import plot_sessions
 from slimkv.lab.bench.results import Report
 from slimkv.lab.bench.run import Options
 from slimkv.lab.bench.serve import ServeReport, bench_serve, notes, table_rows
-from slimkv.lab.bench.serve_settings import ServeSettings
+from slimkv.lab.bench.serve_settings import SESSIONS, ServeSettings
 from slimkv.lab.bench.store import bench_store
 from slimkv.lab.evals.harness import check_formats
-from slimkv.lab.provenance import provenance
 from slimkv.ops.cuda.device import hold_to
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
@@ -36,29 +35,18 @@ def _say(message: str) -> None:
 
 def _add_operation(name: str, told: str) -> None:
     @app.command(name, help=told)
+    @takes(Options)
     def command(
-        cells: Annotated[str, option("Cells by name or pattern, such as decode-*,prefill-*, or all.")] = "",
-        backend: Annotated[str, option("Backends to time, such as cuda,triton; default: the device's own.")] = "",
+        options: dict[str, Any],
         device: Device = AUTO,
-        page: Annotated[int | None, count("Tokens per page; default: the cell's own.")] = None,
-        no_baselines: Annotated[bool, option("Time slimkv alone.", "--no-baselines")] = False,
-        small: Annotated[bool, option("Use the small cells of a CPU, even on a GPU.", "--small")] = False,
-        as_device: Annotated[
-            str, option("Limit the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090.")
-        ] = "",
-        plot: Plot = None,
         quiet: Annotated[bool, option("No progress on standard error.", "--quiet")] = False,
         output: Output = None,
         as_json: Json = False,
     ) -> None:
-        options = Options(
-            comma_list(cells, str), comma_list(backend, str), device, page, not no_baselines, small, as_device or None
-        )
-        if as_device:
-            hold_to(as_device)
-        report = (bench_attend if name == "attend" else bench_store)(options, (lambda step: None) if quiet else _say)
-        if plot is not None:
-            draw(report, plot)
+        settings = Options(**options, device=device)
+        if settings.as_device is not None:
+            hold_to(settings.as_device)
+        report = (bench_attend if name == "attend" else bench_store)(settings, (lambda step: None) if quiet else _say)
         emit(report, as_json, *([] if as_json else report_table(report)), output=output)
 
 
@@ -67,32 +55,19 @@ _add_operation("store", "Time writing K and V to packed pages: a prefill chunk, 
 
 
 @app.command()
+@takes(GenerateSettings, unset=tuple(CPU_SIZES))
 def generate(
-    model: Annotated[str | None, option("A model; default: a Llama with random weights.")] = None,
-    formats: Annotated[str, option("Formats to time, such as k4v4,k6v6.", "--format")] = "k4v4",
-    context: Annotated[
-        int | None, count("Tokens in the cache at first; default: 32768 on a GPU, 1024 on a CPU.")
-    ] = None,
-    batch: Annotated[int, count("Sequences in the batch.")] = 1,
-    new_tokens: Annotated[int, count("Decode steps to time.")] = 64,
-    layers: Annotated[int | None, count("Layers of the random-weight model; default: 8 on a GPU, 2 on a CPU.")] = None,
-    rounds: Annotated[int, count("Rounds to take the median of.")] = 3,
-    dtype: Annotated[str, choice("Data type; auto is bfloat16 on a GPU, float32 on a CPU", AUTO, *DTYPES)] = AUTO,
+    options: dict[str, Any],
     device: Device = AUTO,
     threads: Threads = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Time decoding through transformers with a packed cache and with DynamicCache."""
-    names, gpu = comma_list(formats, str), device != "cpu"
-    check_formats(names, calibrated=False)
+    settings = GenerateSettings(**({} if device != "cpu" else CPU_SIZES) | options, device=device)
+    check_formats(settings.formats, calibrated=False)
     if threads is not None:
         torch.set_num_threads(threads)
-    settings = GenerateSettings(
-        model=model, formats=tuple(names), context=context or (32768 if gpu else 1024), batch=batch,
-        new_tokens=new_tokens, layers=layers or (8 if gpu else 2), rounds=rounds,
-        dtype=dtype if dtype != AUTO else "bfloat16" if gpu else "float32", device=device,
-    )  # fmt: skip
     report = time_generation(settings)
     emit(report, as_json, *([] if as_json else [generation_table(report)]), output=output)
 
@@ -101,7 +76,7 @@ def generate(
 @takes(ServeSettings)
 def serve(
     options: dict[str, Any],
-    plot: Annotated[Path | None, option("Draw the sessions phase as SVG.")] = None,
+    plot: Plot = None,
     folder: Annotated[Path | None, option("Folder for each system's JSON and log.", callback=check_folder)] = None,
     output: Output = None,
     as_json: Json = False,
@@ -109,7 +84,9 @@ def serve(
     """Load an engine with stock caches and with slimkv's: capacity, decoding, full memory, arrivals."""
     settings = ServeSettings(**options)
     require_engine(settings.engine)
-    report = bench_serve(settings, _say, provenance().command, folder)
+    if plot is not None and SESSIONS not in settings.phases:
+        raise InputError(f"--plot draws the phase {SESSIONS}: add it to --phases, or leave --plot out")
+    report = bench_serve(settings, _say, folder)
     if plot is not None:
         plot_sessions(report, plot)
     emit(report, as_json, *([] if as_json else serving_table(report)), output=output)

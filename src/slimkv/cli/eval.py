@@ -1,11 +1,10 @@
-"""``slimkv eval``: the quality of a format on a real model, and the error of attention alone."""
+"""``slimkv eval``: the quality of a format on a real model."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -19,18 +18,16 @@ from slimkv.cli.parsing import comma_list, command_like, count, numbers, option,
 from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.lab.evals.agreement import measure_agreement
-from slimkv.lab.evals.attention import average, compare_formats, compare_policies
 from slimkv.lab.evals.generation import PROMPTS, measure_generation
 from slimkv.lab.evals.harness import RAW, check_formats
 from slimkv.lab.evals.intervals import wilson
 from slimkv.lab.evals.needle import measure_needle
-from slimkv.lab.evals.perplexity import measure_perplexity
-from slimkv.lab.evals.plots import plot_generation, plot_needle, plot_positions, plot_quality
 from slimkv.lab.evals.positions import measure_positions
-from slimkv.lab.evals.samples import AttentionSample, capture_attention, heavy_tailed
 from slimkv.lab.evals.scores import measure_scores
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.lab.provenance import with_provenance
+from slimkv.lab.report.page import Plot as Drawing
+from slimkv.lab.report.plots import position_plots, quality_plot, write_plots
 
 app = typer.Typer(name="eval", help="Measure the quality loss of a format.", no_args_is_help=True)
 Formats = Annotated[str, option("Formats to measure, such as k4v4,k5v4; with a calibration also k4v4+cal.", "--format")]
@@ -39,7 +36,7 @@ Serving = Annotated[bool, option("Attend new chunks unquantized, as engines do; 
 Windows = Annotated[int, count("Number of windows of the text.")]
 Tokens = Annotated[int, count("Tokens per window.", 2)]
 Strict = Annotated[bool, option("Read every token through the codec.", "--strict")]
-Result = tuple[Any, list[Any], Callable[[Path], None] | None]  # a report, its renderables, a function that plots it
+Result = tuple[Any, list[Any], list[Drawing]]  # a report, its renderables, its plots
 
 
 @dataclass(frozen=True)
@@ -52,17 +49,17 @@ class Subject:
     formats: list[str]
     options: dict[str, Any]  # of every eval: ``harness.Common``
 
-    def windows(self, count: int, tokens: int, stride: int | None = None, offset: int = 0) -> Tensor:
+    def windows(self, count: int, tokens: int, offset: int = 0) -> Tensor:
         """Windows of the text, int64 [count, tokens]."""
-        return token_windows(self.tokenizer, self.text, count, tokens, stride, offset)
+        return token_windows(self.tokenizer, self.text, count, tokens, offset)
 
     @property
     def name(self) -> str:
-        """The model, as it was asked for."""
+        """The name of the model, as given."""
         return self.options["name"]
 
 
-def _command(formats: str, *, text: bool = True, plot: bool = True) -> Callable[[Callable[..., Result]], Any]:
+def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable[[Callable[..., Result]], Any]:
     """The frame of every eval command: shared options, loading the model and its calibration, printing.
 
     ``formats``: the default of ``--format``. ``text``, ``plot``: whether it has these options.
@@ -78,9 +75,9 @@ def _command(formats: str, *, text: bool = True, plot: bool = True) -> Callable[
                 loaded = load_quietly(given["model"], given["threads"], given["device"], given["dtype"], progress)
                 known = load_calibration(calibration, loaded, progress)
                 common = {"name": given["model"], "calibration": known, "progress": progress}
-                report, shown, draw = measure(Subject(loaded.model, loaded.tokenizer, read, names, common), **own)
-                if draw is not None and given["plot"] is not None:
-                    draw(given["plot"])
+                report, shown, plots = measure(Subject(loaded.model, loaded.tokenizer, read, names, common), **own)
+            if plot and given["plot"] is not None:
+                write_plots(f"{measure.__name__} of {given['model']}", [svg for _, _, svg in plots], given["plot"])
             emit(with_provenance(report, given["device"]), given["as_json"], *shown, output=given["output"])
 
         _, *found = inspect.signature(measure, eval_str=True).parameters.values()
@@ -113,39 +110,27 @@ def _check_prefill(given: str) -> str:
     return given
 
 
-def _check_prompts(path: Path | None) -> Path | None:
-    if path is not None:
-        _lines(path)
-    return path
-
-
 def _over_raw(row: Any) -> str:
-    """With the larger half of its 95% interval."""
+    """The increase of the perplexity, with the larger half of its 95% interval."""
     half = max(row.over_raw_high - row.over_raw, row.over_raw - row.over_raw_low)
     return f"{row.over_raw:+.2%}" + (f" ± {half:.2%}" if half else "")
 
 
 @_command("k4v4,k6v6")
 def perplexity(
-    subject: Subject,
-    windows: Windows = 4,
-    tokens: Tokens = 1024,
-    stride: Annotated[int | None, count("Tokens between window starts; default: no overlap.")] = None,
-    offset: Offset = 0,
-    serving: Serving = False,
+    subject: Subject, windows: Windows = 4, tokens: Tokens = 1024, offset: Offset = 0, serving: Serving = False
 ) -> Result:
-    """Measure perplexity, compared with the stock cache."""
-    ids = subject.windows(windows, tokens, stride, offset)
-    report = measure_perplexity(
-        subject.model, ids, subject.formats, mode="serving" if serving else "strict", stride=stride, **subject.options
-    )
-    rows = ((r.format, f"{r.perplexity:.4f}", _over_raw(r), f"{r.bytes_per_token:.0f}") for r in report.rows)
-    header = ("format", "perplexity", "over raw", "bytes/token")
-    table = make_table(f"perplexity, {report.mode}, {subject.name}", *header, rows=rows)
-    return report, [table], lambda path: plot_quality(report.rows, path)
+    """Measure perplexity, compared with the stock cache; agreement shows more of the same run."""
+    ids, mode = subject.windows(windows, tokens, offset), "serving" if serving else "strict"
+    report = measure_agreement(subject.model, ids, subject.formats, mode=mode, **subject.options)
+    table = make_table(f"perplexity, {mode}, {subject.name}", "format", "perplexity", "over raw", "bytes/token")
+    table.add_row(RAW, f"{report.raw_perplexity:.4f}", "", f"{report.raw_bytes_per_token:.0f}")
+    for row in report.rows:
+        table.add_row(row.format, f"{row.perplexity:.4f}", _over_raw(row), f"{row.bytes_per_token:.0f}")
+    return report, [table], []
 
 
-@_command("k4v4,k6v6")
+@_command("k4v4,k6v6", plot=True)
 def agreement(
     subject: Subject,
     windows: Windows = 4,
@@ -157,7 +142,7 @@ def agreement(
     ] = "auto",
 ) -> Result:
     """Measure KL divergence and top-1 agreement of predictions, compared with the stock cache."""
-    ids = subject.windows(windows, tokens, offset=offset)
+    ids = subject.windows(windows, tokens, offset)
     ways = comma_list(prefill, str)
     report = measure_agreement(
         subject.model, ids, subject.formats, mode="serving" if serving else "strict", prefill=ways, **subject.options
@@ -171,14 +156,14 @@ def agreement(
         if row.kl_growth_error:
             growth += f" ± {row.kl_growth_error:.2%}"
         table.add_row(row.format, *numbers, _over_raw(row), f"{row.bytes_per_token:.0f}", growth)
-    return report, [table], lambda path: plot_quality(report.rows, path)
+    return report, [table], [quality_plot([(row.format, row.bytes_per_token, row.kl) for row in report.rows])]
 
 
-@_command("k4v4", plot=False)
+@_command("k4v4")
 def scores(subject: Subject, tokens: Tokens = 512) -> Result:
     """Measure the noise of attention scores by layer, as the fidelity guard of engines does."""
     report = measure_scores(subject.model, subject.windows(1, tokens), subject.formats, **subject.options)
-    return report, [score_table(report)], None
+    return report, [score_table(report)], []
 
 
 def score_table(report: Any) -> Any:
@@ -190,20 +175,20 @@ def score_table(report: Any) -> Any:
     return table
 
 
-@_command("k4v4")
+@_command("k4v4", plot=True)
 def positions(subject: Subject, windows: Windows = 1, tokens: Tokens = 8192, offset: Offset = 0) -> Result:
     """Measure KL divergence and top-1 agreement by position in long windows.
 
     A format may be a memory budget: memory=90MiB, memory=50% (of bfloat16), or memory=k4v4 (as much as k4v4 takes).
     """
-    ids = subject.windows(windows, tokens, offset=offset)
+    ids = subject.windows(windows, tokens, offset)
     report = measure_positions(subject.model, ids, subject.formats, **subject.options)
     ranges = [f"{a:,}-{b:,}" for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
     table = make_table(f"KL by position (top-1 agreement), strict, {subject.name}", "format", *ranges, "mean", "MiB")
     for row in report.rows:
         cells = (f"{kl:.3g} ({top1:.1%})" for kl, top1 in zip(row.kl, row.top1, strict=True))
         table.add_row(row.format, *cells, f"{row.mean_kl:.3g}", f"{row.bytes[-1] / 2**20:.1f}")
-    return report, [table], lambda path: plot_positions(report, path)
+    return report, [table], position_plots(report.edges, [(row.format, row.kl, row.bytes) for row in report.rows])
 
 
 @_command("k4v4")
@@ -228,19 +213,18 @@ def needle(
         found, tried = sum(cell.found for cell in mine), sum(cell.tried for cell in mine)
         interval = wilson(found, tried)
         table.add_row(format, "all", "all", f"{found}/{tried}, 95%: {interval.low:.0%} to {interval.high:.0%}")
-    return report, [table], lambda path: plot_needle(report, path)
+    return report, [table], []
 
 
 @_command("k4v4", text=False)
 def generation(
     subject: Subject,
     prompt: Annotated[list[str] | None, option("A prompt; repeat for more. Default: four prompts.")] = None,
-    prompts: Annotated[Path | None, option("A text file with one prompt per line.", callback=_check_prompts)] = None,
     new_tokens: Annotated[int, count("Tokens to generate per prompt.")] = 64,
     strict: Strict = False,
 ) -> Result:
     """Find where greedy text first differs from that of the stock cache."""
-    asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])] or list(PROMPTS)
+    asked = prompt or list(PROMPTS)
     report = measure_generation(
         subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens,
         mode="strict" if strict else "serving", **subject.options,
@@ -258,57 +242,4 @@ def generation(
         for row in report.rows:
             if row.prompt == asked_for:
                 texts.add_row(row.format, escape(row.text))
-    return report, [table, texts], lambda path: plot_generation(report, path)
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}; --prompts takes a text file with one prompt per line")
-    found = [line for line in load_text(str(path)).splitlines() if line.strip()]
-    if not found:
-        raise InputError(f"{path} has no prompts; write one per line")
-    return found
-
-
-@app.command()
-def attention(
-    head_dim: Annotated[int, count("Head size of the synthetic samples.", 16)] = 128,
-    model: Annotated[str | None, option("A model instead of synthetic samples: a name or a folder.")] = None,
-    text: Text = "shipped",
-    tokens: Annotated[int, count("Tokens of the text that the model reads.", 2)] = 1024,
-    formats: Annotated[str, option("Formats to compare.", "--format")] = "ku4vu4,kur4vur4,k4v4,turboquant_4bit_nc,fp8",
-    seeds: Annotated[int, count("Synthetic samples to average over.")] = 4,
-    threads: Threads = None,
-    device: Device = AUTO,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
-    """Measure the error of the attention output, by format and scale policy."""
-    if model is None:
-        samples = [heavy_tailed(heads=4, tokens=1024, dim=head_dim, seed=seed) for seed in range(seeds)]
-    else:
-        samples = _real_samples(model, text, tokens, threads, device)
-    by_format = average([compare_formats(sample, comma_list(formats, str)) for sample in samples])
-    by_policy = average([compare_policies(sample) for sample in samples])
-    what = f"{len(samples)} " + ("synthetic samples" if model is None else f"layers of {model}")
-    first = make_table(
-        f"relative error of attention, head size {samples[0].key.shape[-1]}, mean of {what}",
-        *("format", "bytes/token/head", "keys", "values", "output", "output, K only", "output, V only"),
-    )
-    for row in by_format:
-        errors = (row.key, row.value, row.output, row.output_keys_only, row.output_values_only)
-        first.add_row(row.format, f"{row.bytes_per_token_per_head:g}", *(f"{e:.4f}" for e in errors))
-    second = make_table(
-        "error of the output with only keys, or only values, quantised", "policy", "bits", "keys", "values",
-        rows=((p.policy, str(p.bits), f"{p.keys:.4f}", f"{p.values:.4f}") for p in by_policy),
-    )  # fmt: skip
-    result = {"formats": [asdict(row) for row in by_format], "policies": [asdict(p) for p in by_policy]}
-    emit(result, as_json, first, second, output=output)
-
-
-def _real_samples(model: str, text: str, tokens: int, threads: int | None, device: str) -> list[AttentionSample]:
-    read = load_text(text)
-    with progress_bar() as (_, progress):
-        loaded = load_quietly(model, threads, device, "float32", progress)
-        ids = token_windows(loaded.tokenizer, read, 1, tokens)
-        return capture_attention(loaded.model, ids.to(loaded.model.device))
+    return report, [table, texts], []

@@ -16,16 +16,20 @@ from slimkv.cli.output import console
 from slimkv.config import AUTO
 from slimkv.errors import InputError
 from slimkv.lab import models
-from slimkv.lab.evals.harness import Progress
+from slimkv.lab.evals.harness import Progress, quiet
 from slimkv.lab.models import Loaded
 
 
 @contextmanager
-def progress_bar(enter: bool = True) -> Iterator[tuple[Callable[[], None], Progress]]:
-    """A progress bar on standard error: what starts it (``enter``: it starts now), and what advances it."""
+def progress_bar(enter: bool = True, lines: bool = True) -> Iterator[tuple[Callable[[], None], Progress]]:
+    """A progress bar on standard error. Yields a function that starts it (``enter``: it has started) and one that
+    advances it.
+
+    Without a terminal it prints a line for each stage, or nothing (``lines``).
+    """
     screen = console(stderr=True)
     if not screen.is_terminal:
-        yield lambda: None, _lines_of_progress()
+        yield lambda: None, _lines_of_progress() if lines else quiet
         return
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Bar(*columns, console=screen, transient=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 import typer
@@ -45,31 +45,31 @@ def several(kind: Callable[[str], T]) -> Callable[[typer.CallbackParam, str], st
     return check
 
 
-def option(told: str, *names: str, **more: Any) -> Any:
-    """An option; ``told``: its help."""
-    return typer.Option(*names, help=told, **more)
+def option(help: str, *names: str, **more: Any) -> Any:
+    """An option. Its name is the parameter's, unless ``names`` are given."""
+    return typer.Option(*names, help=help, **more)
 
 
-def choice(told: str, *known: str) -> Any:
-    """An option that takes one of the ``known`` values, which its help lists after ``told``."""
+def choice(help: str, *known: str) -> Any:
+    """An option that takes one of the ``known`` values, which are listed after ``help``."""
 
     def check(param: typer.CallbackParam, given: str) -> str:
         if given not in known:
             raise InputError(f"{param.opts[0]} {given!r} is not one of {', '.join(known)}")
         return given
 
-    return option(f"{told}: {', '.join(known)}.", callback=check)
+    return option(f"{help}: {', '.join(known)}.", callback=check)
 
 
-def count(told: str, least: int = 1) -> Any:
-    """An option that is a number of at least ``least``; ``told``: its help."""
+def count(help: str, least: int = 1) -> Any:
+    """An option that is a number of at least ``least``."""
 
     def check(param: typer.CallbackParam, given: int | None) -> int | None:
         if given is not None and given < least:
             raise InputError(f"{param.opts[0]} must be at least {least}, not {given}")
         return given
 
-    return option(told, callback=check)
+    return option(help, callback=check)
 
 
 def check_device(name: str) -> str:
@@ -108,6 +108,13 @@ def check_file(path: Path | None) -> Path | None:
     return path
 
 
+def check_drawing(path: Path | None) -> Path | None:
+    """An SVG file that can be written."""
+    if path is not None and path.suffix != ".svg":
+        raise InputError(f"plots are SVG files; give --plot a name such as {path.with_suffix('.svg')}, not {path}")
+    return check_file(path)
+
+
 def check_folder(path: Path | None) -> Path | None:
     """A folder to write into; it is created when there is something to write."""
     if path is None:
@@ -136,27 +143,36 @@ def option_parameters(options: dict[str, tuple[Any, Any]]) -> list[inspect.Param
     return [inspect.Parameter(name, keyword, default=d, annotation=a) for name, (a, d) in options.items()]
 
 
-def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the options of a settings dataclass (``slimkv.lab.settings``): the fields that have a help.
+def takes(*kinds: type[Any], unset: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options of settings dataclasses (``slimkv.lab.settings``): the fields that have a help.
 
-    The command's first argument is a dict of their values. A tuple is written as a comma-separated list.
+    The command's first argument is a dict of the given values and of defaults. Fields without a default, and those in
+    ``unset``, are only in it if they are given. A tuple is written as a comma-separated list.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         _, *rest = inspect.signature(function, eval_str=True).parameters.values()
-        hints, options, lists = get_type_hints(kind), dict[str, tuple[Any, Any]](), set[str]()
-        for one in fields(kind):
-            if one.metadata.get("help"):
-                default, hint = one.default, hints[one.name]
-                if isinstance(default, tuple):
-                    default, hint = ",".join(default), str
-                    lists.add(one.name)
-                named = option(one.metadata["help"], f"--{one.name.replace('_', '-')}")
-                options[one.name] = Annotated[hint, named], default
+        options, items = dict[str, tuple[Any, Any]](), dict[str, type]()  # ``items``: what a list consists of
+        for one, hint in ((one, get_type_hints(kind)[one.name]) for kind in kinds for one in fields(kind)):
+            help, known = one.metadata.get("help"), one.metadata.get("known")
+            if not help:
+                continue
+            default = None if one.default is MISSING or one.name in unset else one.default
+            if get_origin(hint) is tuple:
+                items[one.name], hint = get_args(hint)[0], str
+                default = default if default is None else ",".join(map(str, default))
+            flag = f"--{(one.metadata['option'] or one.name).replace('_', '-')}"
+            named = option(f"{help}: {', '.join(known)}." if known else help, flag)
+            options[one.name] = Annotated[hint if default is not None else hint | None, named], default
 
         def run(**given: Any) -> None:
-            values = {name: given.pop(name) for name in options}
-            function(values | {name: tuple(comma_list(values[name], str)) for name in lists}, **given)
+            values = {name: value for name in options if (value := given.pop(name)) is not None}
+            for name, kind in items.items():
+                if name in values and kind is str:
+                    values[name] = tuple(comma_list(values[name], str))
+                elif name in values:
+                    values[name] = tuple(numbers(f"--{name}", values[name], kind))
+            function(values, **given)
 
         return command_like(function, run, [*option_parameters(options), *rest])
 

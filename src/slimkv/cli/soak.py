@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -12,8 +11,7 @@ from rich.table import Table
 
 from slimkv.cli.options import DEFAULT_MODEL, Json, Output
 from slimkv.cli.output import console, emit, make_table
-from slimkv.cli.parsing import check_folder, count, option, require_engine, takes
-from slimkv.lab.soak.faults import soak_faults
+from slimkv.cli.parsing import check_folder, option, require_engine, takes
 from slimkv.lab.soak.run import SoakReport, soak_server
 from slimkv.lab.soak.settings import SoakSettings
 
@@ -22,15 +20,11 @@ from slimkv.lab.soak.settings import SoakSettings
 def soak(
     options: dict[str, Any],
     model: Annotated[str, typer.Argument(help="A packaged model, folder, or name that vLLM knows.")] = DEFAULT_MODEL,
-    faults: Annotated[int, count("Without a server: inject this many faults into stores of packed blocks.", 0)] = 0,
     output: Output = None,
     logs: Annotated[Path | None, option("Folder for the server's log.", callback=check_folder)] = None,
     as_json: Json = False,
 ) -> None:
     """Load-test a local vllm serve with a packed cache; exit code 1 if a check fails."""
-    if faults:
-        _soak_faults(faults, options["seed"], as_json, output)
-        return
     settings = SoakSettings(model, **options)
     require_engine("vllm")
     report = soak_server(settings, console(stderr=True).print, logs)
@@ -38,18 +32,6 @@ def soak(
     if not report.passed:
         failed = ", ".join(check.name for check in report.checks if not check.passed)
         typer.echo(f"failed: {failed}", err=True)
-        raise typer.Exit(1)
-
-
-def _soak_faults(count: int, seed: int, as_json: bool, output: Path | None) -> None:
-    with TemporaryDirectory() as folder:
-        report = soak_faults(count, Path(folder), seed)
-    answers = f"{report.right} right, {report.missed} missed, {report.wrong} wrong, {len(report.broken)} broken"
-    counted = ((name, str(times)) for name, times in report.faults.items())
-    table = make_table(f"{count} faults: {answers}", "fault", "times", left=2, rows=counted)
-    emit({"passed": report.passed, **asdict(report)}, as_json, *([] if as_json else [table]), output=output)
-    if not report.passed:
-        typer.echo(f"failed: {answers}; {'; '.join(report.broken[:3])}", err=True)
         raise typer.Exit(1)
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.markdown import Markdown
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from slimkv.cli.loading import check_calibration
-from slimkv.cli.options import DEFAULT_MODEL, Device, Json, ModelArgument, Text, Threads
-from slimkv.cli.output import console, emit, make_table
-from slimkv.cli.parsing import check_file, check_folder, choice, comma_list, count, numbers, option, require_engine
+from slimkv.cli.loading import check_calibration, progress_bar
+from slimkv.cli.options import DEFAULT_MODEL, Device, Json, ModelArgument, Threads
+from slimkv.cli.output import emit, make_table
+from slimkv.cli.parsing import check_file, check_folder, option, require_engine, takes
 from slimkv.config import AUTO
 from slimkv.lab.evals.texts import load_text
 from slimkv.lab.suite import compare
-from slimkv.lab.suite.parts import Part
-from slimkv.lab.suite.runner import Watcher, run_suite
-from slimkv.lab.suite.settings import NO_CALIBRATION, make_settings
+from slimkv.lab.suite.runner import run_suite
+from slimkv.lab.suite.settings import NO_CALIBRATION, VLLM, Size, SuiteSettings, make_settings
 from slimkv.lab.suite.written import read_results, table_rows
 
 app = typer.Typer(
@@ -36,48 +33,24 @@ _SIZES = {
 
 def _add(name: str, told: str) -> None:
     @app.command(name, help=told)
+    @takes(Size, SuiteSettings, unset=("dtype", "memory"))
     def command(
+        options: dict[str, Any],
         model: ModelArgument = DEFAULT_MODEL,
         output: Annotated[
             Path | None,
             option("Folder for the report; an interrupted run resumes there.", "--output", "-o", callback=check_folder),
         ] = None,
-        formats: Annotated[str | None, option("Caches to compare with raw: fp8,k4v4,k4v4+cal, ...", "--format")] = None,
-        engine: Annotated[str, choice("Engine that answers the tasks", "transformers", "vllm")] = "transformers",
-        tasks: Annotated[str | None, option("Tasks of lm-evaluation-harness, such as hellaswag,gsm8k.")] = None,
-        task_folder: Annotated[Path | None, option("Folder with more tasks.", exists=True, file_okay=False)] = None,
-        limit: Annotated[int | None, count("Examples of each task; default: by size.")] = None,
-        lengths: Annotated[str | None, option("Context lengths of the synthetic tasks, in tokens.")] = None,
-        contexts: Annotated[int | None, count("Contexts of each synthetic task and length.")] = None,
-        questions: Annotated[int | None, count("Questions about each context.")] = None,
-        windows: Annotated[int | None, count("Windows of text for perplexity and agreement.")] = None,
-        tokens: Annotated[int | None, count("Tokens of each window.", 2)] = None,
-        positions: Annotated[int | None, count("Tokens of the long window.", 2)] = None,
-        decode_context: Annotated[int | None, count("Tokens in the cache while decoding is timed.")] = None,
-        parts: Annotated[
-            str | None, option("Only some of memory,agreement,positions,needle,tasks,lm-eval,generate,attend,serve.")
-        ] = None,
-        calibration: Annotated[str, option("Calibration of +cal: a file from slimkv calibrate, auto, or none.")] = AUTO,
-        text: Text = "shipped",
-        memory: Annotated[str | None, option("Memory that the tokens must fit into, such as 40GiB.")] = None,
         device: Device = AUTO,
-        dtype: Annotated[str | None, option("Data type; default: float32 on a CPU, bfloat16 on a GPU.")] = None,
         threads: Threads = None,
         as_json: Json = False,
     ) -> None:
-        settings = make_settings(
-            name, model, device=device, formats=_list(formats), engine=engine, tasks=_list(tasks),
-            task_folder=str(task_folder) if task_folder is not None else None, limit=limit,
-            lengths=None if lengths is None else numbers("--lengths", lengths, int),
-            contexts=contexts, questions=questions, windows=windows,
-            window_tokens=tokens, position_tokens=positions, decode_context=decode_context,
-            parts=_list(parts), calibration=calibration, text=text, memory=memory, dtype=dtype,
-        )  # fmt: skip
-        load_text(text)  # raises if there is none
-        if engine == "vllm":
-            require_engine(engine)
-        if calibration != NO_CALIBRATION:
-            check_calibration(calibration)
+        settings = make_settings(name, model, device=device, **options)
+        load_text(settings.text)  # raises if there is none
+        if settings.engine == VLLM:
+            require_engine(settings.engine)
+        if settings.calibration != NO_CALIBRATION:
+            check_calibration(settings.calibration)
         _run(settings, output or Path(f"suite-{name}-{Path(model).name}"), threads, as_json)
 
 
@@ -102,64 +75,14 @@ def compare_runs(
     emit(found, as_json, Markdown(text))
 
 
-def _list(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(comma_list(text, str))
-
-
 def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
-    with Screen() as screen:
-        results = run_suite(settings, out, screen)
+    with progress_bar(lines=False) as (_, progress):
+        results = run_suite(settings, out, progress, lambda line: typer.echo(line, err=True))
     header, *rows = table_rows(results)
     table = make_table(f"slimkv suite {results['suite']}: {results['model']}", *header, rows=rows)
     emit(results["summary"] if as_json else results, as_json, table, f"report: {out / 'report.html'}")
     if results["failed"]:
         typer.echo(f"failed: {', '.join(results['failed'])}; see {out / 'parts'}", err=True)
         raise typer.Exit(1)
-
-
-class Screen(Watcher):
-    """Progress on standard error: a bar with an estimate, and a line for each finished part."""
-
-    def __init__(self) -> None:
-        self.console = console(stderr=True)
-        columns = (TextColumn("{task.description:<44}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
-                   TextColumn("{task.fields[left]}"))  # fmt: skip
-        self.bar: Progress = Progress(*columns, console=self.console, transient=True)
-        self.task: TaskID = self.bar.add_task("starting", total=1.0, left="")
-        self.count, self.finished, self.left = 0, 0, ""
-
-    def __enter__(self) -> Screen:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.bar.stop()
-
-    def begin(self, parts: Sequence[Part], notes: Sequence[str]) -> None:
-        """See ``Watcher``."""
-        self.count = len(parts)
-        for note in notes:
-            self.console.print(note)
-
-    def move(self, part: Part, what: str, share: float, seconds_left: float | None) -> None:
-        """See ``Watcher``."""
-        self.left = "" if seconds_left is None else f"about {_duration(seconds_left)} left"
-        self.bar.update(self.task, description=what[:44], completed=share, left=self.left)
-
-    def end(self, part: Part, status: str, seconds: float, error: str | None) -> None:
-        """See ``Watcher``."""
-        self.finished += 1
-        told = f"finished before, in {_duration(seconds)}" if status == "reused" else f"{status}, {_duration(seconds)}"
-        if error is not None:
-            told += f": {error.splitlines()[0]}"
-        more = f"; {self.left}" if self.left and not self.console.is_terminal else ""
-        self.console.print(f"[{self.finished}/{self.count}] {part.title}: {told}{more}", markup=False, highlight=False)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,4 +1,4 @@
-"""Engines in processes of their own: their environment, their log, and an end that leaves no child behind."""
+"""Engines in separate processes: their environment, their log, and the end of all their children."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EngineError(SlimKVError, RuntimeError):
 
 
 def environment(**own: str) -> dict[str, str]:
-    """The environment of an engine; what the user has set wins."""
+    """Environment variables of an engine; those that the user has set take precedence."""
     return {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", **own, **os.environ}
 
 
@@ -33,7 +33,7 @@ def log_tail(log: Path, characters: int = 3000) -> str:
 
 @contextmanager
 def running(command: list[str], log: Path, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a command in a session of its own. Its children end with it: they would hold the next engine's memory."""
+    """Runs a command in its own session, and kills its children with it: the next engine needs their memory."""
     with (
         _ends_when_asked(),
         log.open("wb") as out,

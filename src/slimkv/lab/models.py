@@ -160,7 +160,7 @@ def folder(name: str, cache_dir: Path | None = None, progress: Progress | None =
 
 
 def source(name: str) -> str:
-    """What an engine loads: the folder of a packaged model, anything else as it is."""
+    """The model argument of an engine: the folder of a packaged model, any other name unchanged."""
     return str(folder(name)) if name in PACKAGED else name
 
 
@@ -243,7 +243,7 @@ def _gguf(packaged: Packaged, root: Path, progress: Progress | None) -> Path:
 
 @contextmanager
 def _shown(progress: Progress | None, what: str, total: int) -> Iterator[Callable[[], None]]:
-    """What to call after each of ``total`` steps; without ``progress`` transformers' bar shows them."""
+    """Yields the function to call after each of ``total`` steps; without ``progress``, transformers' bar shows them."""
     if progress is not None:
         done = itertools.count(1)
         progress(what, 0, total)

@@ -97,7 +97,7 @@ def test_cells_of_latents(cell):
 
 
 def test_latents_are_timed_when_asked_for():
-    report = attend.bench_attend(Options(device="cpu", cells=["mla-4h-2x512"]), lambda step: None)
+    report = attend.bench_attend(Options(device="cpu", cells=("mla-4h-2x512",)), lambda step: None)
     assert [row.format for row in report.rows] == ["c4"]
     assert report.rows[0].baseline("flashmla_bf16").detail == "needs a CUDA device"
     big = next(c for c in CELLS["latent"] if c.name == "mla-16h-32x32K")
@@ -128,7 +128,6 @@ def test_a_report(tmp_path):
     k2v2 = next(row for row in report.rows if row.format == "k2v2")
     assert k2v2.over_k4v4_by_bytes == pytest.approx(68 / 36)
     assert report.rotation == [results.Rotation("cpu", 0.5, 0.5)]
-    assert report.command == "slimkv bench attend --device cpu"
     assert report.versions["torch"] == torch.__version__
     (tmp_path / "report.json").write_text(to_json(report))
     assert results.load(tmp_path / "report.json") == report
@@ -140,7 +139,7 @@ def test_a_report(tmp_path):
 def test_a_wrong_result_is_not_timed(monkeypatch):
     monkeypatch.setattr(attend.Case, "run", lambda self: torch.zeros_like(self.query))
     with pytest.raises(SlimKVError, match="decode-2x512 with cpu: the output differs from float64 by 1"):
-        attend.bench_attend(Options(device="cpu", cells=["decode-2x512"], baselines=False), lambda step: None)
+        attend.bench_attend(Options(device="cpu", cells=("decode-2x512",), no_baselines=True), lambda step: None)
 
 
 def test_the_fastest_configuration_counts_and_failures_are_told(monkeypatch):
@@ -201,11 +200,10 @@ def test_sdpa_computes_the_same_attention():
 def test_commands(operation, tmp_path):
     cell = {"attend": "decode-2x512", "store": "decode-16"}[operation]
     arguments = ["bench", operation, "--device", "cpu", "--cells", cell, "--output", str(tmp_path / "r.json")]
-    shown = CliRunner().invoke(app, [*arguments, "--plot", str(tmp_path / "r.png")])
+    shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert cell in shown.stdout
     assert "vllm_4bit_nc is absent: needs a CUDA device" in " ".join(shown.stdout.split())
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     printed = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert printed["rows"][0]["cell"] == cell
     assert json.loads((tmp_path / "r.json").read_text())["rows"] == printed["rows"]
@@ -236,4 +234,4 @@ def test_uniform_codes_are_timed_where_they_are_stored(monkeypatch):
     chosen = {name: bench_store._backends(cell, Options(), device) for name, cell in cells.items()}
     assert chosen["decode-128-4bit_nc"] == chosen["rotation-on-8192"] == ["triton"]
     assert chosen["chunk-8192"] == chosen["mla-chunk-8192"] == ["cuda"]
-    assert bench_store._backends(cells["rotation-on-8192"], Options(backends=["cuda"]), device) == ["cuda"]
+    assert bench_store._backends(cells["rotation-on-8192"], Options(backends=("cuda",)), device) == ["cuda"]

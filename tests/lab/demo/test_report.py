@@ -14,7 +14,7 @@ import torch
 
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 from slimkv.integrations.transformers.calibration.samples import random_windows
-from slimkv.lab.demo.questions import LONG_QUESTION, SHORT_QUESTION, Reader, ask_long, read_together
+from slimkv.lab.demo.questions import LONG_QUESTION, SHORT_QUESTION, Reader, long_prompt, read_together
 from slimkv.lab.demo.report import write_report
 from slimkv.lab.demo.showcase import run_showcase
 from slimkv.lab.evals.harness import STOCK, CacheKind
@@ -81,8 +81,6 @@ def test_report_is_whole_and_self_contained(report):
         assert stock["first_difference"] is None
         assert all(a["cache_bytes"] < a["bf16_bytes"] for a in packed)
     assert stored["long"]["context_tokens"] > 600
-    assert [c["cache"] for c in stored["long"]["continuations"]] == ["k4v4+cal", "k4v4", "turboquant_4bit_nc", "fp8"]
-    assert all(c["kl"] > 0 for c in stored["long"]["continuations"])
     assert {"command", "versions", "date"} <= set(stored["run"])
     plain, *packed = stored["memory"]
     assert plain["format"] == "bf16"
@@ -102,8 +100,7 @@ def test_a_prompt_that_is_read_once_fills_a_cache_as_its_own_reading_would(small
 
 def test_a_model_of_few_positions_gets_no_long_question(small, monkeypatch):
     monkeypatch.setattr(small.model.config, "max_position_embeddings", 256)
-    kinds = [CacheKind("k4v4", "k4v4")]
-    assert ask_long(small.model, small.tokenizer, kinds, load_text(), 3072, 24, lambda *shown: None) is None
+    assert long_prompt(small.model, small.tokenizer, load_text(), 3072, 24) is None
 
 
 def test_charts_refuse_nothing_to_draw():

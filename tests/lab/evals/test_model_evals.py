@@ -11,11 +11,10 @@ import torch
 from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 from slimkv.integrations.transformers.calibration.samples import random_windows
-from slimkv.lab.evals.agreement import compare_logits, growth_over, measure_agreement
+from slimkv.lab.evals.agreement import compare_logits, growth_over, measure_agreement, token_losses
 from slimkv.lab.evals.generation import compare_tokens, measure_generation
 from slimkv.lab.evals.harness import cache_kinds, check_formats, new_cache
 from slimkv.lab.evals.needle import haystack, measure_needle
-from slimkv.lab.evals.perplexity import measure_perplexity, scored_nll
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.memory_plan import make_plan, shape_of
 
@@ -29,23 +28,20 @@ def windows(small):
 
 def test_perplexity_of_a_known_distribution():
     ids = torch.tensor([0, 1, 2, 3])
-    assert scored_nll(torch.zeros(4, 10), ids).tolist() == pytest.approx([math.log(10)] * 3)
+    assert token_losses(torch.zeros(4, 10), ids).tolist() == pytest.approx([math.log(10)] * 3)
     certain = torch.full((4, 10), -100.0)
     certain[torch.arange(3), ids[1:]] = 100.0
-    assert scored_nll(certain, ids).abs().max() == 0
-    assert len(scored_nll(certain, ids, first=3)) == 1
+    assert token_losses(certain, ids).abs().max() == 0
 
 
 @pytest.mark.parametrize("mode", ["strict", "serving"])
 def test_perplexity_is_equal_for_a_lossless_cache_and_grows_as_bits_go(small, windows, mode):
-    report = measure_perplexity(small.model, windows, [LOSSLESS, "k8v8", "k2v2"], mode=mode, chunk=32)
+    report = measure_agreement(small.model, windows, [LOSSLESS, "k8v8", "k2v2"], mode=mode, chunk=32)
     rows = {row.format: row for row in report.rows}
     assert report.mode == mode
-    assert report.scored_tokens == 2 * 95
-    assert rows["raw"].over_raw == 0
     assert abs(rows[LOSSLESS].over_raw) < 1e-5
     assert abs(rows["k8v8"].over_raw) < abs(rows["k2v2"].over_raw)
-    assert rows["k2v2"].bytes_per_token < rows["k8v8"].bytes_per_token < rows["raw"].bytes_per_token
+    assert rows["k2v2"].bytes_per_token < rows["k8v8"].bytes_per_token < report.raw_bytes_per_token
 
 
 def test_serving_reads_fresh_chunks_raw(small, windows):
@@ -54,13 +50,6 @@ def test_serving_reads_fresh_chunks_raw(small, windows):
     strict = measure_agreement(small.model, windows, ["k2v2"], mode="strict").rows[0]
     assert serving.kl == pytest.approx(0, abs=1e-6)
     assert strict.kl > 1e-3
-
-
-def test_overlapping_windows_score_each_token_once(small):
-    ids = token_windows(small.tokenizer, load_text(), 3, 64, stride=32)
-    assert torch.equal(ids[0, 32:], ids[1, :32])
-    report = measure_perplexity(small.model, ids, [], stride=32)
-    assert report.scored_tokens == 63 + 32 + 32
 
 
 def test_agreement_counts(small, windows):
@@ -143,8 +132,9 @@ def test_bytes_per_token_is_what_plan_says(small, windows):
     formats = ["raw", "k4v4", "k5v4", "fp8"]
     planned = {f.format: f.bytes_per_token for f in make_plan(shape, formats, 2**30).formats}
     for tokens in (40, 96):  # it depends on the length of no window
-        report = measure_perplexity(small.model, windows[:1, :tokens], formats[1:])
-        assert {row.format: row.bytes_per_token for row in report.rows} == planned
+        report = measure_agreement(small.model, windows[:1, :tokens], formats[1:])
+        measured = {row.format: row.bytes_per_token for row in report.rows}
+        assert {"raw": report.raw_bytes_per_token, **measured} == planned
 
 
 def test_windows_from_an_offset(small):

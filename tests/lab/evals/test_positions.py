@@ -9,7 +9,6 @@ from slimkv.errors import InputError
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 from slimkv.lab import models
 from slimkv.lab.evals.agreement import measure_agreement
-from slimkv.lab.evals.plots import plot_positions
 from slimkv.lab.evals.positions import measure_positions, range_edges
 from slimkv.lab.evals.texts import load_text, token_windows
 
@@ -45,9 +44,3 @@ def test_a_calibration_helps_at_every_position_up_to_8192():
 def test_ranges_end_with_the_window():
     assert range_edges(8192) == (256, 1024, 2048, 4096, 6144, 8192)
     assert range_edges(100) == (100,)
-
-
-def test_plot(small, tmp_path):
-    windows = torch.randint(1, 128, (1, 300), generator=torch.Generator().manual_seed(0))
-    plot_positions(measure_positions(small.model, windows, ["k3v3"]), tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

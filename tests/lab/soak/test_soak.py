@@ -61,7 +61,7 @@ def test_a_healthy_run_passes():
     found = [
         checks.check_requests(COUNTS), *checks.check_answers(same), checks.check_blocks(AT_REST, True),
         checks.check_memory(checks.memory_of(samples(3)), samples(3), SETTINGS),
-        checks.check_metrics(samples(3), AT_REST, COUNTS, 10), checks.check_abused(AT_REST, COUNTS, SETTINGS, 10),
+        checks.check_metrics(samples(3), AT_REST, COUNTS, 10), checks.check_load(AT_REST, COUNTS, SETTINGS, 10),
     ]  # fmt: skip
     assert [c.name for c in found if not c.passed] == []
 
@@ -80,11 +80,11 @@ def test_violations_are_seen():
     assert not checks.check_answers(Answers(["a"], ["c"], ["a"], ["a"]))[0].passed
     assert not checks.check_blocks({**AT_REST, "kv_usage": 0.01}, True).passed
     assert not checks.check_blocks(AT_REST, False).passed
-    assert not checks.check_abused({**AT_REST, "preemptions": 0}, COUNTS, SETTINGS, 10).passed
-    assert not checks.check_abused({**AT_REST, "prefix_hits": 0}, COUNTS, SETTINGS, 10).passed
+    assert not checks.check_load({**AT_REST, "preemptions": 0}, COUNTS, SETTINGS, 10).passed
+    assert not checks.check_load({**AT_REST, "prefix_hits": 0}, COUNTS, SETTINGS, 10).passed
     many = replace_counts(cancelled=50)
-    assert checks.check_abused({**AT_REST, "length": 40.0}, many, SETTINGS, 10).passed
-    late = checks.check_abused({**AT_REST, "length": 70.0}, many, SETTINGS, 10)
+    assert checks.check_load({**AT_REST, "length": 40.0}, many, SETTINGS, 10).passed
+    late = checks.check_load({**AT_REST, "length": 70.0}, many, SETTINGS, 10)
     assert "finished all but 6" in late.detail, "their clients hung up, and it went on"
     assert not late.passed
 
@@ -223,7 +223,7 @@ def test_a_load_ends_by_number_and_counts(fake):
     ("change", "said"),
     [
         ({"seconds": 0}, "seconds must be a positive number"), ({"seconds": math.inf}, "seconds"),
-        ({"seconds": 1e9}, "too long"), ({"requests": 0}, "requests"), ({"cancelled": 1.0}, "cancelled"),
+        ({"requests": 0}, "requests"), ({"cancelled": 1.0}, "cancelled"),
         ({"cache_tokens": 100}, "does not hold one request"), ({"format": "int4"}, "unknown format"),
         ({"concurrency": True}, "concurrency"), ({"max_model_len": 16}, "max_model_len"), ({"sleeps": -1}, "sleeps"),
     ],

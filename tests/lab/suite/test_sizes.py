@@ -26,5 +26,5 @@ def test_what_a_user_chose_stays(name, changes):
 
 
 def test_formats_do_not_make_it_a_choice_of_counts():
-    settings = make_settings("quick", "m", device="cpu", formats=["k4v4"], calibration="none")
+    settings = make_settings("quick", "m", device="cpu", formats=("k4v4",), calibration="none")
     assert lighter(settings, 10**12)[1]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slimkv.errors import InputError
-from slimkv.lab.evals.intervals import bootstrap, mean_interval, wilson
-from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, holm, mcnemar, paired_answers, paired_losses, verdict
+from slimkv.lab.evals.intervals import bootstrap, mean_over_tokens, wilson
+from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, holm, mcnemar, paired_answers, verdict
 
 
 @pytest.mark.parametrize(
@@ -89,18 +89,6 @@ def test_one_bad_context_is_one_observation():
     assert verdict(test.difference, test.p) == NOT_DISTINGUISHABLE
 
 
-def test_losses():
-    source = random.Random(0)
-    raw = [source.uniform(40, 120) for _ in range(64)]
-    same = paired_losses(raw, raw, [32] * 64)
-    assert verdict(same.difference, same.p, higher_is_better=False) == NOT_DISTINGUISHABLE
-    worse = paired_losses(raw, [x + 1.6 + source.gauss(0, 1) for x in raw], [32] * 64)
-    assert worse.difference == pytest.approx(0.05, abs=0.01)
-    assert verdict(worse.difference, worse.p, higher_is_better=False) == "worse"
-    with pytest.raises(InputError, match="do not pair"):
-        paired_losses(raw, raw[:-1], [32] * 64)
-
-
 def test_holm():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
@@ -117,7 +105,10 @@ def test_the_interval_of_a_mean_over_tokens():
     """Losses that are alike within a block: as many independent numbers as there are blocks."""
     generator = torch.Generator().manual_seed(0)
     windows = [torch.randn(8, generator=generator).repeat_interleave(128) for _ in range(8)]
-    found = mean_interval(windows)
+    found, p = mean_over_tokens(windows)
+    assert p > 0.05
+    assert mean_over_tokens([window + 5 for window in windows])[1] < 0.001
+    assert mean_over_tokens([0 * window for window in windows])[1] == 1
     half = 1.96 * torch.cat(windows).std() / 64**0.5
     assert found.value == pytest.approx(float(torch.cat(windows).mean()))
     assert found.high - found.value == pytest.approx(float(half), rel=0.15)

@@ -34,40 +34,27 @@ FLAGS = [
 ]  # fmt: skip
 
 
-class Seen:
-    """A watcher that remembers."""
-
-    def __init__(self) -> None:
-        self.statuses: dict[str, str] = {}
-        self.shares: list[float] = []
-        self.left: list[float | None] = []
-
-    def begin(self, parts, notes) -> None:
-        self.parts = [part.name for part in parts]
-
-    def move(self, part, what, share, seconds_left) -> None:
-        self.shares.append(share)
-        self.left.append(seconds_left)
-
-    def end(self, part, status, seconds, error) -> None:
-        self.statuses[part.name] = status
+def statuses(results) -> dict[str, str]:
+    return {part["name"]: part["status"] for part in results["parts"]}
 
 
 @pytest.fixture(scope="module")
 def run(tiny_folder, tmp_path_factory):
-    """A finished run: (its folder, its results, what a watcher saw)."""
-    folder, seen = tmp_path_factory.mktemp("suite") / "out", Seen()
-    results = run_suite(make_settings("smoke", str(tiny_folder), device="cpu", **SLICE), folder, seen)
-    return folder, results, seen
+    """A finished run: (its folder, its results, the steps of its progress)."""
+    folder, steps, lines = tmp_path_factory.mktemp("suite") / "out", [], []
+    settings = make_settings("smoke", str(tiny_folder), device="cpu", **SLICE)
+    results = run_suite(settings, folder, lambda what, done, total: steps.append(done / total), lines.append)
+    assert lines[-1].startswith(f"[{len(results['parts'])}/{len(results['parts'])}] decoding speed at 32 tokens: done")
+    return folder, results, steps
 
 
 def test_everything_is_measured_for_every_cache(run):
-    _, results, seen = run
+    _, results, steps = run
     assert results["failed"] == []
-    assert set(seen.statuses.values()) == {DONE}
-    assert seen.shares == sorted(seen.shares)
-    assert 0 <= seen.shares[0] < seen.shares[-1] <= 1
-    assert [p for p in seen.parts if p.startswith("tasks")] == [f"tasks-{task}-160" for task in TASKS]
+    assert set(statuses(results).values()) == {DONE}
+    assert steps == sorted(steps)
+    assert 0 <= steps[0] < steps[-1] <= 1
+    assert [p for p in statuses(results) if p.startswith("tasks")] == [f"tasks-{task}-160" for task in TASKS]
     rows = {row["format"]: row for row in results["summary"]["rows"]}
     assert list(rows) == ["raw", "fp8", "turboquant_4bit_nc", "k4v4", "k2v2"]
     for name, row in rows.items():
@@ -113,9 +100,8 @@ def test_files(run):
 def test_a_finished_part_is_not_run_again(run, tiny_folder, monkeypatch):
     folder, results, _ = run
     monkeypatch.setattr("slimkv.lab.models.load", lambda *args, **kwargs: pytest.fail("the model was loaded"))
-    seen = Seen()
-    again = run_suite(make_settings("smoke", str(tiny_folder), device="cpu", **SLICE), folder, seen)
-    assert set(seen.statuses.values()) == {REUSED}
+    again = run_suite(make_settings("smoke", str(tiny_folder), device="cpu", **SLICE), folder)
+    assert set(statuses(again).values()) == {REUSED}
     assert again["summary"] == results["summary"]
 
 
@@ -123,17 +109,15 @@ def test_what_changed_is_run_again(run, tiny_folder, tmp_path, monkeypatch):
     copied = tmp_path / "out"
     shutil.copytree(run[0], copied)
     more = {**SLICE, "parts": ("memory", "positions"), "position_tokens": 80}
-    seen = Seen()
-    run_suite(make_settings("smoke", str(tiny_folder), device="cpu", **more), copied, seen)
-    assert seen.statuses == {"memory": REUSED, "positions": DONE}
+    more_positions = run_suite(make_settings("smoke", str(tiny_folder), device="cpu", **more), copied)
+    assert statuses(more_positions) == {"memory": REUSED, "positions": DONE}
+    memory_only = make_settings("smoke", str(tiny_folder), device="cpu", **{**more, "parts": ("memory",)})
     monkeypatch.setattr("slimkv.lab.suite.runner.code_digest", lambda: "another")
-    run_suite(make_settings("smoke", str(tiny_folder), device="cpu", **{**more, "parts": ("memory",)}), copied, seen)
-    assert seen.statuses["memory"] == DONE
+    assert statuses(run_suite(memory_only, copied)) == {"memory": DONE}
     kept = next((copied / "parts").glob("memory-*.json"))
     for path in (copied / "parts").glob("memory-*.json"):
         path.write_text(kept.read_text()[:40])  # a file cut short is made again
-    run_suite(make_settings("smoke", str(tiny_folder), device="cpu", **{**more, "parts": ("memory",)}), copied, seen)
-    assert seen.statuses["memory"] == DONE
+    assert statuses(run_suite(memory_only, copied)) == {"memory": DONE}
 
 
 def test_a_part_that_fails_is_reported_and_the_rest_goes_on(tiny_folder, tmp_path, monkeypatch):
@@ -238,7 +222,7 @@ def test_a_model_with_sliding_windows(tiny_folder, tmp_path):
         ({"lengths": (0,)}, "lengths must be at least 1, not 0"),
         ({"lengths": ()}, "lengths must name at least one"),
         ({"questions": 0}, "questions must be at least 1, not 0"),
-        ({"needle_depths": (1.5,)}, "between 0 and 1, not 1.5"),
+        ({"task_folder": "nowhere"}, "there is no folder nowhere"),
     ],
 )
 def test_wrong_settings_are_refused(change, message):
@@ -264,11 +248,13 @@ def test_sizes_grow_and_lengths_beyond_the_model_are_left_out(tiny_folder, tmp_p
     settings = make_settings(FULL, str(tiny_folder), device="cpu", calibration="none")
     bench = parts.Workbench(settings, tmp_path)
     planned, notes = parts.plan_parts(bench)
-    assert any("1,024, 2,048, 4,096 tokens are left out, the model has 512 positions" in note for note in notes)
+    assert any(
+        "1,024, 2,048, 4,096 tokens are left out, limited to 512 by the model's positions" in note for note in notes
+    )
     assert all(int(part.name.rsplit("-", 1)[1]) <= 512 for part in planned if part.kind == "tasks")
     served = make_settings("smoke", str(tiny_folder), device="cpu", engine="vllm", tasks=("hellaswag",))
     kinds = {part.kind for part in parts.plan_parts(parts.Workbench(served, tmp_path))[0]}
-    assert kinds == {"memory", "tasks", "lm-eval", "attend", "serve"}
+    assert kinds == {"memory", "tasks", "lm-eval"}
 
 
 class _Page(html.parser.HTMLParser):

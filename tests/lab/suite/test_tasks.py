@@ -115,5 +115,4 @@ def test_an_answer_is_what_greedy_decoding_says(small, kind):
     wrong = [*said[:-1], (said[-1] + 1) % 128]
     questions = (Question(suffix, tuple(said), 0.5), Question(suffix, tuple(wrong), 0.5))
     answers = answer_context(small.model, kind, Context("t", 128, prefix, questions), chunk=32)
-    assert [a.exact for a in answers] == [True, False]
-    assert answers[0].nll < answers[1].nll
+    assert answers == [True, False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import resources
@@ -17,13 +18,13 @@ from slimkv.spec import CodecSpec, LatentSpec, PageLayout
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of K, V and queries: bfloat16 on a GPU, float32 on a CPU, which multiplies it faster."""
+    """The dtype of K, V and queries: bfloat16 on a GPU, float32 on a CPU, where it is faster."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Packed tokens. ``rope_dim``: they are latents of ``head_dim`` values with a rope part of that size (MLA)."""
+    """The shape of packed tokens. With ``rope_dim``, they are MLA latents of ``head_dim`` values and a rope part."""
 
     name: str
     num_kv_heads: int = 8
@@ -157,10 +158,10 @@ CELLS = _read_cells()
 T = TypeVar("T", AttendCell, StoreCell)
 
 
-def choose(cells: tuple[T, ...], patterns: list[str], page: int | None) -> list[T]:
+def choose(cells: tuple[T, ...], patterns: Sequence[str], page: int | None) -> list[T]:
     """The cells whose name matches one of ``patterns`` (shell style), with pages of ``page`` tokens.
 
-    Without a pattern, all of ``cells``; so does the pattern ``all``.
+    Without a pattern, and with the pattern ``all``, these are all of ``cells``.
     """
     chosen: list[T] = []
     for pattern in patterns or ["*"]:

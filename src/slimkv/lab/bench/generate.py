@@ -19,28 +19,34 @@ from slimkv.calibration import Calibration
 from slimkv.errors import MissingDependencyError
 from slimkv.lab import models
 from slimkv.lab.evals.harness import SERVING, STOCK, CacheKind, attending, cache_bytes, cache_kinds
+from slimkv.lab.models import DTYPES
 from slimkv.lab.provenance import Provenance, provenance
 from slimkv.lab.settings import check_limits, setting
 
 STOCK_NAME = "DynamicCache"
+CPU_SIZES: dict[str, Any] = {
+    "context": 1024,
+    "layers": 2,
+    "dtype": "float32",
+}  # instead of the defaults, which are for a GPU
 
 
 @dataclass(frozen=True)
 class GenerateSettings:
     """A random-weight Llama (or a named model) and its workload."""
 
-    model: str | None = None  # a model for ``slimkv.lab.models.load``; None: random weights of the shape below
-    layers: int = setting(8, least=1)
+    model: str | None = setting(None, "A model; default: a Llama with random weights.")
+    formats: tuple[str, ...] = setting(("k4v4",), "Formats to time, such as k4v4,k6v6.", option="format")
+    context: int = setting(32768, "Tokens in the cache at first; default: 32768 on a GPU, 1024 on a CPU.", least=1)
+    batch: int = setting(1, "Sequences in the batch.", least=1)
+    new_tokens: int = setting(64, "Decode steps to time.", least=1)
+    layers: int = setting(8, "Layers of the random-weight model; default: 8 on a GPU, 2 on a CPU.", least=1)
     num_heads: int = setting(32, least=1)
     num_kv_heads: int = setting(8, least=1)
     head_dim: int = 128
-    context: int = setting(32768, least=1)
-    batch: int = setting(1, least=1)
-    new_tokens: int = setting(64, least=1)
-    formats: tuple[str, ...] = ("k4v4",)
-    dtype: str = "bfloat16"
+    rounds: int = setting(3, "Rounds; each times every cache once, and the median is reported.", least=1)
+    dtype: str = setting("bfloat16", "Data type, bfloat16 on a GPU and float32 on a CPU unless given", known=DTYPES)
     device: str = "cuda"
-    rounds: int = setting(3, least=1)  # each round times every cache once; the median is reported
     prefill_chunk: int = setting(4096, least=1)
     seed: int = 0
 
@@ -146,7 +152,7 @@ def time_generation(
     ``model``: a loaded model that replaces the one in the settings. ``calibration``: for formats with ``+cal``.
     """
     if model is None and settings.model is not None:
-        model = models.load(settings.model, getattr(torch, settings.dtype), settings.device).model
+        model = models.load(settings.model, models.parse_dtype(settings.dtype), settings.device).model
     model = model if model is not None else random_llama(settings)
     limit = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(settings.seed)

@@ -1,36 +1,14 @@
-"""Plots of reports: time of each baseline over slimkv's, and the sessions phase."""
+"""The plot of ``slimkv bench serve``: the sessions phase."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from slimkv.errors import InputError
-from slimkv.lab.bench.results import Report
 from slimkv.lab.bench.serve import ServeReport
 from slimkv.lab.bench.serve_settings import is_stock
-from slimkv.lab.evals.plots import figure
 from slimkv.lab.report.charts import Bar, bars
-from slimkv.lab.report.page import stacked
-
-
-def plot(report: Report, path: Path) -> None:
-    """Bars per cell and backend, a colour per baseline; 1 is as fast as slimkv."""
-    names = list(dict.fromkeys(b.name for row in report.rows for b in row.baselines if b.ms is not None))
-    labels = [f"{row.cell}\n{row.backend}" for row in report.rows]
-    height = max(3.0, 0.28 * len(labels) * max(1, len(names)))
-    with figure(path, width=9, height=height) as (_, axes):
-        for place, name in enumerate(names):
-            found = [row.baseline(name) for row in report.rows]
-            ratios = [b.ratio if b is not None and b.ratio is not None else float("nan") for b in found]
-            width = 0.8 / len(names)
-            axes.barh([i + place * width for i in range(len(labels))], ratios, height=width, label=f"{name} / slimkv")
-        axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_yticks([i + 0.4 - 0.4 / max(1, len(names)) for i in range(len(labels))], labels, fontsize=7)
-        axes.invert_yaxis()
-        axes.set_xlabel("time of the baseline over time of slimkv")
-        axes.set_title(f"{report.operation}, {report.device}")
-        if names:
-            axes.legend(fontsize=7)
+from slimkv.lab.report.plots import write_plots
 
 
 def plot_sessions(report: ServeReport, path: Path) -> None:
@@ -49,5 +27,4 @@ def plot_sessions(report: ServeReport, path: Path) -> None:
         for told, key, fmt in panels
         if any(x[key] > 0 for x in found.values())
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(stacked("Multi-turn sessions in less memory than they need", drawn), encoding="utf-8")
+    write_plots("Multi-turn sessions in less memory than they need", drawn, path)

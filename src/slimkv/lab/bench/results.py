@@ -84,14 +84,14 @@ def load(path: Path) -> Report:
     return Report(**data)
 
 
-def make_report(operation: str, rows: list[Row], device: torch.device, copy: float, command: str) -> Report:
+def make_report(operation: str, rows: list[Row], device: torch.device, copy: float) -> Report:
     """Adds the provenance of the run."""
-    return Report(operation, rows, _rotation(rows), copy_bytes_per_second=copy, **run_facts(device, command))
+    return Report(operation, rows, _rotation(rows), copy_bytes_per_second=copy, **run_facts(device))
 
 
-def run_facts(device: torch.device, command: str) -> dict[str, Any]:
+def run_facts(device: torch.device) -> dict[str, Any]:
     """Where and when: the fields device, versions, date and command of a report."""
-    run = asdict(provenance(device, command))
+    run = asdict(provenance(device))
     del run["cpu_threads"]
     return run
 

@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from slimkv.errors import SlimKVError
 from slimkv.lab.bench.baselines import Candidates, time_baseline
 from slimkv.lab.bench.results import Baseline, Report, Row, make_report
 from slimkv.lab.bench.timing import Timer, copy_bandwidth
+from slimkv.lab.settings import check_limits, setting
 from slimkv.ops.cuda import cuda_unavailable_reason
 
 _COMPILE_PROCESSES = 8
@@ -24,35 +25,22 @@ Step = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Options:
-    """What to run.
+    """What to run."""
 
-    Attributes:
-        cells: names or shell patterns of cells; none means the default ones.
-        backends: implementations to time; none means the one for the device.
-        device: ``cuda`` or ``cpu``; by default CUDA if available.
-        page: tokens per page, for all cells.
-        baselines: whether to time the baselines too.
-        small: the small cells even on a GPU.
-        as_device: the record that the GPU is held to (``slimkv.ops.cuda.device``).
-    """
+    cells: tuple[str, ...] = setting((), "Cells by name or pattern, such as decode-*,prefill-*, or all.")
+    backends: tuple[str, ...] = setting(
+        (), "Backends to time, such as cuda,triton; default: the device's own.", option="backend"
+    )
+    device: str | None = None  # by default CUDA if available
+    page: int | None = setting(None, "Tokens per page; default: the cell's own.", least=1)
+    no_baselines: bool = setting(False, "Time slimkv alone.")
+    small: bool = setting(False, "Use the small cells of a CPU, even on a GPU.")
+    as_device: str | None = setting(
+        None, "Limit the GPU to the features and shared memory of a100, b300, rtx4090 or rtx5090."
+    )
 
-    cells: list[str] = field(default_factory=list)
-    backends: list[str] = field(default_factory=list)
-    device: str | None = None
-    page: int | None = None
-    baselines: bool = True
-    small: bool = False
-    as_device: str | None = None
-
-    def command(self, operation: str) -> str:
-        """The command line that runs this again."""
-        values = {
-            "cells": ",".join(self.cells), "backend": ",".join(self.backends), "device": self.device, "page": self.page,
-            "as-device": self.as_device,
-        }  # fmt: skip
-        flags = {"no-baselines": not self.baselines, "small": self.small}
-        words = [f"--{name} {value}" for name, value in values.items() if value]
-        return " ".join(["slimkv bench", operation, *words, *(f"--{name}" for name, on in flags.items() if on)])
+    def __post_init__(self) -> None:
+        check_limits(self)
 
     def torch_device(self) -> torch.device:
         """The device, with an index."""
@@ -61,7 +49,7 @@ class Options:
     def chosen_backends(self, device: torch.device) -> list[str]:
         """The implementations to time."""
         if self.backends or device.type != "cuda":
-            return self.backends or ["cpu"]
+            return list(self.backends) or ["cpu"]
         return ["triton" if cuda_unavailable_reason(device) else "cuda"]
 
 
@@ -147,7 +135,7 @@ def run_cells(
         base = per_byte.get((shape, backend))
         if cell.format == "k4v4":
             per_byte.setdefault((shape, backend), ms / moved)
-        if options.baselines and shape not in shared:
+        if not options.no_baselines and shape not in shared:
             shared[shape] = []
             for name, (size, candidates) in case.baselines().items():
                 step(f"{cell.name}: {name}")
@@ -164,4 +152,4 @@ def run_cells(
         del case
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return make_report(operation, rows, device, copy, options.command(operation))
+    return make_report(operation, rows, device, copy)

@@ -29,9 +29,7 @@ class ServeReport:
     command: str
 
 
-def bench_serve(
-    settings: ServeSettings, step: Callable[[str], None], command: str, folder: Path | None = None
-) -> ServeReport:
+def bench_serve(settings: ServeSettings, step: Callable[[str], None], folder: Path | None = None) -> ServeReport:
     """Runs every system in a separate process; a failing system is reported with the end of its output.
 
     ``folder`` keeps each system's JSON and log.
@@ -46,7 +44,7 @@ def bench_serve(
             step(f"{system}: starting")
             systems[system] = _run_system(engine_plan(system, settings, model), settings, kept, step)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    return ServeReport(settings, systems, over_stock(systems), **run_facts(device, command))
+    return ServeReport(settings, systems, over_stock(systems), **run_facts(device))
 
 
 def _run_system(

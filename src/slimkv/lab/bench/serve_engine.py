@@ -110,7 +110,7 @@ class Load(ABC):
     # -- the phases --------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Runs the plan's lengths twice, so that compilation is not measured, nor reading from the prefix cache."""
+        """Runs the plan's lengths twice: prefill and reading from the prefix cache are both compiled before timing."""
         lengths = [self.plan["context"], 40, self.plan["context"] // 4]
         prompts = [self.prompt(-1 - i, max(n, 8)) for i, n in enumerate(lengths)]
         for _ in range(2):

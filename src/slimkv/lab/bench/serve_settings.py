@@ -8,7 +8,6 @@ one implementation); ``bf16:FLASHMLA`` names the stock attention backend, ``k4v4
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -75,13 +74,13 @@ def text_field(config: dict[str, Any], name: str) -> int:
 class ServeSettings:
     """The model and the load."""
 
-    engine: str = setting("vllm", "vllm or sglang.")
+    engine: str = setting("vllm", "Engine", known=ENGINES)
     systems: tuple[str, ...] = setting(
         ("bf16", "fp8", "k4v4"), "Caches to compare: bf16, fp32, fp8, turboquant_*, formats of slimkv; +host, +cold."
     )
-    phases: tuple[str, ...] = setting(PHASES, "decode, full, poisson, offload, sessions.")
+    phases: tuple[str, ...] = setting(PHASES, "Phases", known=(*PHASES, OFFLOAD, SESSIONS))
     shape: str = setting("llama-3.1-8b", "Model shape: llama-3.1-8b, qwen2.5-7b, ..., or a config.json or its folder.")
-    dtype: str = setting("bfloat16", "Data type of the model: bfloat16, or float32 on most CPUs.")
+    dtype: str = setting("bfloat16", "Data type of the model, float32 on most CPUs", known=tuple(DTYPES))
     requests: int = setting(16, "Requests of the decode phase.", least=1)
     context: int = setting(16384, "Tokens of each prompt.", least=1)
     new_tokens: int = setting(96, "Tokens generated for each request.", least=2)
@@ -107,17 +106,10 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if self.engine not in ENGINES:
-            raise InputError(f"unknown engine {self.engine!r}; known are {', '.join(ENGINES)}")
         shape_config(self.shape)  # raises with the known shapes
-        if self.dtype not in DTYPES:
-            raise InputError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         for name, system in DTYPES.items():
             if name != self.dtype and any(x.partition(":")[0] == system for x in self.systems):
                 raise InputError(f"the system {system} needs dtype {name}, not {self.dtype}")
-        for phase in self.phases:
-            if phase not in (*PHASES, OFFLOAD, SESSIONS):
-                raise InputError(f"unknown phase {phase!r}; known are {', '.join((*PHASES, OFFLOAD, SESSIONS))}")
         if self.short_context > self.context:
             raise InputError(f"short_context must be 0 to {self.context}, the context; not {self.short_context}")
         own = {OFFLOAD, SESSIONS} & set(self.phases) or any(mark in x for x in self.systems for mark in "@+")
@@ -197,8 +189,6 @@ def tier_arguments(system: str, gib: float) -> dict[str, Any]:
     if tier == "host":
         return {"kv_offloading_size": gib, "kv_offloading_backend": "native"}
     if tier == "cold":
-        if importlib.util.find_spec(COLD) is None:
-            raise InputError(f"the system {system!r} needs {COLD}, which this slimkv does not have: leave it out")
         extra = {
             "spec_name": "SlimKVOffloadingSpec", "spec_module_path": COLD, "slimkv": COLD_FORMAT,
             "cpu_bytes_to_use": int(gib * 2**30),

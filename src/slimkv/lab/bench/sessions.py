@@ -89,8 +89,7 @@ def held_tokens(users: int, context: int, turns: int, new_tokens: int) -> int:
 
 def session_bytes(settings: Any, shape: ModelShape) -> int:
     """Bytes of the cache in the sessions phase: a share of what all sessions take in the model's dtype."""
-    tokens = held_tokens(settings.users, settings.context, settings.turns, settings.new_tokens)
-    tokens = max(
-        int(tokens * settings.held), settings.context + settings.new_tokens + 128
-    )  # one must fit, with its blocks
+    held = held_tokens(settings.users, settings.context, settings.turns, settings.new_tokens)
+    one = settings.context + settings.new_tokens + 128  # the least that an engine can serve, with partial blocks
+    tokens = max(int(held * settings.held), one)
     return sequence_bytes(shape, "raw", tokens, 16) * getattr(torch, settings.dtype).itemsize // BF16_BYTES

@@ -41,7 +41,7 @@ class Timer:
         self, call: Callable[[], object], *, cold: bool = True, before: Callable[[], object] | None = None
     ) -> float:
         """One call, replayed from a graph on a GPU; ``cold`` flushes the L2 cache before each call and subtracts that
-        time. ``before``: runs before each call instead, and is subtracted.
+        time. ``before`` runs before each call instead of the flush, and is subtracted too.
         """
         if self.device.type != "cuda":
             return self.eager(call)

@@ -1,4 +1,4 @@
-"""Questions that several caches answer side by side: a short one, and one about a text of thousands of tokens."""
+"""Questions that several caches answer side by side: a short one, and one about a long text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv.lab.evals.agreement import compare_logits
 from slimkv.lab.evals.generation import compare_tokens, prompt_ids
-from slimkv.lab.evals.harness import SERVING, STOCK, CacheKind, Progress, attending, cache_bytes, quiet
+from slimkv.lab.evals.harness import SERVING, STOCK, CacheKind, attending, cache_bytes
 
 SHORT_QUESTION = "What is photosynthesis, and why does it matter?"
 LONG_QUESTION = "What is the password of the garden gate?"
@@ -38,23 +37,12 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """Predictions of one cache for the last tokens of the text, with all earlier ones cached."""
-
-    cache: str
-    top1: float  # share of tokens whose most likely successor is the stock cache's
-    kl: float  # mean KL(stock || this), nats
-
-
-@dataclass(frozen=True)
 class Question:
     """A question and its answers, the stock cache's first."""
 
     text: str
     context_tokens: int
     answers: tuple[Answer, ...]
-    continued_tokens: int = 0  # of the text of a long question
-    continuations: tuple[Continuation, ...] = ()
 
 
 class Reader:
@@ -69,13 +57,13 @@ class Reader:
         self.next = -1
 
     @torch.no_grad()
-    def read(self, ids: Tensor, keep: int = 1) -> Tensor:
-        """Reads ids [1, tokens]; returns the logits of the last ``keep`` of them: [keep, vocabulary]."""
+    def read(self, ids: Tensor) -> Tensor:
+        """Reads ids [1, tokens]; returns the logits of the last: [1, vocabulary]."""
         # Switching the model between caches is only needed here and is not timed.
         with attending(self.model, self.kind.format):
             start = time.perf_counter()
             ids = ids.to(self.model.device)
-            logits = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep).logits[0]
+            logits = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[0]
             self.next = int(logits[-1].argmax())
             self.last_seconds = time.perf_counter() - start
         return logits
@@ -140,49 +128,24 @@ def decode(readers: Sequence[Reader], tokenizer: Any, question: str, new_tokens:
     return [reader.answer(tokenizer, readers[0].tokens) for reader in readers]
 
 
-def ask_short(model: Any, tokenizer: Any, kinds: Sequence[CacheKind], new_tokens: int, shown: Shown) -> Question:
-    """A question of a few words."""
-    readers, ids = [Reader(model, kind) for kind in (STOCK, *kinds)], prompt_ids(tokenizer, SHORT_QUESTION)
-    read_together(readers, ids)
-    answers = decode(readers, tokenizer, SHORT_QUESTION, new_tokens, shown)
-    return Question(SHORT_QUESTION, ids.shape[1], tuple(answers))
-
-
-def ask_long(
-    model: Any, tokenizer: Any, kinds: Sequence[CacheKind], text: str, text_tokens: int, new_tokens: int, shown: Shown,
-    progress: Progress = quiet,
-) -> Question | None:  # fmt: skip
-    """A question about ``text_tokens`` tokens of ``text``, with a fact hidden in the middle.
-
-    Predictions for the end of the text are compared too. None if the model's context is too short.
-    """
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or text_tokens * 2
-    text_tokens = min(text_tokens, limit - new_tokens - 128)
-    if text_tokens < SHORTEST_TEXT:
-        return None
-    ids = _long_prompt(tokenizer, text, text_tokens)
+def ask(
+    model: Any, tokenizer: Any, kinds: Sequence[CacheKind], question: str, ids: Tensor, new_tokens: int, shown: Shown
+) -> Question:
+    """The answers of the stock cache and of ``kinds`` to a question whose prompt is ids [1, tokens]."""
     readers = [Reader(model, kind) for kind in (STOCK, *kinds)]
-    steps = len(readers) + 1
-    progress(f"reading {ids.shape[1]:,} tokens", 0, steps)
-    end = max(text_tokens - 16, 1)  # the question follows
-    compared = min(256, end // 4)
-    read_together(readers, ids[:, : end - compared])
-    found = []
-    for number, reader in enumerate(readers):
-        progress(f"{reader.name} at {ids.shape[1]:,} tokens", number + 1, steps)
-        logits = reader.read(ids[:, end - compared : end], keep=compared)
-        if reader is readers[0]:
-            stock = logits
-        else:
-            same, kl = compare_logits(stock, logits)
-            found.append(Continuation(reader.name, float(same.double().mean()), float(kl.double().mean())))
-        reader.read(ids[:, end:])
-    answers = decode(readers, tokenizer, LONG_QUESTION, new_tokens, shown)
-    return Question(LONG_QUESTION, ids.shape[1], tuple(answers), compared, tuple(found))
+    read_together(readers, ids)
+    return Question(question, ids.shape[1], tuple(decode(readers, tokenizer, question, new_tokens, shown)))
 
 
-def _long_prompt(tokenizer: Any, text: str, tokens: int) -> Tensor:
-    """Token ids [1, about ``tokens``] of the text with the fact in it and the question at the end."""
+def long_prompt(model: Any, tokenizer: Any, text: str, tokens: int, new_tokens: int) -> Tensor | None:
+    """Ids [1, about ``tokens``] of ``text`` with a fact hidden in the middle, and the question about it at the end.
+
+    Shortened to fit the model's context; None if fewer than ``SHORTEST_TEXT`` tokens fit.
+    """
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens * 2
+    tokens = min(tokens, limit - new_tokens - 128)
+    if tokens < SHORTEST_TEXT:
+        return None
     words = tokenizer(text[: 12 * tokens], add_special_tokens=False, verbose=False)["input_ids"][:tokens]
     cut = int(len(words) * _FACT_DEPTH)
     body = tokenizer.decode(words[:cut]) + _FACT + tokenizer.decode(words[cut:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -11,16 +10,9 @@ from pathlib import Path
 from slimkv.lab.demo.questions import Answer, Question
 from slimkv.lab.demo.showcase import Showcase
 from slimkv.lab.evals.agreement import AgreementReport
-from slimkv.lab.evals.harness import WITH_CALIBRATION
 from slimkv.lab.report.charts import Axis, Series, chart
 from slimkv.lab.report.page import Plot, document, plot_cards, table, td, tile, versions_line
-
-_KINDS: tuple[tuple[str, Callable[[str], bool]], ...] = (
-    ("calibrated", lambda name: name.endswith(WITH_CALIBRATION)),
-    ("turboquant", lambda name: name.startswith("turboquant")),
-    ("fp8", lambda name: name == "fp8"),
-    ("plain", lambda name: True),
-)
+from slimkv.lab.report.plots import quality_plot
 
 
 def _size(count: float) -> str:
@@ -46,29 +38,6 @@ def _question(title: str, question: Question, note: str) -> str:
     answers = "".join(_answer(answer, question.answers[0]) for answer in question.answers)
     asked = f"\N{LEFT DOUBLE QUOTATION MARK}{question.text}\N{RIGHT DOUBLE QUOTATION MARK} {note}"
     return f'<h2>{escape(title)}</h2><p class="sub">{escape(asked)}</p><div class="pair">{answers}</div>'
-
-
-def _long_table(question: Question) -> str:
-    rows = [[td(c.cache), td(c.top1, "{:.1%}"), td(c.kl, "{:.4f}")] for c in question.continuations]
-    told = (
-        f"Predictions for {question.continued_tokens} tokens of the text, read with everything before them in the "
-        "cache, compared with those of the stock cache."
-    )
-    return f'<div class="after">{table(["cache", "same next token", "KL"], rows, "long", note=told)}</div>'
-
-
-def quality_plot(points: Sequence[tuple[str, float, float]]) -> Plot:
-    """KL divergence against bytes per token; a point is (format, bytes per token, KL)."""
-    series, left = [], list(points)
-    for name, belongs in _KINDS:
-        own = [point for point in left if belongs(point[0])]
-        left = [point for point in left if not belongs(point[0])]
-        if own:
-            names, size, kl = zip(*own, strict=True)
-            series.append(Series(name, size, [max(x, 1e-7) for x in kl], names, line=False))
-    title = "Quality at equal bytes"
-    svg = chart(title, Axis("cache bytes per token"), Axis("KL divergence, nats", log=True), series)
-    return title, "Lower is closer to the unquantized cache; further left is smaller.", svg
 
 
 def _plots(showcase: Showcase) -> list[Plot]:
@@ -127,7 +96,7 @@ def html(showcase: Showcase) -> str:
     questions = ""
     if showcase.long is not None:
         note = f"The answer appears once, in the middle of {showcase.long.context_tokens:,} tokens."
-        questions += _question("A question about a long text", showcase.long, note) + _long_table(showcase.long)
+        questions += _question("A question about a long text", showcase.long, note)
     questions += _question("A short question", showcase.short, f"({showcase.short.context_tokens} tokens)")
     body = f"""<h1>slimkv on {escape(showcase.model)}</h1>
 <div class="sub">{escape(run.device)}, {run.cpu_threads} threads, {escape(run.date)}</div>

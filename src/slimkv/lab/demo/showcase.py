@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimkv.calibration import Calibration
-from slimkv.lab.demo.questions import Question, Shown, ask_long, ask_short
+from slimkv.lab.demo.questions import LONG_QUESTION, SHORT_QUESTION, Question, Shown, ask, long_prompt
 from slimkv.lab.evals.agreement import AgreementReport, measure_agreement
+from slimkv.lab.evals.generation import prompt_ids
 from slimkv.lab.evals.harness import RAW, Progress, Stopwatch, cache_kinds, quiet
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.lab.provenance import Provenance, provenance
@@ -68,8 +69,11 @@ def run_showcase(
     text = load_text()
     answering, measured = ([best, *(x for x in formats if x != best)] for formats in (ANSWERING, MEASURED))
     kinds = cache_kinds([*answering, BEST], calibration)[:-1]  # with BEST in the list only ``+cal`` is calibrated
-    short = ask_short(model, tokenizer, kinds[:1], new_tokens, shown)
-    long = ask_long(model, tokenizer, kinds, text, text_tokens, long_new_tokens, shown, progress)
+    short = ask(model, tokenizer, kinds[:1], SHORT_QUESTION, prompt_ids(tokenizer, SHORT_QUESTION), new_tokens, shown)
+    prompt, long = long_prompt(model, tokenizer, text, text_tokens, long_new_tokens), None
+    if prompt is not None:
+        progress(f"reading {prompt.shape[1]:,} tokens", 0, 1)
+        long = ask(model, tokenizer, kinds, LONG_QUESTION, prompt, long_new_tokens, shown)
     ids = token_windows(tokenizer, text, windows, window_tokens)
     quality = measure_agreement(model, ids, measured, name=name, progress=progress, calibration=calibration)
     curves = tuple(memory_curves(model, REMEMBERED, CONTEXTS))

@@ -1,23 +1,22 @@
-"""Predictions with a packed cache compared with the stock cache: top-1 agreement and KL divergence."""
+"""Predictions with a packed cache compared with the stock cache: KL divergence, top-1 agreement, perplexity."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import stdev
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from slimkv.config import AUTO
 from slimkv.lab.evals.harness import RAW, STOCK, Common, Run, each_window, with_prefill
-from slimkv.lab.evals.intervals import mean_interval
-from slimkv.lab.evals.perplexity import relative_increase, scored_nll
+from slimkv.lab.evals.intervals import Interval, mean_over_tokens
 
 _SLICE = 128  # positions compared at a time, to bound memory
-Observe = Callable[[str, int, Tensor], None]  # format, window, negative log-likelihood of its tokens [tokens - 1]
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,10 @@ class AgreementRow:
     kl_high: float
     kl_99: float  # its 99th percentile over positions
     perplexity: float
-    over_raw: float
+    over_raw: float  # of the perplexity: 0.05 is 5% more
     over_raw_low: float  # its 95% interval
     over_raw_high: float
+    over_raw_p: float  # two-sided p-value against no difference
     bytes_per_token: float  # see harness.bytes_per_token
     prefill: str  # see KVCacheConfig
     kl_growth: float | None  # over the row of the same format and the first prefill; None if there is only one
@@ -42,10 +42,10 @@ class AgreementRow:
 
 @dataclass(frozen=True)
 class AgreementReport:
-    """``slimkv eval agreement``."""
+    """``slimkv eval agreement`` and ``slimkv eval perplexity``."""
 
     model: str
-    mode: str
+    mode: str  # strict: attention reads every key and value through the codec; serving: new chunks are unquantised
     windows: int
     window_tokens: int
     raw_perplexity: float
@@ -66,6 +66,20 @@ def compare_logits(raw: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(same), torch.cat(divergence)
 
 
+def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
+    """Negative log-likelihood [tokens - 1] of all ids [tokens] but the first, under logits [tokens, vocabulary]."""
+    return cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
+
+
+def relative_increase(raw: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[Interval, float]:
+    """By how much the perplexity of ``other`` exceeds that of ``raw``, and a p-value against no difference.
+
+    Both have the losses [tokens] of the same windows.
+    """
+    found, p = mean_over_tokens([b - a for a, b in zip(raw, other, strict=True)])
+    return Interval(math.expm1(found.value), math.expm1(found.low), math.expm1(found.high)), p
+
+
 def growth_over(base: Sequence[float], other: Sequence[float]) -> tuple[float, float | None]:
     """The relative growth of the second of two means over windows, and its standard error if there are several."""
     ratio = sum(other) / sum(base)
@@ -75,12 +89,11 @@ def growth_over(base: Sequence[float], other: Sequence[float]) -> tuple[float, f
 
 def measure_agreement(
     model: Any, windows: Tensor, formats: Sequence[str], *, chunk: int = 256, prefill: Sequence[str] = (AUTO,),
-    observe: Observe = lambda format, window, losses: None, **common: Unpack[Common],
+    **common: Unpack[Common],
 ) -> AgreementReport:  # fmt: skip
-    """Compares every position of windows int64 [count, tokens]; see ``perplexity.measure_perplexity`` for the modes.
+    """Compares every position of windows int64 [count, tokens]. ``serving`` reads a window in passes of ``chunk``.
 
-    ``prefill``: each format is measured in each of these (see ``KVCacheConfig``). ``observe`` is called with the losses
-    of every window, including those with the stock cache (``raw``).
+    ``prefill``: each format is measured in each of these (see ``KVCacheConfig``).
     """
     run = Run(formats, **common)
     kinds = with_prefill(run.kinds, prefill)
@@ -91,11 +104,9 @@ def measure_agreement(
     size: dict[str, float] = {}
     count, tokens = windows.shape
     raw_logits = windows.new_empty(0)
-    for index, kind, ids, logits, each in each_window(model, windows, [STOCK, *kinds], run, chunk):
+    for kind, ids, logits, each in each_window(model, windows, [STOCK, *kinds], run, chunk):
         format = kind.name
-        losses = scored_nll(logits, ids).double().cpu()
-        observe(format, index, losses)
-        nll[format].append(losses)
+        nll[format].append(token_losses(logits, ids).double().cpu())
         size[format] = each
         if format == RAW:
             raw_logits = logits
@@ -108,14 +119,14 @@ def measure_agreement(
     for number, kind in enumerate(kinds):
         format, first = kind.name, kinds[number - number % len(prefill)].name
         kl, perplexity = torch.cat(divergence[format]), math.exp(torch.cat(nll[format]).mean())
-        around, more = mean_interval(divergence[format]), relative_increase(nll[RAW], nll[format])
+        (around, _), (more, p) = mean_over_tokens(divergence[format]), relative_increase(nll[RAW], nll[format])
         of_windows = [[float(window.mean()) for window in divergence[name]] for name in (first, format)]
         growth, error = growth_over(*of_windows) if len(prefill) > 1 else (None, None)
         rows.append(
             AgreementRow(
                 format=format, top1=float(torch.cat(same[format]).double().mean()), kl=float(kl.mean()),
                 kl_low=around.low, kl_high=around.high, kl_99=float(kl.quantile(0.99)), perplexity=perplexity,
-                over_raw=perplexity / base - 1, over_raw_low=more.low, over_raw_high=more.high,
+                over_raw=perplexity / base - 1, over_raw_low=more.low, over_raw_high=more.high, over_raw_p=p,
                 bytes_per_token=size[format], prefill=kind.prefill, kl_growth=growth, kl_growth_error=error,
             )
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
@@ -14,13 +14,13 @@ from torch import Tensor
 from slimkv.calibration import Calibration
 from slimkv.config import AUTO, CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.lab.models import Progress
 from slimkv.spec import BF16_BYTES, parse_format, parse_size
 
 RAW = "raw"
 WITH_CALIBRATION = "+cal"
 MEMORY = "memory="  # prefix of a cache whose formats follow a memory budget
 STRICT, SERVING = "strict", "serving"
-Progress = Callable[[str, int, int], None]  # stage, steps done, steps in total
 
 
 def quiet(what: str, done: int, total: int) -> None:
@@ -124,8 +124,8 @@ def with_prefill(kinds: Sequence[CacheKind], prefill: Sequence[str]) -> list[Cac
     ]
 
 
-def new_cache(model: Any, format: str | dict[int | str, str], mode: str, **options: Any) -> Any:
-    """An empty cache: stock for ``raw``, packed otherwise, in one format or one per layer."""
+def new_cache(model: Any, format: str, mode: str, **options: Any) -> Any:
+    """An empty cache: stock for ``raw``, packed otherwise."""
     if mode not in (STRICT, SERVING):
         raise InputError(f"mode {mode!r} is not one of {STRICT}, {SERVING}")
     if format == RAW:
@@ -134,14 +134,12 @@ def new_cache(model: Any, format: str | dict[int | str, str], mode: str, **optio
         return DynamicCache(config=model.config)
     from slimkv.integrations.transformers import SlimKVCache
 
-    fresh = "codes" if mode == STRICT else "raw"
-    formats = {"format": format} if isinstance(format, str) else {"layers": format}
-    return SlimKVCache(model, **formats, fresh=fresh, **options)
+    return SlimKVCache(model, format, fresh="codes" if mode == STRICT else "raw", **options)
 
 
 @contextmanager
 def attending(model: Any, format: str) -> Iterator[None]:
-    """Attends packed caches directly, and the raw one with the model's own attention."""
+    """Inside, the model attends packed codes directly; for ``raw`` it keeps its own attention."""
     if format == RAW:
         yield
         return
@@ -167,8 +165,8 @@ def window_logits(model: Any, ids: Tensor, cache: Any, chunk: int | None = None)
 
 def each_window(
     model: Any, windows: Tensor, kinds: Sequence[CacheKind], run: Run, chunk: int
-) -> Iterator[tuple[int, CacheKind, Tensor, Tensor, float]]:
-    """Every cache over every window of int64 [count, tokens]: window, cache, ids [tokens], logits, bytes per token.
+) -> Iterator[tuple[CacheKind, Tensor, Tensor, float]]:
+    """Every cache over every window of int64 [count, tokens]: cache, ids [tokens], logits, bytes per token.
 
     ``serving`` feeds packed caches in passes of ``chunk`` tokens.
     """
@@ -181,7 +179,7 @@ def each_window(
             with attending(model, kind.format):
                 passes = chunk if run.mode == SERVING and kind.format != RAW else None
                 logits = window_logits(model, ids[None], cache, passes)
-            yield index, kind, ids, logits, bytes_per_token(cache)
+            yield kind, ids, logits, bytes_per_token(cache)
     run.progress("done", steps, steps)
 
 

@@ -54,7 +54,7 @@ def bootstrap(
     return Interval(mean, min(low, mean), max(high, mean)), p
 
 
-def mean_interval(windows: Sequence[Tensor]) -> Interval:
-    """The mean of one number per token, float [tokens] for each window, with blocks of ``BLOCK`` tokens as clusters."""
+def mean_over_tokens(windows: Sequence[Tensor]) -> tuple[Interval, float]:
+    """``bootstrap`` of one number per token, float [tokens] for each window, with blocks of ``BLOCK`` tokens."""
     blocks = [block for window in windows for block in window.double().cpu().split(BLOCK)]
-    return bootstrap([float(block.sum()) for block in blocks], [len(block) for block in blocks])[0]
+    return bootstrap([float(block.sum()) for block in blocks], [len(block) for block in blocks])

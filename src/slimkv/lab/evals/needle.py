@@ -37,11 +37,6 @@ class NeedleReport:
     cells: tuple[NeedleCell, ...]
     seconds: float
 
-    def score(self, format: str) -> float:
-        """The share of needles that a format found."""
-        cells = [c for c in self.cells if c.format == format]
-        return sum(c.found for c in cells) / max(sum(c.tried for c in cells), 1)
-
 
 def haystack(
     tokenizer: Any, text: str, context: int, depth: float, city: str, number: int, offset: int = 0

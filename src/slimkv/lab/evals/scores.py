@@ -1,4 +1,4 @@
-"""The noise that quantised keys add to attention scores, layer by layer: the figure of the engines' guard."""
+"""The noise that quantised keys add to attention scores, layer by layer: what the fidelity guard of engines limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slimkv.lab.evals.harness import STRICT, Common, Run
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """One format: the figure of every packed layer, in nats."""
+    """One format: the noise of every packed layer, in nats."""
 
     format: str
     layers: dict[int, float]

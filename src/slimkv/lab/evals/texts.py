@@ -51,32 +51,25 @@ def _hub_text(source: str) -> str:
     return "\n\n".join(rows["text"])
 
 
-def token_windows(
-    tokenizer: Any, text: str, count: int, tokens: int, stride: int | None = None, offset: int = 0
-) -> Tensor:
-    """``count`` windows of ``tokens`` tokens, starting ``stride`` apart: int64 [count, tokens].
+def token_windows(tokenizer: Any, text: str, count: int, tokens: int, offset: int = 0) -> Tensor:
+    """``count`` windows of ``tokens`` tokens side by side, from token ``offset`` of the text on: int64 [count, tokens].
 
-    The first begins ``offset`` tokens into the text. Without ``stride`` windows do not overlap. If the model expects a
-    BOS token (Gemma), every window begins with it.
+    If the model expects a BOS token (Gemma), every window begins with it.
     """
-    stride = stride or tokens
     bos = tokenizer.bos_token_id if wants_bos(tokenizer) else None
     body = tokens - (bos is not None)
-    if count < 1 or body < 2 or not 1 <= stride <= tokens:
-        raise InputError(
-            f"cannot make {count} windows of {tokens} tokens with a stride of {stride}: use at least one window of at "
-            "least 2 tokens and a stride of at most a window"
-        )
+    if count < 1 or body < 2:
+        raise InputError(f"cannot make {count} windows of {tokens} tokens: use at least one, of at least 3 tokens")
     if offset < 0:
         raise InputError(f"the offset into the text must be 0 or more tokens, not {offset}")
-    needed = offset + (count - 1) * min(stride, body) + body
+    needed = offset + count * body
     ids = tokenizer(text[: needed * CHARACTERS_PER_TOKEN], add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < needed:
         raise InputError(
             f"the text has {len(ids)} tokens; {count} windows of {tokens} from token {offset} on need {needed}: use "
             "fewer or shorter windows, or a longer text"
         )
-    starts = [offset + i * min(stride, body) for i in range(count)]
+    starts = range(offset, needed, body)
     rows = [([bos] if bos is not None else []) + ids[start : start + body] for start in starts]
     return torch.tensor(rows, dtype=torch.int64)
 

@@ -11,10 +11,9 @@ from slimkv.errors import InputError
 
 WIDTH, HEIGHT = 560, 340
 LEFT, TOP, BOTTOM = 64, 18, 46
-RIGHT = 96  # minimum; the line names are placed here
-_LETTER = 8.6  # of a name, in the widest of the usual bold fonts
-_ROW, _ROW_TOP, _ROW_BOTTOM = 26, 10, 40  # of charts with a line for each name
-_TONES = ("raw", "same", "worse", "better")
+RIGHT = 96  # minimum; holds the names of lines
+_LETTER = 8.6  # width of a letter, in the widest of the usual bold fonts
+_ROW, _ROW_TOP, _ROW_BOTTOM = 26, 10, 40  # of charts with one row per name
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def chart(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> s
 
 @dataclass(frozen=True)
 class Estimate:
-    """One line of ``intervals``."""
+    """One row of ``intervals``."""
 
     name: str
     value: float
@@ -141,7 +140,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of ``bars``."""
+    """One row of ``bars``."""
 
     name: str
     value: float
@@ -154,7 +153,7 @@ def _left(names: Sequence[str]) -> float:
 
 
 def intervals(title: str, rows: Sequence[Estimate]) -> str:
-    """Shares with their intervals, one line each; the interval of ``raw`` is shaded across all lines."""
+    """Shares with their intervals, one per row; the interval of ``raw`` is shaded across all rows."""
     if not rows:
         raise InputError("a chart of intervals needs rows")
     height = _ROW_TOP + _ROW * len(rows) + _ROW_BOTTOM
@@ -177,8 +176,6 @@ def intervals(title: str, rows: Sequence[Estimate]) -> str:
             parts.append(_text("tick", px(share), end + 19, "middle", f"{share:.0%}"))
     parts.append(_text("axis", (left + WIDTH - right) / 2, height - 4, "middle", title))
     for number, row in enumerate(rows):
-        if row.tone not in _TONES:
-            raise InputError(f"unknown tone {row.tone!r}; known are {', '.join(_TONES)}")
         y, told = _ROW_TOP + _ROW * (number + 0.5), f"{row.name}: {row.value:.1%} ({row.low:.1%} to {row.high:.1%})"
         parts.append(_text("row", left - 10, y + 4, "end", row.name))
         parts.append(_element("line", f"whisker {row.tone}", x1=px(row.low), x2=px(row.high), y1=y, y2=y))
@@ -188,7 +185,7 @@ def intervals(title: str, rows: Sequence[Estimate]) -> str:
 
 
 def bars(title: str, rows: Sequence[Bar]) -> str:
-    """Bars from 0, a line each."""
+    """Horizontal bars from 0, one per row."""
     if not rows or max(row.value for row in rows) <= 0:
         raise InputError("a chart of bars needs rows with a positive number")
     height = _ROW_TOP + _ROW * len(rows) + 24

@@ -8,7 +8,6 @@ from importlib import resources
 from typing import Any
 
 from slimkv.errors import InputError
-from slimkv.lab.report.charts import WIDTH
 
 Plot = tuple[str, str, str]  # title, caption, SVG
 
@@ -75,18 +74,6 @@ def document(title: str, body: str) -> str:
 {body}
 </main></body></html>
 """
-
-
-def stacked(title: str, drawings: Sequence[str]) -> str:
-    """Charts one below the other, as an SVG file of its own."""
-    parts, top = [], 0
-    for drawing in drawings:
-        tall = int(drawing.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
-        inside = drawing.partition(">")[2].removesuffix("</svg>")
-        parts.append(f'<g transform="translate(0 {top})">{inside}</g>')
-        top += tall + 12
-    frame = f'viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" role="img" aria-label="{escape(title)}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {frame}><style>{style()}</style>{"".join(parts)}</svg>\n'
 
 
 def table_line(cells: Sequence[str]) -> str:

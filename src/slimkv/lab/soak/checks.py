@@ -54,7 +54,7 @@ class Memory:
 
 
 def memory_of(samples: list[Sample]) -> Memory:
-    """From the samples of a load, at least three."""
+    """The memory figures of a load, from at least three samples."""
     values = [s.memory_bytes / MIB for s in samples]
     tenth = max(len(values) // 10, 1)
     middle = (len(values) - tenth) // 2
@@ -105,10 +105,10 @@ def check_blocks(at_rest: dict[str, float], reset_worked: bool) -> Check:
     return Check("no block leaked", usage == 0 and reset_worked, detail)
 
 
-def check_metrics(samples: list[Sample], at_rest: dict[str, float], counts: Counts, asked_beside: int) -> Check:
+def check_metrics(samples: list[Sample], at_rest: dict[str, float], counts: Counts, other_requests: int) -> Check:
     """All metrics exist, are finite and in range, counters never decrease, and they agree with the clients.
 
-    ``asked_beside``: requests that finished outside the load. A cancelled request may still finish first.
+    ``other_requests``: requests that finished outside the load. A cancelled request may still finish first.
     """
     wrong = [f"no {name}" for name in (*GAUGES, *COUNTERS) if name not in at_rest]
     before: dict[str, float] = {}
@@ -121,7 +121,7 @@ def check_metrics(samples: list[Sample], at_rest: dict[str, float], counts: Coun
             before[name] = value
     if not wrong:
         finished = at_rest["stopped"] + at_rest["length"]
-        least = counts.finished + asked_beside
+        least = counts.finished + other_requests
         if not least <= finished <= least + counts.cancelled:
             wrong.append(f"{finished:.0f} requests finished by vLLM's count; clients saw {least}")
         if at_rest["generation_tokens"] < counts.tokens:
@@ -134,14 +134,14 @@ def check_metrics(samples: list[Sample], at_rest: dict[str, float], counts: Coun
     return Check("metrics sane", not wrong, "; ".join(wrong[:3]) or detail)
 
 
-def check_abused(at_rest: dict[str, float], counts: Counts, settings: SoakSettings, asked_beside: int) -> Check:
+def check_load(at_rest: dict[str, float], counts: Counts, settings: SoakSettings, other_requests: int) -> Check:
     """The load was as requested: preemptions, aborted requests and prefix hits occurred.
 
     vLLM does not count a request whose client hung up, unless it finished first: the rest were aborted.
     """
     missing = []
     finished = at_rest.get("stopped", 0) + at_rest.get("length", 0)
-    aborted = counts.cancelled - (finished - counts.finished - asked_beside)
+    aborted = counts.cancelled - (finished - counts.finished - other_requests)
     if settings.overcommitted and not at_rest.get("preemptions"):
         missing.append("no preemption")
     if counts.cancelled >= 20 and aborted < counts.cancelled / 2:

@@ -59,13 +59,13 @@ class BadReplyError(Exception):
 
 
 class Client:
-    """A server's address."""
+    """Sends requests to one server."""
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
         self.host, self.port, self.timeout = host, port, timeout
 
     def call(self, method: str, path: str, body: object = None, timeout: float | None = None) -> tuple[int, bytes]:
-        """The status and body of one exchange."""
+        """Sends one request; returns the status and the body of the answer."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout or self.timeout)
         try:
             text = None if body is None else json.dumps(body)

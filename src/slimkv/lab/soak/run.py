@@ -119,7 +119,7 @@ def _soak(server: Server, settings: SoakSettings, step: Callable[[str], None]) -
         checks.check_memory(memory, samples, settings),
         checks.check_blocks(at_rest, emptied),
         checks.check_metrics(samples, final, counts, beside),
-        checks.check_abused(final, counts, settings, beside),
+        checks.check_load(final, counts, settings, beside),
     ]
     if pauses:
         found.append(
@@ -175,7 +175,7 @@ def _settle(client: Client) -> dict[str, float]:
 
 
 def _sleep_and_wake(client: Client) -> str:
-    """An empty string, or the error."""
+    """Puts the server to sleep and wakes it up; returns the error, or an empty string."""
     try:
         client.json("POST", "/sleep?level=1")
         asleep = client.json("GET", "/is_sleeping")["is_sleeping"]

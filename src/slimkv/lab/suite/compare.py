@@ -78,7 +78,7 @@ def _tests(a: Document, b: Document) -> dict[tuple[Any, ...], str]:
         return {}
     first, second = Questions(a), Questions(b)
     out: dict[tuple[Any, ...], str] = {}
-    for name in first.names:
+    for name in first.exact:
         common = [key for key in first.exact[name] if key in second.exact.get(name, {})]
         groups = {("answers", "", None): common}
         for task, length in dict.fromkeys(key[:2] for key in common):

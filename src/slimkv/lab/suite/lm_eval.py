@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with a packed cache: any of its tasks, with log-likelihoods and generation.
+"""Tasks of lm-evaluation-harness, by log-likelihood or by generation, with a packed cache.
 
 ``SlimKVLM`` is its Hugging Face model with one difference: every forward pass and every ``generate`` has a cache of the
 requested kind, and attention reads all keys and values through the codec.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from numbers import Real
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,8 +84,6 @@ def evaluate(model: LM, tasks: tuple[str, ...], limit: int | None, task_folder: 
     Returns ``{"results": {task: {metric: value}}, "samples": {task: {metric: [value of each example]}}}``.
     """
     lm_eval = _import_lm_eval()
-    if task_folder is not None and not Path(task_folder).is_dir():
-        raise InputError(f"there is no folder {task_folder} with task definitions")
     manager = _task_manager(task_folder)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:

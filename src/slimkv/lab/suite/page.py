@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
-from slimkv.lab.demo.report import quality_plot
 from slimkv.lab.evals.harness import RAW
 from slimkv.lab.report.charts import Axis, Bar, Estimate, Series, bars, chart, intervals, shaded
 from slimkv.lab.report.page import Plot, document, plot_cards, table, table_of_lines, td, tile, versions_line
+from slimkv.lab.report.plots import position_plots, quality_plot
 from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE
 from slimkv.lab.suite.summary import SHOWN, Column, Document, first_part, parts_of, words
 
@@ -39,21 +39,8 @@ def _position_plot(results: Document) -> list[Plot]:
     found = first_part(results, "positions")
     if found is None:
         return []
-    middles = [(a + b) / 2 for a, b in zip((0, *found["edges"][:-1]), found["edges"], strict=True)]
-    series = [Series(row["format"], middles, [max(kl, 1e-7) for kl in row["kl"]]) for row in found["rows"]]
-    svg = chart("KL divergence by position", Axis("position"), Axis("KL divergence to raw, nats", log=True), series)
-    plots = [("Over a long text", "KL divergence to the stock cache as the context grows.", svg)]
-    if all(row.get("bytes") for row in found["rows"]):
-        sizes = [Series(row["format"], found["edges"], [x / 2**20 for x in row["bytes"]]) for row in found["rows"]]
-        svg = chart("Bytes by position", Axis("position"), Axis("bytes of the cache, MiB"), sizes)
-        plots.append(
-            (
-                "Bytes by position",
-                "A memory budget stores old tokens in fewer bits.",
-                svg,
-            )
-        )
-    return plots
+    rows = [(row["format"], row["kl"], row.get("bytes", ())) for row in found["rows"]]
+    return position_plots(found["edges"], rows)
 
 
 def _length_plot(results: Document) -> list[Plot]:
@@ -170,33 +157,15 @@ def _lm_eval_table(results: Document) -> str:
     return _grid("lm-evaluation-harness", ["cache", *(f"{t}: {m}" for t, m in scores)], lines, "lm-eval")
 
 
-def _speed_tables(results: Document) -> str:
-    attend = first_part(results, "attend") or {"rows": []}
-    lines = [
-        [td(row["cell"]), td(row["format"]), td(row["ms"], "{:.3f}"), td(row["fraction_of_copy"], "{:.0%}"),
-         td(", ".join(f"{b['name']} {b['ratio']:.2f}x" for b in row["baselines"] if b["ratio"] is not None))]
-        for row in attend["rows"]
-    ]  # fmt: skip
-    head = ["cell", "format", "milliseconds", "of copy bandwidth", "time of others over slimkv's"]
-    shapes = {"kv_tokens": "{:,}", "decode_tokens_per_second": "{:,.0f}", "time_to_first_token_p50": "{:.3f}"}
-    served = [
-        [td(row["format"]), *(td(row["serving"][key], shape) for key, shape in shapes.items())]
-        for row in _rows(results, "serving")
-    ]
-    told = ["cache", "tokens the engine holds", "decode tokens/s", "time to first token, median s"]
-    return _grid("Attention on pages", head, lines, "attend") + _grid("vLLM under load", told, served, "serving")
-
-
 def _tiles(results: Document) -> str:
     rows = {row["format"]: row for row in results["summary"]["rows"]}
     packed = [row for row in rows.values() if row["format"] != RAW]
     tiles = []
     lossless = [
-        row for row in packed
-        if all(row[key]["verdict"] == NOT_DISTINGUISHABLE for key in ("answers_test", "lm_eval_tests") if key in row
-               and "verdict" in row[key])
-        and "answers_test" in row and row.get("smaller")
-    ]  # fmt: skip
+        row
+        for row in packed
+        if row.get("smaller") and row.get("answers_test", {}).get("verdict") == NOT_DISTINGUISHABLE
+    ]
     if lossless:
         best = max(lossless, key=lambda row: (row["smaller"], -row.get("kl", 0.0)))
         told = f"smaller than bf16: {best['format']}, answers to the tasks {NOT_DISTINGUISHABLE} from raw"
@@ -235,7 +204,7 @@ def html(results: Document) -> str:
 <h2>Quality and cost of each cache</h2>
 {_costs(results)}
 <h2>In words</h2><div class="card"><ul class="words">{told}</ul></div>
-{_task_grid(results)}{_needle_grid(results)}{_lm_eval_table(results)}{_speed_tables(results)}
+{_task_grid(results)}{_needle_grid(results)}{_lm_eval_table(results)}
 {_grid("Parts of this run", ["part", "status", "seconds"], parts, "parts")}
 <footer>{escape(on)}Command: {escape(run["command"])}. {escape(versions_line(run["versions"]))}.
 {results["seconds"]:.0f} seconds.</footer>"""

@@ -7,30 +7,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor
-
 from slimkv.formats import DEFAULT_FORMAT
-from slimkv.lab.bench.attention import bench_attend
 from slimkv.lab.bench.generate import GenerateSettings, time_generation
-from slimkv.lab.bench.run import Options
-from slimkv.lab.bench.serve import bench_serve
-from slimkv.lab.bench.serve_settings import DTYPES, ServeSettings
-from slimkv.lab.engine_process import EngineError
 from slimkv.lab.evals.acceptance import measure_acceptance
 from slimkv.lab.evals.agreement import measure_agreement
 from slimkv.lab.evals.harness import (
     MEMORY,
-    RAW,
     STRICT,
     WITH_CALIBRATION,
     Progress,
-    empty_bytes_per_token,
     takes_budget,
 )
 from slimkv.lab.evals.needle import measure_needle
 from slimkv.lab.evals.positions import measure_positions
 from slimkv.lab.suite.lm_eval import run_lm_eval
-from slimkv.lab.suite.settings import PARTS, SMOKE, TRANSFORMERS, VLLM, SuiteSettings
+from slimkv.lab.suite.settings import PARTS, VLLM, SuiteSettings
 from slimkv.lab.suite.tasks import TASKS, answer_context
 from slimkv.lab.suite.vllm_engine import run_engine
 from slimkv.lab.suite.workbench import Workbench
@@ -38,7 +29,6 @@ from slimkv.memory_plan import make_plan, parse_size, shape_of
 
 Data = dict[str, Any]
 BUDGET = f"{MEMORY}{DEFAULT_FORMAT}"  # a cache whose formats follow memory, in addition to the fixed ones
-BLOCK = 32  # tokens per bootstrap block
 _START = 20_000  # cost of starting an engine, in tokens read
 
 
@@ -46,16 +36,16 @@ _START = 20_000  # cost of starting an engine, in tokens read
 class Part:
     """One part of a run."""
 
-    name: str  # also of its file
+    name: str  # also names its file
     kind: str  # one of ``settings.PARTS``
     title: str
     settings: Data  # what determines its result besides the model and the versions
     weight: float  # expected cost, in tokens that the model reads
-    run: Callable[[Workbench, Progress], Data]
+    run: Callable[[Progress], Data]
 
 
 def _part(
-    bench: Workbench, name: str, title: str, weight: float, run: Callable[[Workbench, Progress], Data], **given: Any
+    bench: Workbench, name: str, title: str, weight: float, run: Callable[[Progress], Data], **given: Any
 ) -> Part:
     """A part called ``kind`` or ``kind-more``. Its result depends on ``given``, the text and the formats."""
     kind = next(kind for kind in PARTS if name == kind or name.startswith(f"{kind}-"))
@@ -68,30 +58,33 @@ def plan_parts(bench: Workbench) -> tuple[list[Part], list[str]]:
     settings, notes = bench.settings, list[str]()
     makers: dict[str, Callable[[Workbench, list[str]], list[Part]]] = {
         "memory": _memory, "agreement": _agreement, "positions": _positions, "needle": _needle, "tasks": _tasks,
-        "lm-eval": _lm_eval, "drafts": _drafts, "generate": _generate, "attend": _attend, "serve": _serve,
+        "lm-eval": _lm_eval, "drafts": _drafts, "generate": _generate,
     }  # fmt: skip
-    absent = {TRANSFORMERS: ("serve",), VLLM: ("agreement", "positions", "needle", "drafts", "generate")}
-    kinds = [kind for kind in makers if kind in settings.parts and kind not in absent[settings.engine]]
+    absent = ("agreement", "positions", "needle", "drafts", "generate") if settings.engine == VLLM else ()
+    kinds = [kind for kind in makers if kind in settings.parts and kind not in absent]
     return [part for kind in kinds for part in makers[kind](bench, notes)], notes
 
 
-def _fitting(bench: Workbench, lengths: tuple[int, ...], what: str, notes: list[str]) -> list[int]:
-    """The lengths within the model's context."""
-    limit = bench.max_positions
-    kept = [length for length in lengths if limit is None or length <= limit]
-    if dropped := [length for length in lengths if length not in kept]:
-        told = ", ".join(f"{length:,}" for length in dropped)
-        notes.append(f"{what}: {told} tokens are left out, the model has {limit:,} positions")
-    return kept
+def _limit(bench: Workbench, of_text: bool) -> tuple[float, str]:
+    """The longest window that the model, and with ``of_text`` also the text, allows; and which of them limits it."""
+    limits = [(bench.max_positions or math.inf, "the model's positions")]
+    return min([*limits, (bench.text_tokens, "the text")] if of_text else limits)
+
+
+def _fitting(bench: Workbench, lengths: tuple[int, ...], what: str, notes: list[str], of_text: bool) -> list[int]:
+    """The lengths within the limit."""
+    limit, why = _limit(bench, of_text)
+    if dropped := ", ".join(f"{length:,}" for length in lengths if length > limit):
+        notes.append(f"{what}: {dropped} tokens are left out, limited to {limit:,} by {why}")
+    return [length for length in lengths if length <= limit]
 
 
 def _window(bench: Workbench, tokens: int, what: str, notes: list[str]) -> int:
-    """Tokens of a window, limited by the model's context and the text."""
-    allowed = min(tokens, bench.text_tokens, bench.max_positions or tokens)
-    if allowed < tokens:
-        why = "the text" if allowed == bench.text_tokens else "the model's positions"
-        notes.append(f"{what}: {allowed:,} tokens in place of {tokens:,}, limited by {why}")
-    return allowed
+    """Tokens of a window within the limit."""
+    limit, why = _limit(bench, of_text=True)
+    if limit < tokens:
+        notes.append(f"{what}: {limit:,} tokens in place of {tokens:,}, limited by {why}")
+    return int(min(tokens, limit))
 
 
 def _reading(settings: SuiteSettings, tokens: float) -> float:
@@ -101,7 +94,7 @@ def _reading(settings: SuiteSettings, tokens: float) -> float:
 def _memory(bench: Workbench, notes: list[str]) -> list[Part]:
     settings = bench.settings
 
-    def run(bench: Workbench, progress: Progress) -> Data:
+    def run(progress: Progress) -> Data:
         shape = shape_of(bench.config.to_dict())
         names = {format: format.removesuffix(WITH_CALIBRATION) for format in bench.formats}
         plan = make_plan(shape, list(dict.fromkeys(names.values())), parse_size(settings.memory))
@@ -120,19 +113,8 @@ def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
             f"agreement: {count} windows in place of {size.windows}, the text is shorter; give a longer --text"
         )
 
-    def run(bench: Workbench, progress: Progress) -> Data:
-        losses: dict[str, list[float]] = {}
-        counts: list[int] = []
-
-        def observe(format: str, window: int, found: Tensor) -> None:
-            blocks = found.split(BLOCK)
-            losses.setdefault(format, []).extend(float(block.sum()) for block in blocks)
-            if format == RAW:
-                counts.extend(len(block) for block in blocks)
-
-        windows = bench.windows(count, tokens)
-        report = bench.measured(measure_agreement, windows, progress=progress, observe=observe)
-        return {**report, "block_losses": losses, "block_tokens": counts}
+    def run(progress: Progress) -> Data:
+        return bench.measured(measure_agreement, bench.windows(count, tokens), progress=progress)
 
     weight, title = _reading(settings, count * tokens), "perplexity, agreement, KL divergence"
     return [_part(bench, "agreement", title, weight, run, windows=count, tokens=tokens)]
@@ -142,7 +124,7 @@ def _positions(bench: Workbench, notes: list[str]) -> list[Part]:
     settings = bench.settings
     tokens = _window(bench, settings.size.position_tokens, "positions", notes)
 
-    def run(bench: Workbench, progress: Progress) -> Data:
+    def run(progress: Progress) -> Data:
         more = [BUDGET] if takes_budget(bench.loaded.model) else []
         return bench.measured(measure_positions, bench.windows(1, tokens), progress=progress, more=more)
 
@@ -154,7 +136,7 @@ def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
     settings, depths = bench.settings, bench.settings.size.needle_depths
 
     def at(context: int) -> Part:
-        def run(bench: Workbench, progress: Progress) -> Data:
+        def run(progress: Progress) -> Data:
             return bench.measured(
                 measure_needle, bench.tokenizer, bench.text,
                 contexts=[context], depths=depths, mode=STRICT, progress=progress,
@@ -163,11 +145,8 @@ def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
         weight, title = _reading(settings, 4 * len(depths) * (context + 100)), f"needle grid at {context:,} tokens"
         return _part(bench, f"needle-{context}", title, weight, run, context=context, depths=depths)
 
-    fitting = _fitting(bench, settings.size.needle_contexts, "needle", notes)
-    if long := [context for context in fitting if context > bench.text_tokens]:
-        told = ", ".join(f"{context:,}" for context in long)
-        notes.append(f"needle: contexts of {told} tokens are left out, the text is shorter; give a longer --text")
-    return [at(context) for context in fitting if context not in long]
+    fitting = _fitting(bench, settings.size.needle_contexts, "needle", notes, of_text=True)
+    return [at(context) for context in fitting]
 
 
 def task_contexts(bench: Workbench, task: str, length: int) -> list[Any]:
@@ -177,7 +156,7 @@ def task_contexts(bench: Workbench, task: str, length: int) -> list[Any]:
 
 
 def task_items(contexts: list[Any]) -> list[Data]:
-    """The key of each question, and its group."""
+    """One row for each question: its context, and the depth of its answer."""
     return [
         {"task": context.task, "length": context.length, "context": number, "question": q, "depth": question.depth}
         for number, context in enumerate(contexts)
@@ -187,22 +166,20 @@ def task_items(contexts: list[Any]) -> list[Data]:
 
 def _tasks(bench: Workbench, notes: list[str]) -> list[Part]:
     settings, size = bench.settings, bench.settings.size
-    lengths = _fitting(bench, size.lengths, "tasks", notes)
+    lengths = _fitting(bench, size.lengths, "tasks", notes, of_text=False)
     given = {"contexts": size.contexts, "questions": size.questions, "seed": settings.seed}
     if settings.engine == VLLM:
         return _tasks_in_vllm(bench, lengths, given)
 
     def of(task: str, length: int) -> Part:
-        def run(bench: Workbench, progress: Progress) -> Data:
+        def run(progress: Progress) -> Data:
             contexts, kinds = task_contexts(bench, task, length), bench.kinds()
-            answers: dict[str, Data] = {kind.name: {"exact": [], "nll": []} for kind in kinds}
+            answers: dict[str, Data] = {kind.name: {"exact": []} for kind in kinds}
             steps = len(contexts) * len(kinds)
             for number, context in enumerate(contexts):
                 for which, kind in enumerate(kinds):
                     progress(f"{task} at {length:,}: {kind.name}", number * len(kinds) + which, steps)
-                    for exact, nll in answer_context(bench.loaded.model, kind, context):
-                        answers[kind.name]["exact"].append(exact)
-                        answers[kind.name]["nll"].append(nll)
+                    answers[kind.name]["exact"] += answer_context(bench.loaded.model, kind, context)
             progress(task, steps, steps)
             return {"items": task_items(contexts), "answers": answers}
 
@@ -218,12 +195,12 @@ def _tasks_in_vllm(bench: Workbench, lengths: list[int], given: Data) -> list[Pa
     size = bench.settings.size
 
     def of(format: str) -> Part:
-        def run(bench: Workbench, progress: Progress) -> Data:
+        def run(progress: Progress) -> Data:
             contexts = [task_contexts(bench, task, length) for length in lengths for task in TASKS]
             bench.release()
             found = run_engine(bench, format, [one for several in contexts for one in several], progress)
             items = [item for several in contexts for item in task_items(several)]
-            return {"items": items, "answers": {format: {"exact": found.pop("exact"), "nll": None}}, "engine": found}
+            return {"items": items, "answers": {format: {"exact": found.pop("exact")}}, "engine": found}
 
         weight = _START + len(TASKS) * sum(size.contexts * (length + 40 * size.questions) for length in lengths)
         name, title = f"tasks-vllm-{format}", f"tasks through vLLM: {format}"
@@ -236,7 +213,7 @@ def _lm_eval(bench: Workbench, notes: list[str]) -> list[Part]:
     settings, size = bench.settings, bench.settings.size
 
     def of(format: str) -> Part:
-        def run(bench: Workbench, progress: Progress) -> Data:
+        def run(progress: Progress) -> Data:
             return run_lm_eval(bench, format, progress)
 
         given = {"format": format, "tasks": settings.tasks, "limit": size.limit, "folder": settings.task_folder}
@@ -252,7 +229,7 @@ def _drafts(bench: Workbench, notes: list[str]) -> list[Part]:
     tokens = _window(bench, min(size.window_tokens, max((bench.max_positions or 1024) - new, 16)), "drafts", notes)
     count = max(1, min(size.windows, 8, bench.text_tokens // tokens))
 
-    def run(bench: Workbench, progress: Progress) -> Data:
+    def run(progress: Progress) -> Data:
         return bench.measured(measure_acceptance, bench.windows(count, tokens), progress=progress, new_tokens=new)
 
     weight, title = _reading(settings, count * tokens + 25.0 * new), f"n-gram drafts accepted after {tokens:,} tokens"
@@ -265,57 +242,14 @@ def _generate(bench: Workbench, notes: list[str]) -> list[Part]:
     room = (bench.max_positions or math.inf) - (new + 4) * (rounds + 1)
     context = int(min(size.decode_context, max(room, 16)))
 
-    def run(bench: Workbench, progress: Progress) -> Data:
+    def run(progress: Progress) -> Data:
         wanted = GenerateSettings(
             model=settings.model, context=context, new_tokens=new, rounds=rounds, formats=tuple(bench.packed),
             dtype=settings.dtype, device=settings.device,
         )  # fmt: skip
-        model = bench.loaded.model
-        report = asdict(time_generation(wanted, model, bench.used_calibration))
+        report = asdict(time_generation(wanted, bench.loaded.model, bench.used_calibration))
         del report["run"]  # the whole run has one
-        sizes = {x.name: empty_bytes_per_token(model, x.new(model, STRICT), x.format) for x in bench.kinds()}
-        return {**report, "bytes_per_token": sizes}
+        return report
 
     weight, title = _reading(settings, rounds * (context + 50.0 * (new + 1))), f"decoding speed at {context:,} tokens"
     return [_part(bench, "generate", title, weight, run, context=context, new_tokens=new, rounds=rounds)]
-
-
-def _attend(bench: Workbench, notes: list[str]) -> list[Part]:
-    settings = bench.settings
-    cells = [] if settings.name == SMOKE or settings.device != "cpu" else ["decode-*", "prefill-*"]
-    small = settings.name == SMOKE
-
-    def run(bench: Workbench, progress: Progress) -> Data:
-        return asdict(bench_attend(Options(cells=cells, device=settings.device, small=small), lambda step: None))
-
-    weight = 4000 if settings.device == "cpu" and small else 2 * _START
-    return [_part(bench, "attend", "attention on pages", weight, run, cells=cells, small=small)]
-
-
-def _serve(bench: Workbench, notes: list[str]) -> list[Part]:
-    """Engines under load with a model of random weights: the memory and the speed are those of its shape."""
-    settings, on_gpu = bench.settings, bench.settings.device != "cpu"
-    plain = [f for f in settings.formats if f != RAW and not f.endswith(WITH_CALIBRATION)]
-    sizes: Data = {"dtype": settings.dtype}
-    if not on_gpu:
-        sizes |= {
-            "shape": "tiny", "context": 512, "requests": 3, "new_tokens": 8, "most_requests": 4, "arrivals": 6,
-            "rate": 4.0, "eager": True,
-        }  # fmt: skip
-        if dropped := [f for f in plain if f == "fp8" or f.startswith("turboquant")]:
-            notes.append(f"serve: {', '.join(dropped)} are caches of vLLM that need a GPU")
-        plain = [f for f in plain if f not in dropped]
-
-    def of(system: str) -> Part:
-        def run(bench: Workbench, progress: Progress) -> Data:
-            bench.release()
-            wanted = ServeSettings(systems=(system,), **sizes)
-            report = asdict(bench_serve(wanted, lambda step: None, "", bench.folder / "serve"))
-            if "error" in report["systems"][system]:
-                raise EngineError(report["systems"][system]["error"])
-            return report
-
-        title = f"vLLM under load: {system}"
-        return _part(bench, f"serve-{system}", title, 2 * _START, run, system=system, **sizes)
-
-    return [of(system) for system in (DTYPES[settings.dtype], *plain)]

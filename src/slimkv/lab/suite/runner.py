@@ -7,15 +7,16 @@ import json
 import re
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import slimkv
 from slimkv.errors import InputError
-from slimkv.lab.evals.harness import Progress
+from slimkv.lab.evals.harness import RAW, Progress, quiet
 from slimkv.lab.provenance import device_name, provenance
 from slimkv.lab.suite.parts import Part, plan_parts
 from slimkv.lab.suite.settings import SuiteSettings, lighter
@@ -27,41 +28,10 @@ RESULTS_VERSION = 1
 DONE, REUSED, FAILED = "done", "reused", "failed"
 _KEPT = "parts"
 _MARKER = "results.json"
+_STEPS = 1000  # of a run's progress
 # Code that affects reports, not results.
 _REPORTING = ("page", "summary", "written", "compare", "runner")
 _NOT_MEASURING = ("cli/", "lab/report/", *(f"lab/suite/{name}.py" for name in _REPORTING))
-
-
-class Watcher:
-    """Receives the progress of a run; this class ignores it."""
-
-    def begin(self, parts: Sequence[Part], notes: Sequence[str]) -> None:
-        """Before the first part."""
-
-    def move(self, part: Part, what: str, share: float, seconds_left: float | None) -> None:
-        """``share`` of all the work is done."""
-
-    def end(self, part: Part, status: str, seconds: float, error: str | None) -> None:
-        """A part is finished, was finished before, or failed."""
-
-
-@dataclass
-class Clock:
-    """Estimates the remaining time from the work done in this run, without parts that were finished before."""
-
-    total: float
-    skipped: float = 0.0
-    done: float = 0.0
-    started: float = 0.0
-
-    def left(self, share_of_part: float, weight: float) -> tuple[float, float | None]:
-        """(share of the work that is done, seconds left or None if unknown)."""
-        done = self.done + share_of_part * weight
-        share = (done + self.skipped) / self.total if self.total else 1.0
-        elapsed = time.monotonic() - self.started
-        if done <= 0 or elapsed < 2:
-            return share, None
-        return share, elapsed / done * max(self.total - self.skipped - done, 0.0)
 
 
 @lru_cache(maxsize=1)
@@ -106,13 +76,14 @@ def _check_folder(folder: Path) -> None:
         raise InputError(f"{folder} has other files in it; give --output a new folder, or one of an earlier run")
 
 
-def run_suite(settings: SuiteSettings, folder: Path, watcher: Watcher | None = None) -> dict[str, Any]:
+def run_suite(
+    settings: SuiteSettings, folder: Path, progress: Progress = quiet, tell: Callable[[str], object] = lambda line: None
+) -> dict[str, Any]:
     """Measures everything and writes ``results.json``, ``results.csv``, ``summary.md`` and ``report.html``.
 
     Finished parts are kept under ``folder/parts`` and reused while their inputs are unchanged. The
-    result's ``failed`` names the parts that did not finish.
+    result's ``failed`` names the parts that did not finish. ``tell`` gets a line for each note and finished part.
     """
-    watcher = watcher or Watcher()
     _check_folder(folder)
     settings, less = lighter(settings, Workbench(settings, folder).parameters)
     bench = Workbench(settings, folder)
@@ -122,23 +93,32 @@ def run_suite(settings: SuiteSettings, folder: Path, watcher: Watcher | None = N
     notes = [*less, *notes]
     if not parts:
         raise InputError(f"nothing to measure: the parts {', '.join(settings.parts)} do not run with {settings.engine}")
-    first = [Part("calibration", "calibration", "calibration", {}, 6000, _calibrate)] if bench.wants_calibration else []
-    watcher.begin([*first, *parts], notes)
-    clock = Clock(sum(p.weight for p in [*first, *parts]), started=time.monotonic())
-    records = [_run_part(part, None, bench, clock, watcher) for part in first]
-    digest = records[0]["data"]["digest"] if records and records[0]["data"] else None
-    if first and digest is None:
-        bench.without_calibration()
-        parts = [p for p in parts if p.settings.get("format", "raw") in bench.formats]
-    for part in parts:
-        path = folder / _KEPT / f"{part.name}-{part_key(part, bench, digest)}.json"
-        records.append(_run_part(part, path, bench, clock, watcher))
+    if bench.wants_calibration:
+        parts.insert(0, Part("calibration", "calibration", "calibration", {}, 6000, partial(_calibrate, bench)))
+    for note in notes:
+        tell(note)
+    records: list[dict[str, Any]] = []
+    total, done, digest = sum(part.weight for part in parts), 0.0, None
+    for number, part in enumerate(parts, 1):
+        if part.settings.get("format", RAW) in bench.formats:
+            first, last = (round(_STEPS * x / total) for x in (done, done + part.weight))
+            record = _run_part(part, digest, bench, _between(progress, first, last))
+            seconds, error = record["seconds"], record.get("error")
+            told = "finished before, in" if record["status"] == REUSED else f"{record['status']},"
+            reason = f": {error.splitlines()[0]}" if error else ""
+            tell(f"[{number}/{len(parts)}] {part.title}: {told} {timedelta(seconds=round(seconds))}{reason}")
+            records.append(record)
+            if part.kind == "calibration" and record["status"] == FAILED:
+                bench.without_calibration()
+            elif part.kind == "calibration":
+                digest = record["data"]["digest"]
+        done += part.weight
     # The folder of a run does not affect its result.
     command = re.sub(r" (--output|-o)[ =]\S+| --json", "", provenance().command)
     document = {
         "version": RESULTS_VERSION, "suite": settings.name, "model": settings.model, "engine": settings.engine,
         "settings": asdict(settings), "formats": list(bench.formats), "notes": notes,
-        "run": asdict(provenance(settings.device, command)), "seconds": round(time.monotonic() - begin, 1),
+        "run": asdict(provenance(settings.device, command)), "seconds": _since(begin),
         "cpu_seconds": round(time.process_time() - worked, 1),
         "failed": [r["name"] for r in records if r["status"] == FAILED], "parts": records,
     }  # fmt: skip
@@ -152,30 +132,33 @@ def _calibrate(bench: Workbench, progress: Progress) -> dict[str, Any]:
     return {"source": bench.calibration.source, "digest": hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
 
 
-def _run_part(part: Part, path: Path | None, bench: Workbench, clock: Clock, watcher: Watcher) -> dict[str, Any]:
-    """The record of a part, which is kept in ``path``."""
+def _between(progress: Progress, first: int, last: int) -> Progress:
+    """The progress of one part: the steps from ``first`` to ``last`` of the run's."""
+    return lambda what, done, total: progress(what, first + (last - first) * done // max(total, 1), _STEPS)
+
+
+def _run_part(part: Part, calibration: str | None, bench: Workbench, progress: Progress) -> dict[str, Any]:
+    """The record of a part: from its file, or measured and written there. A calibration has a cache of its own."""
     record: dict[str, Any] = {"name": part.name, "kind": part.kind, "title": part.title}
+    path = None
+    if part.kind != "calibration":
+        path = bench.folder / _KEPT / f"{part.name}-{part_key(part, bench, calibration)}.json"
     kept = _kept(path) if path is not None else None
     if kept is not None:
-        clock.skipped += part.weight
-        watcher.end(part, REUSED, kept["seconds"], None)
-        return {**record, "status": REUSED, "seconds": kept["seconds"], "data": kept["data"]}
-    begin, error = time.monotonic(), None
-
-    def progress(what: str, done: int, total: int) -> None:
-        watcher.move(part, what, *clock.left(done / max(total, 1), part.weight))
-
+        return {**record, "status": REUSED, **kept}
+    begin = time.monotonic()
     progress(part.title, 0, 1)
     try:
-        data = json.loads(json.dumps(part.run(bench, progress), allow_nan=False))
-        found: dict[str, Any] = {"seconds": round(time.monotonic() - begin, 1), "data": data}
-        if path is not None:
-            write_whole(path, f"{json.dumps(found)}\n".encode())
-    except Exception as caught:  # any error: the other parts continue
+        data = json.loads(json.dumps(part.run(progress), allow_nan=False))
+    except Exception as error:  # any error: the other parts continue
         write_whole(bench.folder / _KEPT / f"{part.name}-failed.txt", traceback.format_exc().encode())
-        error = f"{type(caught).__name__}: {caught}"
-        found = {"seconds": round(time.monotonic() - begin, 1), "error": error, "data": None}
-    clock.done += part.weight
-    status = DONE if error is None else FAILED
-    watcher.end(part, status, found["seconds"], error)
-    return {**record, "status": status, **found}
+        told = f"{type(error).__name__}: {error}"
+        return {**record, "status": FAILED, "seconds": _since(begin), "error": told, "data": None}
+    found = {"seconds": _since(begin), "data": data}
+    if path is not None:
+        write_whole(path, f"{json.dumps(found)}\n".encode())
+    return {**record, "status": DONE, **found}
+
+
+def _since(begin: float) -> float:
+    return round(time.monotonic() - begin, 1)

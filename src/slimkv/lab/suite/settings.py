@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from slimkv.errors import InputError
 from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, check_formats
 from slimkv.lab.evals.texts import SHIPPED
-from slimkv.lab.models import parse_dtype
+from slimkv.lab.models import DTYPES
+from slimkv.lab.settings import check_limits, setting
 
 SMOKE, QUICK, FULL = "smoke", "quick", "full"
 TRANSFORMERS, VLLM = "transformers", "vllm"
@@ -27,33 +28,26 @@ _MANY = (*_PAIRS, "k3v3", "k8v8", "k6v6", "k5v5", "k5v5+cal", "turboquant_k3v4_n
 
 @dataclass(frozen=True)
 class Size:
-    """The counts and lengths of a size."""
+    """How much a run of one size measures."""
 
-    formats: tuple[str, ...]  # in addition to raw
-    windows: int  # of text, for perplexity, agreement and KL divergence
-    window_tokens: int
-    position_tokens: int  # of one long window, for KL divergence by position
-    needle_contexts: tuple[int, ...]
-    needle_depths: tuple[float, ...]
-    lengths: tuple[int, ...]  # of the synthetic tasks
-    contexts: int  # for each task and length
-    questions: int  # about each context
-    decode_context: int  # tokens in the cache while decoding is timed
-    decode_tokens: int
-    decode_rounds: int
-    limit: int | None  # examples of each task of lm-evaluation-harness; None: all
+    formats: tuple[str, ...] = setting(help="Caches to compare with raw: fp8,k4v4,k4v4+cal, ...", option="format")
+    windows: int = setting(help="Windows of text for perplexity and agreement.", least=1)
+    window_tokens: int = setting(help="Tokens of each window.", least=2, option="tokens")
+    position_tokens: int = setting(help="Tokens of the long window.", least=2, option="positions")
+    needle_contexts: tuple[int, ...] = setting(least=1)
+    needle_depths: tuple[float, ...] = setting(least=0)
+    lengths: tuple[int, ...] = setting(help="Context lengths of the synthetic tasks, in tokens.", least=1)
+    contexts: int = setting(help="Contexts of each synthetic task and length.", least=1)
+    questions: int = setting(help="Questions about each context.", least=1)
+    decode_context: int = setting(help="Tokens in the cache while decoding is timed.", least=1)
+    decode_tokens: int = setting(least=1)
+    decode_rounds: int = setting(least=1)
+    limit: int | None = setting(help="Examples of each task of lm-evaluation-harness; full: all by default.", least=1)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = min(value) if isinstance(value, tuple) and field.name != "formats" and value else value
-            if isinstance(value, tuple) and not value:
-                raise InputError(f"{field.name} must name at least one")
-            if isinstance(least, int) and least < 1:
-                raise InputError(f"{field.name} must be at least 1, not {least}")
-        for depth in self.needle_depths:
-            if not 0 <= depth <= 1:
-                raise InputError(f"a depth must be between 0 and 1, not {depth}")
+        check_limits(self)
+        if empty := [name for name in ("formats", "lengths") if not getattr(self, name)]:
+            raise InputError(f"{' and '.join(empty)} must name at least one")
 
 
 _DEPTHS = (0.1, 0.5, 0.9)
@@ -72,7 +66,7 @@ SIZES: dict[tuple[str, bool], Size] = {  # by name and whether there is a GPU
 }  # fmt: skip
 NAMES = (SMOKE, QUICK, FULL)
 CPU_PARAMETERS = 150_000_000  # of the largest model for which a CPU keeps the sizes
-PARTS = ("memory", "agreement", "positions", "needle", "tasks", "lm-eval", "drafts", "generate", "attend", "serve")
+PARTS = ("memory", "agreement", "positions", "needle", "tasks", "lm-eval", "drafts", "generate")
 
 
 @dataclass(frozen=True)
@@ -82,24 +76,21 @@ class SuiteSettings:
     name: str  # smoke, quick, full
     model: str
     size: Size
-    engine: str = TRANSFORMERS
+    engine: str = setting(TRANSFORMERS, "Engine that answers the tasks", known=ENGINES)
     device: str = "cpu"
-    dtype: str = "float32"
-    calibration: str = AUTO  # auto, a file, or none
-    text: str = SHIPPED
-    memory: str = "8GiB"  # that tokens have to fit into
-    tasks: tuple[str, ...] = ()  # of lm-evaluation-harness
-    task_folder: str | None = None  # further task definitions for it
-    parts: tuple[str, ...] = PARTS
+    dtype: str = setting("float32", "Data type, float32 on a CPU and bfloat16 on a GPU unless given", known=DTYPES)
+    calibration: str = setting(AUTO, "Calibration of +cal: a file from slimkv calibrate, auto, or none.")
+    text: str = setting(SHIPPED, "A text file, a data set on the Hugging Face hub (name:config:split), or shipped.")
+    memory: str = setting("8GiB", "Memory that the tokens must fit into; default: 8GiB on a CPU, 40GiB on a GPU.")
+    tasks: tuple[str, ...] = setting((), "Tasks of lm-evaluation-harness, such as hellaswag,gsm8k.")
+    task_folder: str | None = setting(None, "Folder with more task definitions.")
+    parts: tuple[str, ...] = setting(PARTS, "Parts to measure", known=PARTS)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise InputError(f"unknown engine {self.engine!r}; known are {', '.join(ENGINES)}")
-        parse_dtype(self.dtype)
-        for part in self.parts:
-            if part not in PARTS:
-                raise InputError(f"unknown part {part!r}; known are {', '.join(PARTS)}")
+        check_limits(self)
+        if self.task_folder is not None and not Path(self.task_folder).is_dir():
+            raise InputError(f"there is no folder {self.task_folder} with task definitions")
         check_formats([f for f in self.size.formats if f != RAW], self.calibration != NO_CALIBRATION)
         if RAW in self.size.formats or len(set(self.size.formats)) != len(self.size.formats):
             raise InputError(
@@ -117,26 +108,20 @@ class SuiteSettings:
 def make_settings(name: str, model: str, *, device: str | None = None, **changes: Any) -> SuiteSettings:
     """The settings of a size for a model; ``changes`` replaces fields of ``SuiteSettings`` and of its ``Size``.
 
-    A change of None leaves the field alone. Without ``calibration`` (``none``) the sizes drop their calibrated formats.
+    Without ``calibration`` (``none``) the sizes drop their calibrated formats.
     """
     if name not in NAMES:
         raise InputError(f"unknown size {name!r}; known are {', '.join(NAMES)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = not device.startswith("cpu")
-    changes = {key: value for key, value in changes.items() if value is not None}
     size = SIZES[name, on_gpu]
     if changes.get("calibration") == NO_CALIBRATION and "formats" not in changes:
         size = replace(size, formats=tuple(f for f in size.formats if not f.endswith(WITH_CALIBRATION)))
     own = {field.name for field in fields(Size)}
-    size = replace(size, **{key: _tuple(value) for key, value in changes.items() if key in own})
-    rest = {key: _tuple(value) for key, value in changes.items() if key not in own}
-    rest.setdefault("dtype", "bfloat16" if on_gpu else "float32")
-    rest.setdefault("memory", "40GiB" if on_gpu else "8GiB")
+    size = replace(size, **{key: value for key, value in changes.items() if key in own})
+    rest: dict[str, Any] = {"dtype": "bfloat16", "memory": "40GiB"} if on_gpu else {}
+    rest |= {key: value for key, value in changes.items() if key not in own}
     return SuiteSettings(name, model, size, device=device, **rest)
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def lighter(settings: SuiteSettings, parameters: int) -> tuple[SuiteSettings, list[str]]:

@@ -51,17 +51,6 @@ def paired_answers(raw: Sequence[bool], other: Sequence[bool], clusters: Sequenc
     return PairedTest(interval.value, interval.low, interval.high, p, only_raw, only_other)
 
 
-def paired_losses(raw: Sequence[float], other: Sequence[float], counts: Sequence[int]) -> PairedTest:
-    """Losses of the same tokens with two caches, as sums over consecutive blocks of ``counts`` tokens."""
-    if not len(raw) == len(other) == len(counts):
-        raise InputError(f"losses do not pair: {len(raw)} and {len(other)} blocks of {len(counts)}")
-    differences = [b - a for a, b in zip(raw, other, strict=True)]
-    if not any(differences):
-        return PairedTest(0.0, 0.0, 0.0, 1.0)
-    interval, p = bootstrap(differences, counts)
-    return PairedTest(interval.value, interval.low, interval.high, p)
-
-
 def holm(values: Sequence[float]) -> list[float]:
     """p-values of several tests with Holm's correction, which bounds the chance of any false positive."""
     order = sorted(range(len(values)), key=lambda i: values[i])

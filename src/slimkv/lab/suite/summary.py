@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from slimkv.lab.evals.harness import RAW
 from slimkv.lab.evals.intervals import wilson
-from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, PairedTest, holm, paired_answers, paired_losses, verdict
+from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, PairedTest, holm, paired_answers, verdict
 
 Document = dict[str, Any]
 _EQUAL = 1.08  # largest relative difference in bytes of caches that are compared as equal
@@ -46,8 +45,6 @@ SHOWN = (
     Column("needles", "needle", "{0[found]}/{0[tried]}"),
     Column("drafts accepted", "drafts.acceptance_length", "{:.2f}"),
     Column("decode tokens/s", "decode.tokens_per_second", "{:.1f}"),
-    Column("served tokens/s", "serving.decode_tokens_per_second", "{:.0f}"),
-    Column("tokens in vLLM", "serving.kv_tokens", "{:,}"),
 )
 
 
@@ -71,7 +68,6 @@ def summarise(document: Document) -> Document:
     _add_answers(questions, rows)
     _add_speed(document, rows)
     _add_lm_eval(document, rows)
-    _add_serving(document, rows)
     return {"rows": list(rows.values()), "tasks": questions.table(), "groups": equal_bytes(list(rows.values()))}
 
 
@@ -109,11 +105,8 @@ def _add_agreement(document: Document, rows: dict[str, Document]) -> None:
     for row in found["rows"]:
         into = rows[row["format"]]
         into.update({key: row[key] for key in ("perplexity", "over_raw", "kl", "kl_99", "top1")})
-    losses, counts = found["block_losses"], found["block_tokens"]
-    tests = {name: paired_losses(losses[RAW], losses[name], counts) for name in rows if name in losses and name != RAW}
-    for name, test in tests.items():
-        relative = (math.expm1(test.difference), math.expm1(test.low), math.expm1(test.high))
-        tests[name] = PairedTest(*relative, test.p)
+    figures = ("over_raw", "over_raw_low", "over_raw_high", "over_raw_p")
+    tests = {row["format"]: PairedTest(*(row[name] for name in figures)) for row in found["rows"]}
     _tested(rows, "perplexity_test", tests, higher_is_better=False)
 
 
@@ -131,20 +124,12 @@ class Questions:
 
     def __init__(self, document: Document) -> None:
         self.exact: dict[str, dict[tuple[Any, ...], bool]] = {}
-        self.nll: dict[str, dict[tuple[Any, ...], float]] = {}
         self.depths: dict[tuple[Any, ...], float] = {}
         for part in parts_of(document, "tasks"):
             keys = [(i["task"], i["length"], i["context"], i["question"]) for i in part["items"]]
             self.depths.update(zip(keys, (item["depth"] for item in part["items"]), strict=True))
             for name, answers in part["answers"].items():
                 self.exact.setdefault(name, {}).update(zip(keys, answers["exact"], strict=True))
-                if answers["nll"] is not None:
-                    self.nll.setdefault(name, {}).update(zip(keys, answers["nll"], strict=True))
-
-    @property
-    def names(self) -> list[str]:
-        """Caches that answered."""
-        return list(self.exact)
 
     def test(self, name: str, keys: Iterable[tuple[Any, ...]]) -> PairedTest | None:
         """A cache compared with the stock cache on the questions ``keys`` that both have answered."""
@@ -172,13 +157,9 @@ class Questions:
 
 def _add_answers(questions: Questions, rows: dict[str, Document]) -> None:
     tests = {}
-    for name in questions.names:
-        answers = questions.exact[name]
+    for name, answers in questions.exact.items():
         right = sum(answers.values())
         rows[name]["answers"] = {"right": right, "asked": len(answers), **asdict(wilson(right, len(answers)))}
-        losses = questions.nll.get(name)
-        if losses:
-            rows[name]["answers"]["nll"] = math.fsum(losses.values()) / len(losses)
         test = questions.test(name, answers) if name != RAW else None
         if test is not None:
             tests[name] = test
@@ -220,18 +201,6 @@ def _add_lm_eval(document: Document, rows: dict[str, Document]) -> None:
                 test = paired_answers([x > 0 for x in base], [x > 0 for x in values], range(len(values)))
                 found[f"{task}/{metric}"] = {**asdict(test), "verdict": verdict(test.difference, test.p)}
         rows[name]["lm_eval_tests"] = found
-
-
-def _add_serving(document: Document, rows: dict[str, Document]) -> None:
-    for part in parts_of(document, "serve"):
-        for system, found in part["systems"].items():
-            name = RAW if system in ("bf16", "fp32") else system
-            if name in rows:
-                rows[name]["serving"] = {
-                    "kv_tokens": found.get("kv_tokens"),
-                    "decode_tokens_per_second": (found.get("decode") or {}).get("decode_tokens_per_second"),
-                    "time_to_first_token_p50": (found.get("poisson") or {}).get("time_to_first_token_p50"),
-                }
 
 
 def words(document: Document) -> list[str]:

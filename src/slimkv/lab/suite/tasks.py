@@ -13,11 +13,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from slimkv.errors import InputError
 from slimkv.lab.evals.harness import STRICT, CacheKind, attending
@@ -258,16 +257,10 @@ class TaskMaker:
         return (text + " ".join(filler[done:])).rstrip(), starts
 
 
-class Answer(NamedTuple):
-    """Whether greedy decoding begins with the answer, and the answer's negative log-likelihood in nats."""
-
-    exact: bool
-    nll: float | None  # None: the engine does not report it
-
-
 @torch.no_grad()
-def answer_context(model: Any, kind: CacheKind, context: Context, chunk: int = 512) -> list[Answer]:
-    """Reads the context once, in passes of ``chunk`` tokens, and each question from a copy of that cache.
+def answer_context(model: Any, kind: CacheKind, context: Context, chunk: int = 512) -> list[bool]:
+    """Which questions are answered. The context is read once, in passes of ``chunk`` tokens; each question continues
+    from a copy of that cache.
 
     Attention reads every key and value through the codec. Greedy decoding begins with the answer's tokens if and only
     if each of them is the most likely one after the question and the previous tokens, so one pass over question and
@@ -278,17 +271,16 @@ def answer_context(model: Any, kind: CacheKind, context: Context, chunk: int = 5
         for first in range(0, len(context.prefix), chunk):
             part = _ids(context.prefix[first : first + chunk], model)
             model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return [_answer(model, copy.deepcopy(cache), question) for question in context.questions]
+        return [_answers(model, copy.deepcopy(cache), question) for question in context.questions]
 
 
 def _ids(tokens: tuple[int, ...], model: Any) -> Tensor:
     return torch.tensor([tokens], dtype=torch.int64, device=model.device)
 
 
-def _answer(model: Any, cache: Any, question: Question) -> Answer:
+def _answers(model: Any, cache: Any, question: Question) -> bool:
     count = len(question.answer)
     given = _ids(question.suffix + question.answer[:-1], model)
-    logits = model(given, past_key_values=cache, use_cache=True, logits_to_keep=count).logits[0].float()
+    logits = model(given, past_key_values=cache, use_cache=True, logits_to_keep=count).logits[0]
     expected = _ids(question.answer, model)[0]
-    nll = cross_entropy(logits, expected, reduction="sum")
-    return Answer(bool((logits.argmax(-1) == expected).all()), float(nll))
+    return bool((logits.argmax(-1) == expected).all())

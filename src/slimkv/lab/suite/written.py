@@ -60,7 +60,7 @@ def metrics(document: Document) -> Iterator[dict[str, Any]]:
         for part, name in (("tasks", "answers"), ("needle", "needle")):
             if name in row:
                 yield {**base, "part": part, "metric": name, **{k: row[name][k] for k in ("value", "low", "high")}}
-        for part, key in (("drafts", "drafts"), ("generate", "decode"), ("serve", "serving")):
+        for part, key in (("drafts", "drafts"), ("generate", "decode")):
             for name, value in row.get(key, {}).items():
                 if value is not None:
                     yield {**base, "part": part, "metric": name, "value": value}

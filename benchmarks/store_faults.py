@@ -1,14 +1,20 @@
 """Stores under faults: damaged, truncated or swapped files, killed writers, full disks.
 
-A reader must get exactly the bytes that were stored, or a miss; no fault may raise an unexpected error.
+    python benchmarks/store_faults.py --count 1000
+
+A reader must get exactly the bytes that were stored, or a miss; no fault may raise an unexpected error. The exit code
+is 1 if one does.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import resource
 import signal
+import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -115,15 +121,13 @@ class FaultReport:
         return self.wrong == 0 and not self.broken and self.right > 0
 
 
-def soak_faults(count: int, folder: Path, seed: int = 0) -> FaultReport:
+def inject_faults(count: int, folder: Path, seed: int = 0) -> FaultReport:
     """Injects ``count`` faults, kind by kind, at random places in ``folder``; after each, reads every entry."""
     source, faults, got = random.Random(seed), Counter[str](), Counter[str]()
     broken: list[str] = []
     stores: list[Store] = [Chunks(folder / "chunks"), Prompts(folder / "prompts")]
     changes = {"flip": _flip, "cut": _cut, "grow": _grow, "lose a page": _lose_a_page}
-    kinds: dict[str, Callable[[Store, random.Random], None]] = {
-        name: partial(_rewrite, x) for name, x in changes.items()
-    }
+    kinds: dict[str, Fault] = {name: partial(_rewrite, change) for name, change in changes.items()}
     kinds |= {"mix": _mix, "kill": _kill, "full": _full}
     for i in range(count):
         store, fault = stores[i % len(stores)], list(kinds)[i // len(stores) % len(kinds)]
@@ -217,3 +221,22 @@ def _full(store: Store, source: random.Random) -> None:
         for entry in range(ENTRIES):
             with suppress(OSError, SlimKVError):
                 store.save(entry)
+
+
+def main() -> None:
+    """Injects faults into stores in a temporary folder, and prints what readers got."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=28, help="number of faults")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        report = inject_faults(given.count, Path(folder), given.seed)
+    for fault, times in report.faults.items():
+        print(f"{times:5} {fault}")
+    print(f"{report.right} right, {report.missed} missed, {report.wrong} wrong, {len(report.broken)} broken")
+    if not report.passed:
+        sys.exit("; ".join(report.broken[:3]) or "a reader got wrong bytes, or none at all")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-
-from slimkv.lab.soak import faults
-from slimkv.lab.soak.faults import soak_faults
+import store_faults
+from store_faults import inject_faults
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_faults_never_give_a_wrong_answer(count, tmp_path):
-    report = soak_faults(count, tmp_path, seed=count)
+    report = inject_faults(count, tmp_path, seed=count)
     assert report.passed, report
     assert sum(report.faults.values()) == count
     assert len(report.faults) == 14  # each kind, on each kind of store
@@ -18,9 +17,9 @@ def test_faults_never_give_a_wrong_answer(count, tmp_path):
 
 
 def test_an_unchecked_store_is_found_out(tmp_path, monkeypatch):
-    """Without its digest, a chunk's damage is an answer: the soak sees it."""
+    """Without its digest, a chunk's damage is an answer: the test sees it."""
     monkeypatch.setattr("slimkv.wire.chunk_file.trailer", lambda *args: bytes(48))
-    report = soak_faults(60, tmp_path)
+    report = inject_faults(60, tmp_path)
     assert report.wrong > 0
     assert not report.passed
 
@@ -29,5 +28,5 @@ def test_a_broken_reader_is_found_out(tmp_path, monkeypatch):
     def load(self, entry):
         raise RuntimeError("the engine is gone")
 
-    monkeypatch.setattr(faults.Chunks, "load", load)
-    assert not soak_faults(8, tmp_path).passed
+    monkeypatch.setattr(store_faults.Chunks, "load", load)
+    assert not inject_faults(8, tmp_path).passed

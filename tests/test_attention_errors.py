@@ -5,18 +5,21 @@ import math
 
 import pytest
 import torch
-
-from slimkv import CodecSpec
-from slimkv.lab.evals.attention import (
+from attention_errors import (
+    AttentionSample,
     PolicyError,
     attend,
     attention_error,
     average,
+    capture_attention,
     compare_formats,
     compare_policies,
+    heavy_tailed,
+    main,
     relative_error,
 )
-from slimkv.lab.evals.samples import AttentionSample, heavy_tailed
+
+from slimkv import CodecSpec
 
 SEEDS = range(4)
 # docs/design/codec.md prints this table: relative error of the attention output, mean over the seeds.
@@ -105,3 +108,40 @@ def test_error_of_one_side_only():
 def test_average():
     rows = [[PolicyError(2, "norm", 1.0, 3.0)], [PolicyError(2, "norm", 2.0, 5.0)]]
     assert average(rows) == [PolicyError(2, "norm", 1.5, 4.0)]
+
+
+def test_capture_records_what_attention_sees():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.arange(20)[None] % 50
+    before = model.config._attn_implementation
+    outputs = []
+    hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
+    samples = capture_attention(model, ids, queries=5)
+    hook.remove()
+    assert model.config._attn_implementation == before
+    assert len(samples) == 2
+    assert samples[1].key.shape == samples[1].value.shape == (4, 20, 16)
+    assert samples[1].query.shape == (4, 5, 16)
+    own = attend(samples[1].query, samples[1].key, samples[1].value, causal=True)
+    theirs = outputs[0][0, -5:].reshape(5, 4, 16).transpose(0, 1)
+    torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_the_tables(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv", ["attention_errors.py", "--head-dim", "32", "--seeds", "1", "--format", "k4v4,k2v2"]
+    )
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| k4v4", "| k2v2"]
+    assert len(lines) == 2 + 2 + 2 + 9
