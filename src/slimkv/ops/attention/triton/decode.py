@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 
 from slimkv.ops.triton.rotate import dot, rotate_columns, unrotate_store
-from slimkv.ops.triton.side import LLOYD, RAW, UNIFORM
+from slimkv.ops.triton.side import RAW, UNIFORM
 from slimkv.ops.triton.unpack import (
-    KEY_OFFSET,
-    VALUE_OFFSET,
     as_keys,
     as_values,
     decode_unsigned,
@@ -33,26 +31,23 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def find_block(starts, sequences, block, BLOCK_Q: tl.constexpr):
-    """The sequence that query block number ``block`` belongs to, when sequence i gets len_i // BLOCK_Q + 1 blocks."""
-    left = 0
-    right = sequences
-    while left < right:
-        middle = (left + right) // 2
-        if tl.load(starts + middle) // BLOCK_Q + middle <= block:
-            left = middle + 1
-        else:
-            right = middle
-    return left - 1
+def first_query(starts_ptr, sequences, block, BLOCK_Q: tl.constexpr, ONE_BLOCK: tl.constexpr):
+    """The sequence of a block of queries, its first row of query, and the block's first query in it.
 
-
-@triton.jit
-def _first_query(starts_ptr, sequences, block, BLOCK_Q: tl.constexpr, ONE_BLOCK: tl.constexpr):
-    """The sequence of a block of queries, its first row of query, and the block's first query in it."""
+    Sequence i has len_i // BLOCK_Q + 1 blocks, or ONE_BLOCK.
+    """
     if ONE_BLOCK:
         return block, tl.load(starts_ptr + block), 0
     else:
-        sequence = find_block(starts_ptr, sequences, block, BLOCK_Q)
+        left = 0
+        right = sequences
+        while left < right:
+            middle = (left + right) // 2
+            if tl.load(starts_ptr + middle) // BLOCK_Q + middle <= block:
+                left = middle + 1
+            else:
+                right = middle
+        sequence = left - 1
         start = tl.load(starts_ptr + sequence)
         return sequence, start, (block - (start // BLOCK_Q + sequence)) * BLOCK_Q
 
@@ -80,8 +75,8 @@ def softmax_columns(s, top, m, z, acc):
 
 
 @triton.jit
-def _keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr,
-                  WINDOW: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
+def keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr,
+                 WINDOW: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
     """Which keys a block of queries reads: begin (a multiple of BT), end, the end of those that are packed, and the
     first that one of its queries sees: blocks before it may be of another sequence by now.
 
@@ -134,14 +129,12 @@ def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, K: 
 @triton.jit
 def _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, levels, K: tl.constexpr):
     """Scores [BT, M] of a step's keys, in powers of two."""
-    k = as_keys(tile_numbers(page, inside, tile_valid, levels, False, K))
+    k = as_keys(tile_numbers(page, inside, tile_valid, levels, K))
     if K.KIND == RAW:
         s = dot(k, qh, tl.zeros([k.shape[0], qh.shape[1]], tl.float32))
     else:
         scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, valid_tiles, 0, K)), (k.shape[0],))
         s = tl.dot(k, qh)
-        if K.PTX and K.KIND == LLOYD:
-            s -= KEY_OFFSET * q_sum[None, :]
         s *= scale[:, None]
         if K.KIND == UNIFORM:
             s += load_centre(page[:, None], field_at, valid_tiles, scale, K)[:, None] * q_sum[None, :]
@@ -155,7 +148,7 @@ def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, vali
     BT: tl.constexpr = s.shape[0]
     if V.KIND == RAW:
         p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
-        v = as_values(tile_numbers(page, inside, tile_valid, levels, True, V))
+        v = as_values(tile_numbers(page, inside, tile_valid, levels, V))
         v_token = token0 + fragment_order(tl.arange(0, BT))
         present = (v_token < length) & (v_token >= seen_from)
         v = tl.where(present[None, :], v, 0.0).to(v.dtype)
@@ -166,24 +159,25 @@ def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, vali
         exponent = tl.reshape(field_exponent(field), (BT,))
         p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
         ph = (p * tl.where(valid, scale, 0.0)[:, None]).to(tl.float16)
-        v = as_values(tile_numbers(page, inside, tile_valid, levels, True, V))
+        v = as_values(tile_numbers(page, inside, tile_valid, levels, V))
         acc = tl.dot(v, in_fragment_order(ph), acc)
         if V.KIND == UNIFORM:
             centre = load_centre(page[:, None], field_at, valid_tiles, scale, V)
             w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
-        elif V.PTX and V.KIND == LLOYD:
-            w = w * alpha - VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
     return m, z, w, acc
 
 
 @triton.jit
-def _hide(s, token, present, position, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Scores s [BT, M] with -inf where the row's query, at position [M], does not see the token [BT]."""
-    seen = present[:, None] & (position == position)[None, :]
+def hide(s, token, present, position, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Scores s with -inf where a token is not ``present`` or the query at ``position`` does not see it.
+
+    ``token`` and ``present`` broadcast over the queries' axis of s, ``position`` over the tokens'.
+    """
+    seen = present & (position == position)
     if CAUSAL:
-        seen = seen & (token[:, None] <= position[None, :])
+        seen = seen & (token <= position)
     if WINDOW:
-        seen = seen & (token[:, None] > position[None, :] - window)
+        seen = seen & (token > position - window)
     return tl.where(seen, s, float("-inf"))
 
 
@@ -208,7 +202,8 @@ def _add_fresh(m, z, acc, qh, row_scale, shift, position, k_ptr, v_ptr, begin, e
         s = tl.dot(k, qh.to(tl.float16)) * (row_scale[None, :] * k_up[:, None])
         if SOFTCAP:
             s = soft_cap(s + shift[None, :], softcap)
-        s = _hide(s, length - queries + fresh, present, position, window, CAUSAL, WINDOW)
+        token = length - queries + fresh
+        s = hide(s, token[:, None], present[:, None], position[None, :], window, CAUSAL, WINDOW)
         mask = present[None, :] & (v_dim < VD)[:, None]
         v = tl.load(v_ptr + (at * VD)[None, :] + v_dim[:, None], mask=mask, other=0.0).to(tl.float32)
         v_down, v_up, v_exponent = power_below(tl.max(tl.abs(v), 0))
@@ -240,7 +235,7 @@ def attend_kernel(
     VDP: tl.constexpr = 16 * V.SP
     TILES_PER_BLOCK: tl.constexpr = K.BLOCK_SIZE // 16
 
-    sequence, start, first = _first_query(starts_ptr, sequences, tl.program_id(0), BLOCK_Q, ONE_BLOCK)
+    sequence, start, first = first_query(starts_ptr, sequences, tl.program_id(0), BLOCK_Q, ONE_BLOCK)
     queries = tl.load(starts_ptr + sequence + 1) - start
     if (first >= queries) | (queries > most_queries):
         return
@@ -254,7 +249,7 @@ def attend_kernel(
     row_at = q_row * (HEADS * GROUP) + q_head
     position = length - queries + query  # of each row's query in its sequence
 
-    begin, end, packed_end, seen_from, clear_begin, clear_end = _keys_to_read(
+    begin, end, packed_end, seen_from, clear_begin, clear_end = keys_to_read(
         length, queries, first, window, BLOCK_Q, BT, CAUSAL, WINDOW, fresh_k_ptr is not None
     )
     steps = tl.cdiv(tl.maximum(packed_end - begin, 0), BT)
@@ -290,7 +285,8 @@ def attend_kernel(
             s = soft_cap(s + shift[None, :], softcap)
         # Rows without a query attend garbage that is never stored, so only the first and last visible keys need a mask.
         if token0 + BT > clear_end or token0 < clear_begin:
-            s = _hide(s, token, valid & (token < packed_end), position, window, CAUSAL, WINDOW)
+            present = valid & (token < packed_end)
+            s = hide(s, token[:, None], present[:, None], position[None, :], window, CAUSAL, WINDOW)
         m, z, w, acc = _add_values(
             s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
             value_levels, V,

@@ -12,9 +12,8 @@ import triton.language as tl
 
 from slimkv.ops.attention.triton.decode import load_queries, power_below, softmax_columns
 from slimkv.ops.triton.rotate import dot
-from slimkv.ops.triton.side import LLOYD, RAW, UNIFORM
+from slimkv.ops.triton.side import RAW, UNIFORM
 from slimkv.ops.triton.unpack import (
-    VALUE_OFFSET,
     as_keys,
     decode_unsigned,
     field_exponent,
@@ -52,7 +51,7 @@ def _rope_scores(page, inside, field_at, tile_valid, valid_tiles, qh, rest, q_su
                  R: tl.constexpr):  # fmt: skip
     """What the rope parts of a step's tokens add to the scores: float32 [BT, M], before the queries' factors."""
     BT: tl.constexpr = 16 * page.shape[0]
-    k = values_as_keys(tile_numbers(page, inside, tile_valid, levels, True, R))
+    k = values_as_keys(tile_numbers(page, inside, tile_valid, levels, R))
     if R.KIND == RAW:
         k = tl.where(tl.reshape(valid_tiles, (BT,))[:, None], k, 0.0).to(k.dtype)
         s = dot(k, qh, tl.zeros([BT, qh.shape[1]], tl.float32))
@@ -60,8 +59,6 @@ def _rope_scores(page, inside, field_at, tile_valid, valid_tiles, qh, rest, q_su
             s = dot(k, rest, s)
     else:
         s = tl.dot(k, qh)
-        if R.PTX and R.KIND == LLOYD:
-            s -= VALUE_OFFSET * q_sum[None, :]
         scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, valid_tiles, 0, R)), (BT,))
         s *= scale[:, None]
         if R.KIND == UNIFORM:
@@ -77,8 +74,7 @@ def _latent_scores(page, inside, field_at, valid, tile_valid, valid_tiles, qh, q
     scale = tl.full([BT], 1.0, tl.float32)
     exponent = tl.zeros([BT], tl.float32)
     centre = tl.zeros([BT], tl.float32)
-    # Made as values are: their offset is small enough to be summed over many tokens.
-    k = as_keys(tile_numbers(page, inside, tile_valid, levels, True, K))
+    k = as_keys(tile_numbers(page, inside, tile_valid, levels, K))
     if K.KIND == RAW:
         k = tl.where(valid[:, None], k, 0.0).to(k.dtype)
         s = dot(k, qh, tl.zeros([BT, qh.shape[1]], tl.float32))
@@ -87,8 +83,6 @@ def _latent_scores(page, inside, field_at, valid, tile_valid, valid_tiles, qh, q
         scale = tl.reshape(decode_unsigned(field), (BT,))
         exponent = tl.reshape(field_exponent(field), (BT,))
         s = tl.dot(k, qh)
-        if K.PTX and K.KIND == LLOYD:
-            s -= VALUE_OFFSET * q_sum[None, :]
         s *= scale[:, None]
         if K.KIND == UNIFORM:
             centre = load_centre(page[:, None], field_at, valid_tiles, scale, K)
@@ -189,8 +183,6 @@ def attend_latent_kernel(
             acc = tl.dot(tl.trans(k), ph, acc)
             if K.KIND == UNIFORM:
                 w = w * alpha + tl.sum(tl.where(seen, p * centre[:, None], 0.0), 0)
-            elif K.PTX and K.KIND == LLOYD:
-                w = w * alpha - VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
 
     _store_rows(
         out_ptr, lse_ptr, acc + w[None, :], m, z, q_row, head, row_valid, heads, out_stride, out_head_stride, part,
