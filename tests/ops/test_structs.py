@@ -9,7 +9,6 @@ import pytest
 from slimkv.ops.attention.cuda import decode, prefill
 from slimkv.ops.cpu import structures
 from slimkv.ops.cpu.module import build_failure, library
-from slimkv.ops.gather.cuda.launch import GatherArgs
 from slimkv.ops.latent.cuda import launch as latent
 from slimkv.ops.store.cuda.args import StoreArgs
 from slimkv.ops.structures import parse_structures
@@ -50,7 +49,7 @@ def test_the_cpu_library_was_compiled_with_the_same_sizes():
     assert structures.CFault.limit.offset == 24
 
 
-@pytest.mark.parametrize("kind", [StoreArgs, GatherArgs, decode.Args, latent.Args, prefill.PrefillArgs], ids=str)
+@pytest.mark.parametrize("kind", [StoreArgs, decode.Args, latent.Args, prefill.PrefillArgs], ids=str)
 def test_arguments_of_cuda_kernels(kind):
     """Fields follow one another with no gap but that of the next one's alignment."""
     end = 0

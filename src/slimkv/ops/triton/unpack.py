@@ -17,9 +17,9 @@ _RESCALE: tl.constexpr = tl.constexpr(2.0 ** (127 - scale16.BIAS))
 _BIAS: tl.constexpr = tl.constexpr(scale16.BIAS)
 
 
-# 8 sign-and-magnitude nibbles (sign in bit 3) -> 8 levels in fp16: two byte permutations look up four magnitudes each, an
-# exclusive or with 0x80 or 0xFF negates, and a third permutation puts the byte b = level + 63.5 behind fp16's 0x64, which
-# is 1024 + b. $8 is the word, $9 and $10 the table (see `side.byte_table`).
+# 8 sign-and-magnitude nibbles (sign in bit 3) -> 8 levels in fp16: two byte permutations look up four magnitudes each,
+# an exclusive or with 0x80 or 0xFF negates, and a third permutation puts the byte b = level + 63.5 behind fp16's 0x64,
+# which is 1024 + b. $8 is the word, $9 and $10 the table (see `side.byte_table`).
 _LOOKUP = """{
 .reg .b32 s, t, l, h, m, n, a, x, c, d, e;
 mov.b32 x, 0x80808080;
