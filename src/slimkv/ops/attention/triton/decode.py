@@ -105,7 +105,7 @@ def keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.c
 def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, K: tl.constexpr):
     """The queries, rotated once (unless key_rotation is None) and scaled column by column into the keys' dtype.
 
-    Returns them in fragment order [KDP, M], their sums [M], and the factors that undo the scaling [M].
+    Returns them [KDP, M], what that dtype rounds off, their sums [M], and the factors that undo the scaling [M].
     """
     KDP: tl.constexpr = 16 * K.SP
     if key_rotation is not None:
@@ -122,49 +122,44 @@ def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, K: 
         qh = q.to(tl.bfloat16)
     else:
         qh = q.to(tl.float16)
-    q_sum = tl.sum(qh.to(tl.float32), 0)
-    return in_fragment_order(qh), q_sum, up
+    rest = (q - qh.to(tl.float32)).to(qh.dtype)
+    return qh, rest, tl.sum(qh.to(tl.float32), 0), up
 
 
 @triton.jit
-def _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, levels, K: tl.constexpr):
-    """Scores [BT, M] of a step's keys, in powers of two."""
-    k = as_keys(tile_numbers(page, inside, tile_valid, levels, K))
-    if K.KIND == RAW:
-        s = dot(k, qh, tl.zeros([k.shape[0], qh.shape[1]], tl.float32))
+def side_scores(k, page, field_at, valid_tiles, qh, q_sum, S: tl.constexpr):
+    """Scores float32 [BT, M] of a step's numbers k [BT, dim] of a side, before the queries' factors."""
+    if S.KIND == RAW:
+        return dot(k, qh, tl.zeros([k.shape[0], qh.shape[1]], tl.float32))
     else:
-        scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, valid_tiles, 0, K)), (k.shape[0],))
-        s = tl.dot(k, qh)
-        s *= scale[:, None]
-        if K.KIND == UNIFORM:
-            s += load_centre(page[:, None], field_at, valid_tiles, scale, K)[:, None] * q_sum[None, :]
-    return s * row_scale[None, :]
+        scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, valid_tiles, 0, S)), (k.shape[0],))
+        s = tl.dot(k, qh) * scale[:, None]
+        if S.KIND == UNIFORM:
+            s += load_centre(page[:, None], field_at, valid_tiles, scale, S)[:, None] * q_sum[None, :]
+        return s
 
 
 @triton.jit
-def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
-                levels, V: tl.constexpr):  # fmt: skip
-    """One step of the online softmax with a step's values: scores s [BT, M] -> m, z, w [M] and acc [VDP, M]."""
+def add_values(s, m, z, w, acc, v, page, field_at, valid_tiles, FRAGMENTS: tl.constexpr, S: tl.constexpr):
+    """One step of the online softmax with a step's values v [VDP, BT]: scores s [BT, M] -> m, z, w [M], acc [VDP, M].
+
+    FRAGMENTS: the tokens of v are in fragment order. Raw values that no query sees are zeros.
+    """
     BT: tl.constexpr = s.shape[0]
-    if V.KIND == RAW:
-        p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
-        v = as_values(tile_numbers(page, inside, tile_valid, levels, V))
-        v_token = token0 + fragment_order(tl.arange(0, BT))
-        present = (v_token < length) & (v_token >= seen_from)
-        v = tl.where(present[None, :], v, 0.0).to(v.dtype)
-        acc = dot(v, in_fragment_order(p.to(v.dtype)), acc)
+    if S.KIND == RAW:
+        p, m, z, acc, _ = softmax_columns(s, tl.max(s, 0), m, z, acc)
     else:
-        field = load_field(page[:, None], field_at, valid_tiles, 0, V)
+        field = load_field(page[:, None], field_at, valid_tiles, 0, S)
         scale = tl.reshape(decode_unsigned(field), (BT,))
         exponent = tl.reshape(field_exponent(field), (BT,))
         p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
-        ph = (p * tl.where(valid, scale, 0.0)[:, None]).to(tl.float16)
-        v = as_values(tile_numbers(page, inside, tile_valid, levels, V))
-        acc = tl.dot(v, in_fragment_order(ph), acc)
-        if V.KIND == UNIFORM:
-            centre = load_centre(page[:, None], field_at, valid_tiles, scale, V)
-            w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
-    return m, z, w, acc
+        seen = p != 0.0  # the scale of another token may be NaN
+        if S.KIND == UNIFORM:
+            centre = load_centre(page[:, None], field_at, valid_tiles, scale, S)
+            w = w * alpha + tl.sum(tl.where(seen, p * centre[:, None], 0.0), 0)
+        p = tl.where(seen, p * scale[:, None], 0.0)
+    p = p.to(v.dtype)
+    return m, z, w, dot(v, in_fragment_order(p) if FRAGMENTS else p, acc)
 
 
 @triton.jit
@@ -254,9 +249,10 @@ def attend_kernel(
     )
     steps = tl.cdiv(tl.maximum(packed_end - begin, 0), BT)
     per_part = tl.cdiv(steps, SPLITS)
-    qh, q_sum, up = load_queries(
+    qh, _, q_sum, up = load_queries(
         q_ptr + q_row * q_stride + q_head * q_head_stride, row_valid, key_rotation, key_norm, M, K
     )
+    qh = in_fragment_order(qh)
     row_scale = up * scale_log2
     shift = tl.zeros([M], tl.float32)
     if shift_ptr is not None:
@@ -280,17 +276,19 @@ def attend_kernel(
         if WINDOW:
             valid = valid & (token >= seen_from)
         valid_tiles = tl.reshape(valid, (NT, 16))
-        s = _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, K)
+        k = as_keys(tile_numbers(page, inside, tile_valid, key_levels, K))
+        s = side_scores(k, page, field_at, valid_tiles, qh, q_sum, K) * row_scale[None, :]
         if SOFTCAP:
             s = soft_cap(s + shift[None, :], softcap)
         # Rows without a query attend garbage that is never stored, so only the first and last visible keys need a mask.
         if token0 + BT > clear_end or token0 < clear_begin:
             present = valid & (token < packed_end)
             s = hide(s, token[:, None], present[:, None], position[None, :], window, CAUSAL, WINDOW)
-        m, z, w, acc = _add_values(
-            s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
-            value_levels, V,
-        )  # fmt: skip
+        v = as_values(tile_numbers(page, inside, tile_valid, value_levels, V))
+        if V.KIND == RAW:
+            v_token = token0 + fragment_order(tl.arange(0, BT))
+            v = tl.where(((v_token < length) & (v_token >= seen_from))[None, :], v, 0.0).to(v.dtype)
+        m, z, w, acc = add_values(s, m, z, w, acc, v, page, field_at, valid_tiles, True, V)
     acc += w[None, :]
 
     if fresh_k_ptr is not None:

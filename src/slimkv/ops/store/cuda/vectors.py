@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slimkv.codec import Codec
-from slimkv.codec.rotation import block_size, core_size, sign_words, signed_hadamard
+from slimkv.codec.rotation import block_size, core_size, core_words, sign_words
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, RAW_NUMBER
 from slimkv.ops.cuda.device import multiprocessors
 from slimkv.ops.cuda.module import Defines
@@ -99,12 +99,8 @@ def _rotation_signs(side: SideLayout, seed: int, device: torch.device) -> Tensor
     """
     if side.format.kind != Kind.LLOYD:
         return torch.zeros(0, dtype=torch.uint8, device=device)
-    core = core_size(side.dim)
-    signs = np.array(sign_words(side.dim, seed), np.uint32)
-    flips = np.where(np.unpackbits(signs.view(np.uint8), bitorder="little")[:core], -1, 1)
-    negative = (signed_hadamard(side.dim, seed)[:core, :core] * flips[:, None] < 0).astype(np.uint64)
-    words = (negative << np.arange(core, dtype=np.uint64)[:, None]).sum(0).astype(np.uint32)
-    return torch.from_numpy(np.concatenate([signs, words]).view(np.uint8)).to(device)
+    words = np.array(sign_words(side.dim, seed) + core_words(side.dim, columns=True), np.uint32)
+    return torch.from_numpy(words.view(np.uint8)).to(device)
 
 
 def _vector_bytes(side: SideLayout) -> int:
