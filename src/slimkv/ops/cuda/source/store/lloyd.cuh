@@ -129,7 +129,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>&
   bool empty = zero || field == INVALID_FIELD;
   if (warp_any(empty))
     UNROLL_FOR (int j = 0; j < F::TOKENS; j++)
-      if (shfl((u32)empty, token_of<F>(lane, j))) codes.erase(j);
+      if (shfl((u32)empty, token_of<F>(lane, j))) codes.each([&](auto& plane, int) { plane.erase_token(j); });
   store_planes<F, PAGE_TOKENS>(codes, field, pages, args.page_stride, slots, lane, part);
 }
 
