@@ -78,8 +78,8 @@ def lane_and_number(place, col, TRANSPOSED: tl.constexpr):
 def _load_words(base, keep, OFFSET: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
     """base: uint8 pointers [NT] to tiles' codes; keep: bool [NT]. -> int32 [32, NT, PADDED].
 
-    The lane axis comes first and the address of consecutive lanes is declared discontiguous, so that Triton gives lane
-    l of the warp the words of lane l of the page: they are then already where the tensor cores want them.
+    The lane axis comes first and the addresses of consecutive lanes are declared discontiguous. Triton then gives lane
+    l of the warp the words of lane l of the page, which is the operand layout of the tensor cores.
     """
     VEC: tl.constexpr = 4 if WORDS % 4 == 0 else (2 if WORDS % 2 == 0 else 1)
     i = tl.arange(0, PADDED // VEC)[None, None, :, None] * VEC + tl.arange(0, VEC)[None, None, None, :]
@@ -253,7 +253,7 @@ def _raw(base, keep, S: tl.constexpr):
 @triton.jit
 def tile_numbers(page, inside, keep, levels, S: tl.constexpr):
     """The numbers of tiles: page [NT], inside [NT] (the tile's place in its block), keep bool [NT] -> a cube
-    [32, NT, SP, 2, 2, 2] for ``as_keys`` and its kin, fp16 or the raw dtype.
+    [32, NT, SP, 2, 2, 2] for ``as_keys``, ``as_values`` and ``values_as_keys``, fp16 or the raw dtype.
 
     Uniform numbers are codes less half their range: otherwise the codes' mean and the vector's zero, both large, would
     have to cancel in the output.

@@ -1,6 +1,6 @@
 """The Triton kernels of attend: one that reads pages, one that merges the parts of split sequences.
 
-Scores live in base 2. A key's scale multiplies its score; a value's scale multiplies its probability, which is kept at
+Scores are in base 2. A key's scale multiplies its score; a value's scale multiplies its probability, which is kept at
 most 2 in fp16 by taking the running maximum over score + log2(value scale) instead of the score alone.
 
 Tiles are transposed, scores [tokens, rows] and output [dimensions, rows]: a group of up to 8 query heads then fills the
@@ -77,10 +77,10 @@ def softmax_columns(s, top, m, z, acc):
 @triton.jit
 def keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr,
                  WINDOW: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
-    """Which keys a block of queries reads: begin (a multiple of BT), end, the end of those that are packed, and the
-    first that one of its queries sees: blocks before it may be of another sequence by now.
+    """The keys that a block of queries reads: begin (a multiple of BT), end, the end of the packed ones, and the first
+    that one of its queries sees (blocks before it may already belong to another sequence).
 
-    Also the first and end of the keys that every query of the block sees, where no mask is needed.
+    Also the begin and end of the keys that every query of the block sees, which need no mask.
     """
     end = length
     seen_from = 0

@@ -2,7 +2,7 @@
 
 Sequences with few queries (decode, verification) are attended on their packed pages, split over the keys when there are
 too few programs to fill the device. Sequences with many (prefill) are unpacked once and attended dense. A mixed batch
-launches both; each kernel leaves the other's sequences alone, so that the host need not know which is which.
+launches both kernels. Each skips the other's sequences, so the host does not need the lengths.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def supports(request: AttendRequest) -> str | None:
     if request.layout.block_size == 1:
         return PLAIN_ROWS
     if min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM:
-        # Compiled for a GPU the kernel is wrong at 16 for formats of odd widths; the interpreter shows nothing of it.
+        # Compiled for a GPU, the kernel is wrong at 16 for formats of odd widths; in the interpreter it is right.
         return (
             f"head sizes {spec.key_dim}/{spec.value_dim} are below {MIN_TRITON_HEAD_DIM}; "
             "use backend='cuda' or 'reference'"

@@ -1,11 +1,11 @@
 """The prefill kernels of attend: many queries per sequence.
 
-With many queries the arithmetic counts, not the bytes: a key would be unpacked once for every block of queries. So the
-keys and values of the sequences concerned are unpacked once, into a bounded workspace, and attended there. A context
-longer than the workspace takes several passes, which hand on the state of the softmax.
+Prefill is compute-bound, and unpacking a key for every block of queries would take too long. So the keys and values of
+long sequences are unpacked once, into a bounded workspace, and attended there. A context longer than the workspace
+takes several passes, which carry the state of the softmax.
 
-Unpacked numbers are fp16 (raw formats keep their dtype), times the power of two that brings the largest of a sequence
-and head near 2^6; the queries and the output carry the inverse. The exponents of the stored fields tell that power.
+Unpacked numbers are fp16 (raw formats keep their dtype), scaled by a power of two that brings the largest of a sequence
+and head near 2^6; queries and output are scaled by the inverse. The power follows from the exponents of the scales.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _raise_exponent(exponent_ptr, page, position, mask, S: tl.constexpr):
 
 @triton.jit
 def first_seen(length, queries, window):
-    """The first token that a query of the sequence sees. What lies before it may be of another sequence by now."""
+    """The first token that a query of the sequence sees. Blocks before it may already belong to another sequence."""
     return tl.maximum(0, length - queries - window + 1)
 
 

@@ -1,7 +1,7 @@
 """The Triton kernel of attend_latent: scores from latents and rope parts, values from the same latents.
 
 A step's latents are unpacked once, as keys [tokens, dimensions]: scores take them as they are, the output takes their
-transpose. Scores live in base 2; a latent's scale multiplies its score and, again, its probability, which is kept at
+transpose. Scores are in base 2; a latent's scale multiplies its score and, again, its probability, which is kept at
 most 2 in fp16 by taking the running maximum over score + log2(scale).
 """
 

@@ -212,7 +212,7 @@ def run(request: StoreRequest) -> None:
     k, v = request.codec.key_tables, request.codec.value_tables
     index = request.query_aware_index if request.matrices > 1 else None
     tiles, warps = _program(tokens, layout, request.query_aware is not None)
-    # Neighbours in a chunk share a matrix; those of a decode step do not, and have programs enough to take one each.
+    # Neighbouring tokens of a chunk share a matrix. The few tokens of a decode step do not: each matrix has programs.
     spread = index is not None and tokens * pages.shape[1] < FEW_VECTORS
     grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 1 + (request.matrices if spread else 1))
     store_kernel[grid](

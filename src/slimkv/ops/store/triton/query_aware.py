@@ -1,8 +1,8 @@
 """Triton pieces that choose levels: the nearest, or with query-aware rounding, byte for byte as the reference does.
 
 Rounding goes from the last coordinate to the first, in slices of 16. Errors of later slices correct a whole slice by a
-product on the tensor cores; within a slice each row of 16 coordinates is taken apart into 16 columns, so that the
-sequential part is plain arithmetic on registers. All sums are of integers below 2^24: exact in any order.
+product on the tensor cores; within a slice each row of 16 coordinates is split into 16 columns, so that the sequential
+part is plain arithmetic on registers. All sums are sums of integers below 2^24: exact in any order.
 """
 
 # mypy: disable-error-code="assignment"
