@@ -228,15 +228,13 @@ def _dense_exponents(request: AttendRequest, fresh: Fresh) -> Tensor:
     return exponents
 
 
-def prefill_chunk(
-    layout: PageLayout, num_kv_heads: int, sequences: int, max_seq_len: int, budget: int | None = None
-) -> int:
+def prefill_chunk(layout: PageLayout, num_kv_heads: int, sequences: int, max_seq_len: int) -> int:
     """Tokens per sequence that the unpacked workspace holds at a time: a multiple of 128."""
     spec = layout.spec
     per_token = num_kv_heads * (
         spec.key_dim * _dense_dtype(spec.key).itemsize + spec.value_dim * _dense_dtype(spec.value).itemsize
     )
-    fit = (budget or PREFILL_BYTES) // (per_token * sequences) // 128 * 128
+    fit = PREFILL_BYTES // (per_token * sequences) // 128 * 128
     return max(128, min(fit, triton.cdiv(max_seq_len, 128) * 128))
 
 
