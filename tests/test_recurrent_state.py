@@ -3,7 +3,7 @@
 import pytest
 
 from slimkv.memory_plan import make_plan, shape_of
-from slimkv.recurrent_state import StateShape, aligned_block_size, state_shape
+from slimkv.recurrent_state import StateShape, aligned_block_size
 
 QWEN3_NEXT = {
     "model_type": "qwen3_next", "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
@@ -39,12 +39,13 @@ LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4
     ],
 )
 def test_states(config, layers, numbers):
-    assert state_shape(config, config["num_hidden_layers"]) == StateShape(layers, numbers)
+    assert shape_of(config).state == StateShape(layers, numbers)
 
 
 def test_models_without_states_and_unknown_ones():
-    assert state_shape(LLAMA, 2) is None
-    assert state_shape({"layer_types": ["mamba", "attention"]}, 2) is None, "sizes that are not given are not guessed"
+    assert shape_of(LLAMA).state is None
+    unknown = {**LLAMA, "layer_types": ["mamba", "attention"]}
+    assert shape_of(unknown).state is None, "sizes that are not given are not guessed"
 
 
 def test_blocks_are_what_vllm_makes_of_them():

@@ -90,9 +90,9 @@ class TensorFormat:
         return "raw" if self.dtype_of_model else _RAW_NAMES[self.raw_dtype]
 
 
-def lloyd(bits: int, policy: ScalePolicy = ScalePolicy.NORM) -> TensorFormat:
+def lloyd(bits: int) -> TensorFormat:
     """Rotated Lloyd-Max codes of 1-8 bits with one scale."""
-    return TensorFormat(Kind.LLOYD, bits, rotated=True, policy=policy)
+    return TensorFormat(Kind.LLOYD, bits, rotated=True)
 
 
 def uniform(bits: int, rotated: bool = False) -> TensorFormat:

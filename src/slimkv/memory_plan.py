@@ -16,6 +16,7 @@ from slimkv.spec import CodecSpec, PageLayout, parse_spec
 from slimkv.spec import parse_size as parse_size
 
 FULL, SLIDING, LATENT, NO_KV = "full", "sliding", "latent", "no_kv"
+_STATE = "state"  # no KV, but a recurrent state
 INDEXER = "indexer"  # keys of sparse attention's indexer, which no format packs; key_dim is their bytes
 BASELINE = "raw"
 DEFAULT_FORMATS = ("raw", "fp8", "k4v4", "k3v3", "k2v2")
@@ -25,7 +26,8 @@ _BLOCK_ALIGNMENT, _STOCK_ALIGNMENT = 64, 16  # tokens by which vLLM rounds a hyb
 _KIND_OF_TYPE = {
     **dict.fromkeys(("full_attention", "attention", "full", "global"), FULL),
     **dict.fromkeys(("sliding_attention", "sliding", "local", "chunked_attention"), SLIDING),
-    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent", "conv", "mlp", "moe"), NO_KV),
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent"), _STATE),
+    **dict.fromkeys(("conv", "mlp", "moe"), NO_KV),
 }
 
 
@@ -127,6 +129,9 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     types = _layer_types(config, layers)
     if len(types) != layers:
         raise InputError(f"{name} has {layers} layers but its configuration lists {len(types)} layer types")
+    # falcon_h1 has attention and a state side by side in every layer.
+    states = layers if config.get("model_type") == "falcon_h1" else types.count((_STATE, None))
+    types = [(NO_KV, None) if kind == _STATE else (kind, window) for kind, window in types]
     types = types[: layers - shared] + [(NO_KV, None)] * shared  # the last layers share the caches of earlier layers
     groups = []
     for (kind, window), count in sorted(Counter(types).items(), key=lambda item: str(item[0])):
@@ -134,7 +139,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         groups.append(LayerGroup(attends[0] if kind == FULL else kind, count, *stored, window))
     if config.get("index_topk"):
         groups.append(LayerGroup(INDEXER, _indexers(config, layers), 1, _indexer_bytes(config), 0))
-    return ModelShape(name, tuple(groups), state_shape(config, layers), attends[0] == LATENT)
+    return ModelShape(name, tuple(groups), state_shape(config, states), attends[0] == LATENT)
 
 
 def _indexers(config: Mapping[str, Any], layers: int) -> int:
@@ -166,10 +171,10 @@ def _layer_types(config: Mapping[str, Any], layers: int) -> list[tuple[str, int 
     if listed := config.get("layer_types") or config.get("layers_block_type"):
         return [_kind(str(format), window, config) for format in listed]
     if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H: * attends, M is Mamba, - is an MLP
-        return [(FULL, None) if mark == "*" else (NO_KV, None) for mark in pattern]
+        return [({"*": FULL, "M": _STATE}.get(mark, NO_KV), None) for mark in pattern]
     if period := config.get("attn_layer_period"):  # Jamba
         offset = config.get("attn_layer_offset") or 0
-        return [(FULL, None) if i % period == offset else (NO_KV, None) for i in range(layers)]
+        return [(FULL, None) if i % period == offset else (_STATE, None) for i in range(layers)]
     if not window or config.get("use_sliding_window") is False:
         return [(FULL, None)] * layers
     if every := config.get("sliding_window_pattern"):  # Gemma 3 before layer_types: the last of each run is full

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_STATE_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent")
 
 
 @dataclass(frozen=True)
@@ -23,28 +22,14 @@ class StateShape:
         return self.layers * self.layer_bytes
 
 
-def state_shape(config: Mapping[str, Any], num_layers: int) -> StateShape | None:
-    """The states of a hybrid model; None for a model without states or of an unknown kind."""
-    layers = _state_layers(config, num_layers)
+def state_shape(config: Mapping[str, Any], layers: int) -> StateShape | None:
+    """The states of a hybrid model, of which ``layers`` layers have one; None without states or of an unknown kind."""
     numbers = _numbers(config) if layers else None
     if numbers is None:
         return None
     convolution, recurrent = numbers
     dtype = config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype")
     return StateShape(layers, 2 * convolution + _DTYPE_BYTES.get(str(dtype), 2) * recurrent)
-
-
-def _state_layers(config: Mapping[str, Any], num_layers: int) -> int:
-    if config.get("model_type") == "falcon_h1":  # every layer has attention and a state side by side
-        return num_layers
-    if listed := config.get("layer_types") or config.get("layers_block_type"):
-        return sum(str(kind) in _STATE_TYPES for kind in listed)
-    if pattern := config.get("hybrid_override_pattern"):
-        return pattern.count("M")
-    if period := config.get("attn_layer_period"):
-        offset = config.get("attn_layer_offset") or 0
-        return sum(i % period != offset for i in range(num_layers))
-    return 0
 
 
 def _numbers(config: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -11,7 +11,6 @@ from slimkv.codec import Codec
 from slimkv.codec.query_aware import (
     LARGEST_BYTE,
     WEIGHT_STEPS,
-    isotropic_cost,
     query_aware_index,
     query_aware_matrix,
     unit_triangular,
@@ -45,6 +44,20 @@ def test_the_error_that_queries_see_falls(bits):
     plain = errors(codec, x, None)
     seen = [torch.einsum("ni,ij,nj->", e, moment, e) for e in (shaped, plain)]
     assert seen[0] < 0.6 * seen[1]
+
+
+def isotropic_cost(query_aware: torch.Tensor) -> torch.Tensor:
+    """The factor by which a rounding matrix increases the squared error of a key: what isotropic queries would see.
+
+    The errors e solve L' e = w, where w is as large as the errors of plain rounding, so the factor is the mean squared
+    norm of the columns of the inverse of L. int8 [..., dim, dim] -> float64 [...].
+    """
+    identity = torch.eye(query_aware.shape[-1], dtype=torch.float64, device=query_aware.device).expand(
+        query_aware.shape
+    )
+    upper = query_aware.double().triu(1) / WEIGHT_STEPS + identity
+    inverse = torch.linalg.solve_triangular(upper, identity, upper=True, unitriangular=True)
+    return inverse.square().sum((-2, -1)) / query_aware.shape[-1]
 
 
 @pytest.mark.parametrize("bits", [3, 4, 5, 6])

@@ -43,19 +43,21 @@ def _compile(function: JITFunction, grid, *args, **options) -> None:
 
 
 def main() -> None:
-    """Attention, store and gather of two formats; prints the names of the kernels."""
+    """Attention, store and gather of three formats, and attention on latents; prints the names of the kernels."""
     backend, architecture, lanes = sys.argv[1:]
     driver.set_active(
         NoDevice(GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, int(lanes)))
     )
     JITFunction.__getitem__ = lambda self, grid: partial(_compile, self, grid)  # type: ignore[method-assign]
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    import latent_cases
     from attention_cases import Case, build
     from test_attention import poisoned_out, request_of
 
     from slimkv.ops.attention.triton import launch as attention
     from slimkv.ops.gather.api import GatherRequest
     from slimkv.ops.gather.triton import launch as gather
+    from slimkv.ops.latent.triton import launch as latent
     from slimkv.ops.store.api import StoreRequest
     from slimkv.ops.store.triton import launch as store
 
@@ -71,6 +73,9 @@ def main() -> None:
         key, value = (torch.zeros(len(slots), built.pages.shape[1], case.dim) for _ in range(2))
         store.run(StoreRequest(key, value, built.pages, slots, built.codec, built.layout))
         gather.run(GatherRequest(built.pages, slots, key, value, built.codec, built.layout, False))
+    for format in ("c4", "craw", "cu4rfp8"):
+        latents = latent_cases.build(latent_cases.Case(format=format), torch.device("cpu"))
+        latent.run(latents.request(torch.zeros_like(latents.query_latent)))
     print(*sorted(set(compiled)))
 
 

@@ -7,6 +7,7 @@ import torch
 from store_cases import DTYPES, Case, build
 
 from slimkv import Codec, ops
+from slimkv.codec import scale16
 from slimkv.codec.key_offset import OFFSET_DTYPE
 from slimkv.codec.pack import take_tokens
 from slimkv.errors import InputError, UnsupportedError
@@ -102,6 +103,17 @@ def test_raw_comes_back_bit_for_bit(device):
     keep = slots >= 0
     assert torch.equal(got[0][keep].view(torch.int16), key[keep].view(torch.int16))
     assert torch.equal(got[1][keep].view(torch.int16), value[keep].view(torch.int16))
+
+
+def test_tokens_that_could_not_be_encoded_are_nan(device):
+    case = Case(format="k4v8", heads=1, tokens=20, slots="aligned")
+    pages, slots, codec = stored(case, device)
+    at = case.layout.key.fields_offset + 2 * int(slots[3] % case.page)
+    pages[slots[3] // case.page, 0, at : at + 2] = scale16.INVALID & 0xFF
+    key, value = ops.gather_kv(PackedKV(pages, codec, case.layout), slots, backend="triton")
+    assert key[3].isnan().all()
+    assert not key[torch.arange(case.tokens) != 3].isnan().any()
+    assert not value.isnan().any()
 
 
 def test_nothing(device):

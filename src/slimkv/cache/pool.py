@@ -154,7 +154,7 @@ class PagedPool:
     @typed
     def gather(self, slots: Tensor, dtype: torch.dtype = torch.float32, rotated: bool = False) -> tuple[Tensor, Tensor]:
         """slots [tokens] -> dense K and V; see ``slimkv.ops.gather_kv``."""
-        return ops.gather_kv(self.kv, slots, dtype=dtype, rotated=rotated, backend=self.backend)
+        return ops.gather_kv(self.kv, slots, dtype=dtype, rotated=rotated)
 
 
 def _spec(spec: CodecSpec | str, head_dim: int | None) -> CodecSpec:

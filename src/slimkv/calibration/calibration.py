@@ -139,12 +139,7 @@ class Calibration:
         return self.layers[layer]
 
     def query_aware_matrices(
-        self,
-        layer: int,
-        codec: Codec,
-        heads: slice | None = None,
-        positions: int | None = None,
-        by_position: bool = True,
+        self, layer: int, codec: Codec, heads: slice | None = None, positions: int | None = None
     ) -> Tensor | None:
         """The matrices with which keys of a layer are stored, on the codec's device.
 
@@ -153,12 +148,11 @@ class Calibration:
             codec: the codec of its keys; any width and seed.
             heads: which KV heads (a tensor-parallel rank's own); None: all.
             positions: the longest context; fewer ranges of positions take less memory. None: all ranges.
-            by_position: False: one matrix for all positions, for an engine that does not know them.
 
         Returns int8 [ranges, heads, key_dim, key_dim] for ``slimkv.ops.store_kv``, whose index is
         ``slimkv.calibration.positions.matrix_index`` with ``position_edges(positions)``; [heads, key_dim, key_dim] in
-        layers whose queries do not depend on their position, and without ``by_position``; None where the codec's keys
-        are not ``lloyd``, which have no such rounding.
+        layers whose queries do not depend on their position; None where the codec's keys are not ``lloyd``, which have
+        no such rounding.
         """
         statistics = self.statistics(layer)
         if statistics.key_dim != codec.spec.key_dim:
@@ -173,7 +167,6 @@ class Calibration:
         if codec.spec.key.kind != Kind.LLOYD:
             return None
         edges = self.position_edges(positions)
-        edges = edges if by_position else edges[-1:]
         key = (layer, codec.spec.seed, codec.device, edges, chosen)
         if key not in self._matrices:
             with torch.inference_mode(False):  # they outlive the forward pass that creates them

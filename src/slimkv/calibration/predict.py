@@ -32,7 +32,7 @@ def logit_noise(statistics: LayerStatistics, seed: int, query_aware: bool = True
     return moment.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def predicted_cost(calibration: Calibration, layer: int, bits: int, side: str, query_aware: bool = True) -> float:
+def predicted_cost(calibration: Calibration, layer: int, bits: int, side: str) -> float:
     """The cost of storing keys (``side`` "key") or values ("value") of a layer in ``bits`` bits.
 
     The cost is the KL divergence of the model's predictions on the calibration tokens, to first order. It is comparable
@@ -46,6 +46,6 @@ def predicted_cost(calibration: Calibration, layer: int, bits: int, side: str, q
             "formats by hand"
         )
     if side == "key":
-        noise = logit_noise(statistics, calibration.seed, query_aware)
+        noise = logit_noise(statistics, calibration.seed)
         return expected_distortion(bits, statistics.key_dim) * float((statistics.key_weight * noise).sum())
     return expected_distortion(bits, statistics.value_dim) * float(statistics.value_weight.sum())

@@ -88,7 +88,7 @@ class Codec:
     def from_format(
         cls, format: str, head_dim: int, value_dim: int | None = None, device: torch.device | str = "cpu"
     ) -> Codec:
-        """``Codec(CodecSpec.parse(word, head_dim, value_dim), device)``."""
+        """``Codec(CodecSpec.parse(format, head_dim, value_dim), device)``."""
         return cls(CodecSpec.parse(format, head_dim, value_dim), device)
 
     @typed

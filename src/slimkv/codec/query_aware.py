@@ -63,20 +63,6 @@ def unit_triangular(second_moment: Tensor, rotation: Tensor, damping: float = DA
     return factor / factor.diagonal(dim1=-2, dim2=-1)[..., None, :]
 
 
-def isotropic_cost(query_aware: Tensor) -> Tensor:
-    """The factor by which a rounding matrix increases the squared error of a key: what isotropic queries would see.
-
-    The errors e solve L' e = w, where w is as large as the errors of plain rounding, so the factor is the mean squared
-    norm of the columns of the inverse of L. int8 [..., dim, dim] -> float64 [...].
-    """
-    identity = torch.eye(query_aware.shape[-1], dtype=torch.float64, device=query_aware.device).expand(
-        query_aware.shape
-    )
-    upper = query_aware.double().triu(1) / WEIGHT_STEPS + identity
-    inverse = torch.linalg.solve_triangular(upper, identity, upper=True, unitriangular=True)
-    return inverse.square().sum((-2, -1)) / query_aware.shape[-1]
-
-
 def query_aware_index(
     standard: Tensor, levels: Tensor, boundaries: Tensor, query_aware: Tensor, error_steps: float
 ) -> Tensor:

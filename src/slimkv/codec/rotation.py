@@ -115,12 +115,17 @@ def sign_words(dim: int, seed: int) -> tuple[int, ...]:
     return tuple((negative >> first) & 0xFFFFFFFF for first in range(0, dim, 32))
 
 
-def core_words(dim: int, columns: bool) -> tuple[int, ...]:
-    """Rows or columns of the matrix whose doubling makes the rotation, if it has up to 32: a set bit for -1."""
-    size = core_size(dim)
-    if size > 32:
-        return ()
-    core = _hadamard(size)
+def core_matrix(dim: int) -> np.ndarray:
+    """The matrix whose doubling makes the rotation's blocks: int64 [core_size, core_size] of +-1."""
+    core = _hadamard(core_size(dim))
     assert core is not None
+    return core
+
+
+def core_words(dim: int, columns: bool) -> tuple[int, ...]:
+    """Rows or columns of ``core_matrix``, if it has up to 32: a set bit for -1."""
+    core = core_matrix(dim)
+    if len(core) > 32:
+        return ()
     negative = (core.T if columns else core) < 0
     return tuple(sum(1 << i for i in np.flatnonzero(row).tolist()) for row in negative)

@@ -1,8 +1,8 @@
 """Files of one chunk of packed blocks each, checked to the last bit: the disk behind an engine's host memory.
 
-A file is the bytes of the chunk and a trailer: a digest of them, of which chunk they are and of what they mean (the
-fingerprint). A file that was cut, altered, renamed or written by another cache is removed and its chunk is a miss. A
-file has its name only once it is whole, so that a full disk or a killed process leaves none that is not.
+A file holds the bytes of the chunk and a trailer: a digest of the bytes, of the chunk's key and of the fingerprint. A
+file that was truncated, altered, renamed or written by another cache is removed, and its chunk is a miss. A file gets
+its name only when it is complete, so a full disk or a killed process leaves no partial file behind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slimkv.paths import whole_file
 MAGIC = b"slimkv cold 1\n\0\0"
 DIGEST_BYTES = 32
 TRAILER_BYTES = len(MAGIC) + DIGEST_BYTES
-STALE_SECONDS = 3600.0  # an unfinished file of that age has no writer any more
+STALE_SECONDS = 3600.0  # an unfinished file of this age has lost its writer
 
 
 def trailer(chunk: memoryview, key: bytes, fingerprint: str) -> bytes:
@@ -30,7 +30,7 @@ def trailer(chunk: memoryview, key: bytes, fingerprint: str) -> bytes:
 
 
 def store_file(path: str, chunk: memoryview, key: bytes, fingerprint: str) -> None:
-    """Writes a chunk unless it is there; raises ``OSError`` where the disk does not take it, and leaves nothing."""
+    """Writes a chunk unless its file exists; raises ``OSError`` if the disk rejects it, and leaves nothing."""
     if os.path.exists(path):
         return
     with whole_file(Path(path)) as unfinished, open(unfinished, "wb", buffering=0) as file:
@@ -40,7 +40,7 @@ def store_file(path: str, chunk: memoryview, key: bytes, fingerprint: str) -> No
 
 
 def load_file(path: str, chunk: memoryview, key: bytes, fingerprint: str) -> None:
-    """Reads a chunk; raises ``OSError`` where the file is not whole and this cache's, and removes it."""
+    """Reads a chunk; raises ``OSError`` and removes the file if it is incomplete or another cache's."""
     with open(path, "rb", buffering=0) as file:
         whole = os.fstat(file.fileno()).st_size == len(chunk) + TRAILER_BYTES
         rest = chunk
@@ -55,7 +55,7 @@ def load_file(path: str, chunk: memoryview, key: bytes, fingerprint: str) -> Non
 
 
 def remove_unfinished(folder: str | Path) -> None:
-    """Takes away what killed writers of ``whole_file`` left in ``folder``, once none can be at it any more."""
+    """Removes unfinished files of ``whole_file`` from ``folder`` that killed writers left, once they are stale."""
     for path in Path(folder).rglob(".*.bin.*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_SECONDS:

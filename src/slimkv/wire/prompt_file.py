@@ -203,14 +203,10 @@ def verify(path: str | Path) -> PromptHeader:
 
 
 def read_pages(
-    header: PromptHeader, heads: slice | None = None, layers: Sequence[int] | None = None, *, checked: bool = False
+    header: PromptHeader, heads: slice | None = None, layers: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], dict[int, Tensor]]:
-    """The tokens and the pages [blocks, heads, page_bytes] by layer, optionally of some KV heads and layers only.
-
-    ``checked``: the caller has verified the checksum of this very file.
-    """
-    if not checked:
-        _check_sum(header.path)
+    """The tokens and the pages [blocks, heads, page_bytes] by layer, optionally of some KV heads and layers only."""
+    _check_sum(header.path)
     wanted = [x.number for x in header.fingerprint.layers] if layers is None else list(layers)
     tensors = _read(header, [_TOKENS, *map(_name, wanted)], heads)
     return tuple(tensors[_TOKENS].tolist()), {n: tensors[_name(n)] for n in wanted}

@@ -28,8 +28,8 @@ def check_marker(folder: str | Path, fingerprint: Fingerprint, *, self_describin
         foreign = folder.is_dir() and any(not p.name.startswith(f".{MARKER}") for p in folder.iterdir())
         if foreign and not self_describing:
             raise InputError(
-                f"{folder} holds a cache without a fingerprint ({MARKER}), so that nobody knows what its bytes mean: "
-                "use an empty folder"
+                f"{folder} holds a cache without a fingerprint ({MARKER}), so the meaning of its bytes is unknown: use "
+                "an empty folder"
             )
         # The first process writes the marker; the others compare their fingerprint with it.
         write_whole(marker, f"{fingerprint.to_json()}\n".encode(), overwrite=False)

@@ -22,10 +22,10 @@ from test_store_query_aware import FULL as ALL_QUERY_AWARE
 
 from slimkv import Codec
 from slimkv.codec.codebook import LEVEL_DENOMINATOR, codebook
-from slimkv.ops.cuda.vectors import format_refusal
 from slimkv.ops.store.api import REGISTRY, StoreRequest
 from slimkv.ops.store.cuda import launch as store_cuda
 from slimkv.ops.store.cuda.args import cells
+from slimkv.ops.store.cuda.vectors import format_refusal
 from slimkv.spec import CodecSpec
 from tail import sample
 
@@ -44,7 +44,7 @@ def taken(case: Case, shaped: bool = False) -> bool:
     """Whether a kernel takes it: in tiles, or vector by vector."""
     if case.policy != "norm" or store_cuda.format_refusal(case.layout) is not None:
         return False
-    by_vector = format_refusal(case.layout, any_size="fp8" in case.format) is None
+    by_vector = format_refusal(case.layout) is None
     return store_cuda.in_tiles(case.layout) or (not shaped and by_vector)
 
 

@@ -1,8 +1,8 @@
 """Compiles C++ to a shared library on first use, with the system's compiler, without torch headers or a build system.
 
 The library is kept on disk, keyed by all source text, the flags and the compiler; its name ends with a digest of its
-bytes, so that a damaged one is never loaded. It takes a few seconds once. A wheel that holds no machine code serves
-every platform that has a compiler; where there is none, the torch backends remain.
+bytes, so that a damaged one is never loaded. Compiling takes a few seconds, once. The wheel contains no machine code:
+it serves every platform with a compiler, and without one the reference in plain torch runs.
 """
 
 from __future__ import annotations

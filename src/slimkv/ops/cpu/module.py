@@ -17,7 +17,7 @@ from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.cpu import isa
 from slimkv.ops.cpu.compiler import CompileError, build_library
-from slimkv.ops.cpu.structures import SIZES, LayoutTables
+from slimkv.ops.cpu.structures import LayoutTables
 from slimkv.spec import PageLayout
 
 _LOG = logging.getLogger("slimkv")
@@ -32,10 +32,6 @@ class Library:
         self.path = path
         self.name = name  # of its instruction set
         self._library = ctypes.CDLL(str(path))
-        sizes = (ctypes.c_int32 * len(SIZES))()
-        count = self._library.slimkv_sizes(sizes)
-        if count != len(SIZES) or tuple(sizes) != SIZES:
-            raise CompileError(f"{path} does not belong to this version of slimkv: delete it and try again")
         self.store: Callable[[Any], int] = self._library.slimkv_store
         self.attend: Callable[[Any], int] = self._library.slimkv_attend
         self.gather: Callable[[Any], int] = self._library.slimkv_gather

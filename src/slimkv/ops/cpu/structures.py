@@ -13,7 +13,7 @@ from torch import Tensor
 from slimkv.codec import Codec
 from slimkv.codec.pack import Piece, page_tables
 from slimkv.codec.quantize import SideTables
-from slimkv.codec.rotation import block_size, sign_bits, signed_hadamard
+from slimkv.codec.rotation import block_size, core_matrix, sign_bits
 from slimkv.ops.structures import declared
 from slimkv.spec import Kind, PageLayout, SideLayout
 
@@ -25,7 +25,6 @@ CPlane, CPiece, CSide, CLayout, CPages, CVectors, CFault, CStoreCall, CGatherCal
     "slimkv.ops.cpu", "types.h",
     "Plane", "Piece", "Side", "Layout", "Pages", "Vectors", "Fault", "StoreCall", "GatherCall", "AttendCall",
 )  # fmt: skip
-SIZES = tuple(ctypes.sizeof(s) for s in (CSide, CLayout, CStoreCall, CGatherCall, CAttendCall))
 
 
 def pages_of(pages: Tensor) -> Structure:
@@ -36,17 +35,6 @@ def pages_of(pages: Tensor) -> Structure:
 def vectors_of(x: Tensor) -> Structure:
     """[tokens, heads, dim] with a contiguous last axis."""
     return CVectors(x.data_ptr(), x.stride(0), x.stride(1), DTYPES[x.dtype], 0)
-
-
-def hadamard_core(dim: int, seed: int) -> tuple[int, np.ndarray]:
-    """(m, int8 [m, m]): a block of the rotation is Sylvester's matrix times this one, by Kronecker's product."""
-    block = block_size(dim)
-    matrix = signed_hadamard(dim, seed)[:block, :block] * sign_bits(dim, seed)[:block, None]
-    doubled = np.array([[1, 1], [1, -1]])
-    while block % 2 == 0 and np.array_equal(matrix, np.kron(doubled, matrix[: block // 2, : block // 2])):
-        block //= 2
-        matrix = matrix[:block, :block]
-    return block, np.ascontiguousarray(matrix, dtype=np.int8)
 
 
 class LayoutTables:
@@ -73,13 +61,14 @@ class LayoutTables:
 
     def _side(self, side: SideLayout, tables: SideTables, pieces: tuple[Piece, ...], seed: int) -> Structure:
         form = side.format
-        core, matrix = hadamard_core(side.dim, seed)
+        core = core_matrix(side.dim)
         out = CSide(
             kind=KINDS[form.kind], bits=form.bits, dim=side.dim, rotated=form.rotated,
             raw_dtype=DTYPES[getattr(torch, form.raw_dtype)], field_count=form.field_count,
             block_size=side.block_size, codes_offset=side.codes_offset, tile_bytes=side.tile_bytes,
-            plane_count=len(side.planes), piece_count=len(pieces), hadamard_block=block_size(side.dim), core=core,
-            core_matrix=self._keep(matrix, np.int8), signs=self._keep(sign_bits(side.dim, seed), np.float32),
+            plane_count=len(side.planes), piece_count=len(pieces), hadamard_block=block_size(side.dim),
+            core=len(core), core_matrix=self._keep(core, np.int8),
+            signs=self._keep(sign_bits(side.dim, seed), np.float32),
             levels=self._keep(tables.levels.numpy(), np.float32),
             boundaries=self._keep(tables.boundaries.numpy(), np.float32),
             unit=tables.unit, orthonormal=tables.orthonormal, error_steps=tables.error_steps,

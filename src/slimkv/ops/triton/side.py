@@ -35,7 +35,7 @@ class Side:
     TRANSPOSED: bool  # values
     TABLE0: int  # the centroid table of inline PTX (``byte_table``)
     TABLE1: int
-    PTX: bool  # inline PTX decodes codes of up to 4 bits
+    PTX: bool  # inline PTX looks up Lloyd-Max levels of up to 4 bits
 
     def __repr__(self) -> str:
         """Part of the names of compiled functions, and of the keys they are cached by."""
@@ -46,9 +46,9 @@ class Side:
 def side_of(side: SideLayout) -> Side:
     """The constant of ``side``."""
     fmt, dim, tables = side.format, side.dim, (0, 0)
-    if fmt.kind == Kind.LLOYD and fmt.bits <= 4:
+    ptx = fmt.kind == Kind.LLOYD and fmt.bits <= 4 and not triton.knobs.runtime.interpret and bool(torch.version.cuda)
+    if ptx:
         tables = byte_table(codebook(fmt.bits, dim).levels_by_code.tolist(), fmt.bits)
-    ptx = fmt.bits <= 4 and not triton.knobs.runtime.interpret and torch.version.cuda is not None
     return Side(
         side.block_size, dim, triton.next_power_of_2(dim // 16), KIND_NUMBER[fmt.kind], fmt.bits,
         fmt.raw_dtype == "bfloat16", fmt.rotated, side.codes_offset, side.fields_offset, side.transposed, *tables, ptx,

@@ -10,28 +10,22 @@ import triton
 import triton.language as tl
 
 from slimkv.codec import scale16
-from slimkv.ops.triton.side import FP8, LLOYD, RAW, UNIFORM
+from slimkv.ops.triton.side import FP8, LLOYD, RAW
 
 _INVALID: tl.constexpr = tl.constexpr(scale16.INVALID)
 _RESCALE: tl.constexpr = tl.constexpr(2.0 ** (127 - scale16.BIAS))
 _BIAS: tl.constexpr = tl.constexpr(scale16.BIAS)
 
 
-def _to_halves(source: str, selector: str, first: int, second: int, centre: str = "") -> str:
-    """PTX: two bytes of ``source`` behind fp16's 0x64 (1024 + byte), less ``centre``, as two outputs."""
-    subtract = f"sub.rn.f16x2 a, a, {centre};\n" if centre else ""
-    return f"prmt.b32 a, {source}, c, {selector};\n{subtract}mov.b32 {{${first}, ${second}}}, a;\n"
-
-
-# 8 sign-and-magnitude nibbles (sign in bit 3) -> 8 fp16 numbers 1024 + b, b = level + 63.5 in 0..127: two byte
-# permutations look up four magnitudes each, an exclusive or with 0x80 or 0xFF negates, a third permutation puts the
-# byte behind fp16's 0x64. $8 is the word, $9 and $10 the table (see `side.byte_table`). Numbers that meet in one
-# register of the tensor cores' operand are made in one register here: 2m and 2m + 1 for keys, 4m and 4m + 2 for values.
+# 8 sign-and-magnitude nibbles (sign in bit 3) -> 8 levels in fp16: two byte permutations look up four magnitudes each,
+# an exclusive or with 0x80 or 0xFF negates, and a third permutation puts the byte b = level + 63.5 behind fp16's 0x64,
+# which is 1024 + b. $8 is the word, $9 and $10 the table (see `side.byte_table`).
 _LOOKUP = """{
-.reg .b32 s, t, l, h, m, n, a, x, c, d;
+.reg .b32 s, t, l, h, m, n, a, x, c, d, e;
 mov.b32 x, 0x80808080;
 mov.b32 c, 0x64646464;
 mov.b32 d, 0x643F643F;
+mov.b32 e, 0x38003800;
 and.b32 s, $8, 0x77777777;
 shr.u32 t, $8, 16;
 shr.u32 h, s, 16;
@@ -42,36 +36,18 @@ prmt.b32 n, x, x, t;
 xor.b32 l, l, m;
 xor.b32 h, h, n;
 """
-_IN_ORDER = (("l", "0x4140", 0, 1), ("l", "0x4342", 2, 3), ("h", "0x4140", 4, 5), ("h", "0x4342", 6, 7))
-_CROSSED = (("l", "0x4240", 0, 2), ("l", "0x4341", 1, 3), ("h", "0x4240", 4, 6), ("h", "0x4341", 5, 7))
-LOOKUP_KEYS_ASM = tl.constexpr(_LOOKUP + "".join(_to_halves(*row) for row in _IN_ORDER) + "}")
-# Less 1087 (0x643F): level + 0.5, small enough to be summed over many tokens without cancellation.
-LOOKUP_VALUES_ASM = tl.constexpr(_LOOKUP + "".join(_to_halves(*row, "d") for row in _CROSSED) + "}")
-
-# 8 nibbles -> 8 fp16 integers, less half their range: sums over many tokens then stay small (see `tile_numbers`).
-_NIBBLES = """{{
-.reg .b32 e, o, a, c, d;
-mov.b32 c, 0x64646464;
-mov.b32 d, {offset};
-and.b32 e, $8, 0x0F0F0F0F;
-shr.u32 o, $8, 4;
-and.b32 o, o, 0x0F0F0F0F;
+# Less 1087 and 0.5: fp16 does not hold their sum.
+_PAIR = """prmt.b32 a, {0}, c, {1};
+sub.rn.f16x2 a, a, d;
+sub.rn.f16x2 a, a, e;
+mov.b32 {{${2}, ${3}}}, a;
 """
-_EVEN_ODD = (("e", "0x4140", 0, 2), ("o", "0x4140", 1, 3), ("e", "0x4342", 4, 6), ("o", "0x4342", 5, 7))
-
-
-def _nibbles_asm(offset: str) -> tl.constexpr:
-    return tl.constexpr(_NIBBLES.format(offset=offset) + "".join(_to_halves(*row, "d") for row in _EVEN_ODD) + "}")
-
-
-_NIBBLES_2_ASM = _nibbles_asm("0x64026402")
-_NIBBLES_3_ASM = _nibbles_asm("0x64046404")
-_NIBBLES_4_ASM = _nibbles_asm("0x64086408")
-_THREE_WORDS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
-_ONE_WORD = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
-
-KEY_OFFSET = tl.constexpr(1024 + 63.5)  # what LOOKUP_KEYS_ASM adds to a level
-VALUE_OFFSET = tl.constexpr(0.5)  # what LOOKUP_VALUES_ASM adds to a level
+# Numbers that meet in one register of the tensor cores' operand are made in one register.
+_KEY_PAIRS = (("l", "0x4140", 0, 1), ("l", "0x4342", 2, 3), ("h", "0x4140", 4, 5), ("h", "0x4342", 6, 7))
+_VALUE_PAIRS = (("l", "0x4240", 0, 2), ("l", "0x4341", 1, 3), ("h", "0x4240", 4, 6), ("h", "0x4341", 5, 7))
+_LOOKUP_KEYS_ASM = tl.constexpr(_LOOKUP + "".join(_PAIR.format(*pair) for pair in _KEY_PAIRS) + "}")
+_LOOKUP_VALUES_ASM = tl.constexpr(_LOOKUP + "".join(_PAIR.format(*pair) for pair in _VALUE_PAIRS) + "}")
+_LOOKUP_OPERANDS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
 
 
 @triton.jit
@@ -102,8 +78,8 @@ def lane_and_number(place, col, TRANSPOSED: tl.constexpr):
 def _load_words(base, keep, OFFSET: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
     """base: uint8 pointers [NT] to tiles' codes; keep: bool [NT]. -> int32 [32, NT, PADDED].
 
-    The lane axis comes first and the address of consecutive lanes is declared discontiguous, so that Triton gives lane
-    l of the warp the words of lane l of the page: they are then already where the tensor cores want them.
+    The lane axis comes first and the addresses of consecutive lanes are declared discontiguous. Triton then gives lane
+    l of the warp the words of lane l of the page, which is the operand layout of the tensor cores.
     """
     VEC: tl.constexpr = 4 if WORDS % 4 == 0 else (2 if WORDS % 2 == 0 else 1)
     i = tl.arange(0, PADDED // VEC)[None, None, :, None] * VEC + tl.arange(0, VEC)[None, None, None, :]
@@ -240,32 +216,18 @@ def _number(low, high, levels, n: tl.constexpr, S: tl.constexpr):
     elif S.KIND == FP8:
         return fp8_to_half(code)
     else:
-        return code.to(tl.float16) - (1 << (S.BITS - 1))
+        # Placed behind fp16's 0x64, which is 1024 + code.
+        return (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - (1024 + (1 << (S.BITS - 1)))
 
 
 @triton.jit
-def _uniform_code_word(low, BITS: tl.constexpr):
-    """Undoes the sign bit's move for codes that have no sign."""
-    if BITS == 3:
-        return (low & 0x33333333) | ((low >> 1) & 0x44444444)
-    elif BITS == 2:
-        return (low & 0x11111111) | ((low >> 2) & 0x22222222)
-    else:
-        return low
-
-
-@triton.jit
-def _decoded(low, high, levels, AS_VALUES: tl.constexpr, S: tl.constexpr):
+def _decoded(low, high, levels, S: tl.constexpr):
     """The 8 numbers of every lane and slice: fp16 [32, NT, SP, 2, 2, 2], number n = 4 i + 2 j + k at [..., k, j, i]."""
-    if S.PTX and S.KIND == LLOYD:
-        LOOKUP: tl.constexpr = LOOKUP_VALUES_ASM if AS_VALUES else LOOKUP_KEYS_ASM
+    if S.PTX:
+        LOOKUP: tl.constexpr = _LOOKUP_VALUES_ASM if S.TRANSPOSED else _LOOKUP_KEYS_ASM
         v = tl.inline_asm_elementwise(
-            LOOKUP, _THREE_WORDS, [low, S.TABLE0, S.TABLE1], (tl.float16,) * 8, is_pure=True, pack=1
+            LOOKUP, _LOOKUP_OPERANDS, [low, S.TABLE0, S.TABLE1], (tl.float16,) * 8, is_pure=True, pack=1
         )
-    elif S.PTX and S.KIND == UNIFORM:
-        NIBBLES: tl.constexpr = _NIBBLES_4_ASM if S.BITS == 4 else (_NIBBLES_3_ASM if S.BITS == 3 else _NIBBLES_2_ASM)
-        word = _uniform_code_word(low, S.BITS)
-        v = tl.inline_asm_elementwise(NIBBLES, _ONE_WORD, [word], (tl.float16,) * 8, is_pure=True, pack=1)
     else:
         v = ()
         for n in tl.static_range(8):
@@ -289,19 +251,19 @@ def _raw(base, keep, S: tl.constexpr):
 
 
 @triton.jit
-def tile_numbers(page, inside, keep, levels, AS_VALUES: tl.constexpr, S: tl.constexpr):
+def tile_numbers(page, inside, keep, levels, S: tl.constexpr):
     """The numbers of tiles: page [NT], inside [NT] (the tile's place in its block), keep bool [NT] -> a cube
-    [32, NT, SP, 2, 2, 2] for ``as_keys`` and its kin, fp16 or the raw dtype.
+    [32, NT, SP, 2, 2, 2] for ``as_keys``, ``as_values`` and ``values_as_keys``, fp16 or the raw dtype.
 
     Uniform numbers are codes less half their range: otherwise the codes' mean and the vector's zero, both large, would
-    have to cancel in the output. With S.PTX, Lloyd-Max numbers have KEY_OFFSET or, with AS_VALUES, VALUE_OFFSET added.
+    have to cancel in the output.
     """
     base = page + S.CODES + inside * (2 * S.D * S.BITS)
     if S.KIND == RAW:
         return _raw(base, keep, S)
     else:
         low, high = _load_code_words(base, keep, S)
-        return _decoded(low, high, levels, AS_VALUES, S)
+        return _decoded(low, high, levels, S)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """The Triton kernels of attend: one that reads pages, one that merges the parts of split sequences.
 
-Scores live in base 2. A key's scale multiplies its score; a value's scale multiplies its probability, which is kept at
+Scores are in base 2. A key's scale multiplies its score; a value's scale multiplies its probability, which is kept at
 most 2 in fp16 by taking the running maximum over score + log2(value scale) instead of the score alone.
 
 Tiles are transposed, scores [tokens, rows] and output [dimensions, rows]: a group of up to 8 query heads then fills the
@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 
 from slimkv.ops.triton.rotate import dot, rotate_columns, unrotate_store
-from slimkv.ops.triton.side import LLOYD, RAW, UNIFORM
+from slimkv.ops.triton.side import RAW, UNIFORM
 from slimkv.ops.triton.unpack import (
-    KEY_OFFSET,
-    VALUE_OFFSET,
     as_keys,
     as_values,
     decode_unsigned,
@@ -33,26 +31,23 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def find_block(starts, sequences, block, BLOCK_Q: tl.constexpr):
-    """The sequence that query block number ``block`` belongs to, when sequence i gets len_i // BLOCK_Q + 1 blocks."""
-    left = 0
-    right = sequences
-    while left < right:
-        middle = (left + right) // 2
-        if tl.load(starts + middle) // BLOCK_Q + middle <= block:
-            left = middle + 1
-        else:
-            right = middle
-    return left - 1
+def first_query(starts_ptr, sequences, block, BLOCK_Q: tl.constexpr, ONE_BLOCK: tl.constexpr):
+    """The sequence of a block of queries, its first row of query, and the block's first query in it.
 
-
-@triton.jit
-def _first_query(starts_ptr, sequences, block, BLOCK_Q: tl.constexpr, ONE_BLOCK: tl.constexpr):
-    """The sequence of a block of queries, its first row of query, and the block's first query in it."""
+    Sequence i has len_i // BLOCK_Q + 1 blocks, or ONE_BLOCK.
+    """
     if ONE_BLOCK:
         return block, tl.load(starts_ptr + block), 0
     else:
-        sequence = find_block(starts_ptr, sequences, block, BLOCK_Q)
+        left = 0
+        right = sequences
+        while left < right:
+            middle = (left + right) // 2
+            if tl.load(starts_ptr + middle) // BLOCK_Q + middle <= block:
+                left = middle + 1
+            else:
+                right = middle
+        sequence = left - 1
         start = tl.load(starts_ptr + sequence)
         return sequence, start, (block - (start // BLOCK_Q + sequence)) * BLOCK_Q
 
@@ -80,12 +75,12 @@ def softmax_columns(s, top, m, z, acc):
 
 
 @triton.jit
-def _keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr,
-                  WINDOW: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
-    """Which keys a block of queries reads: begin (a multiple of BT), end, the end of those that are packed, and the
-    first that one of its queries sees: blocks before it may be of another sequence by now.
+def keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr,
+                 WINDOW: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
+    """The keys that a block of queries reads: begin (a multiple of BT), end, the end of the packed ones, and the first
+    that one of its queries sees (blocks before it may already belong to another sequence).
 
-    Also the first and end of the keys that every query of the block sees, where no mask is needed.
+    Also the begin and end of the keys that every query of the block sees, which need no mask.
     """
     end = length
     seen_from = 0
@@ -110,7 +105,7 @@ def _keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.
 def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, K: tl.constexpr):
     """The queries, rotated once (unless key_rotation is None) and scaled column by column into the keys' dtype.
 
-    Returns them in fragment order [KDP, M], their sums [M], and the factors that undo the scaling [M].
+    Returns them [KDP, M], what that dtype rounds off, their sums [M], and the factors that undo the scaling [M].
     """
     KDP: tl.constexpr = 16 * K.SP
     if key_rotation is not None:
@@ -127,63 +122,57 @@ def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, K: 
         qh = q.to(tl.bfloat16)
     else:
         qh = q.to(tl.float16)
-    q_sum = tl.sum(qh.to(tl.float32), 0)
-    return in_fragment_order(qh), q_sum, up
+    rest = (q - qh.to(tl.float32)).to(qh.dtype)
+    return qh, rest, tl.sum(qh.to(tl.float32), 0), up
 
 
 @triton.jit
-def _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, levels, K: tl.constexpr):
-    """Scores [BT, M] of a step's keys, in powers of two."""
-    k = as_keys(tile_numbers(page, inside, tile_valid, levels, False, K))
-    if K.KIND == RAW:
-        s = dot(k, qh, tl.zeros([k.shape[0], qh.shape[1]], tl.float32))
+def side_scores(k, page, field_at, valid_tiles, qh, q_sum, S: tl.constexpr):
+    """Scores float32 [BT, M] of a step's numbers k [BT, dim] of a side, before the queries' factors."""
+    if S.KIND == RAW:
+        return dot(k, qh, tl.zeros([k.shape[0], qh.shape[1]], tl.float32))
     else:
-        scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, valid_tiles, 0, K)), (k.shape[0],))
-        s = tl.dot(k, qh)
-        if K.PTX and K.KIND == LLOYD:
-            s -= KEY_OFFSET * q_sum[None, :]
-        s *= scale[:, None]
-        if K.KIND == UNIFORM:
-            s += load_centre(page[:, None], field_at, valid_tiles, scale, K)[:, None] * q_sum[None, :]
-    return s * row_scale[None, :]
+        scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, valid_tiles, 0, S)), (k.shape[0],))
+        s = tl.dot(k, qh) * scale[:, None]
+        if S.KIND == UNIFORM:
+            s += load_centre(page[:, None], field_at, valid_tiles, scale, S)[:, None] * q_sum[None, :]
+        return s
 
 
 @triton.jit
-def _add_values(s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
-                levels, V: tl.constexpr):  # fmt: skip
-    """One step of the online softmax with a step's values: scores s [BT, M] -> m, z, w [M] and acc [VDP, M]."""
+def add_values(s, m, z, w, acc, v, page, field_at, valid_tiles, FRAGMENTS: tl.constexpr, S: tl.constexpr):
+    """One step of the online softmax with a step's values v [VDP, BT]: scores s [BT, M] -> m, z, w [M], acc [VDP, M].
+
+    FRAGMENTS: the tokens of v are in fragment order. Raw values that no query sees are zeros.
+    """
     BT: tl.constexpr = s.shape[0]
-    if V.KIND == RAW:
-        p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
-        v = as_values(tile_numbers(page, inside, tile_valid, levels, True, V))
-        v_token = token0 + fragment_order(tl.arange(0, BT))
-        present = (v_token < length) & (v_token >= seen_from)
-        v = tl.where(present[None, :], v, 0.0).to(v.dtype)
-        acc = dot(v, in_fragment_order(p.to(v.dtype)), acc)
+    if S.KIND == RAW:
+        p, m, z, acc, _ = softmax_columns(s, tl.max(s, 0), m, z, acc)
     else:
-        field = load_field(page[:, None], field_at, valid_tiles, 0, V)
+        field = load_field(page[:, None], field_at, valid_tiles, 0, S)
         scale = tl.reshape(decode_unsigned(field), (BT,))
         exponent = tl.reshape(field_exponent(field), (BT,))
         p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
-        ph = (p * tl.where(valid, scale, 0.0)[:, None]).to(tl.float16)
-        v = as_values(tile_numbers(page, inside, tile_valid, levels, True, V))
-        acc = tl.dot(v, in_fragment_order(ph), acc)
-        if V.KIND == UNIFORM:
-            centre = load_centre(page[:, None], field_at, valid_tiles, scale, V)
-            w = w * alpha + tl.sum(p * tl.where(valid, centre, 0.0)[:, None], 0)
-        elif V.PTX and V.KIND == LLOYD:
-            w = w * alpha - VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
-    return m, z, w, acc
+        seen = p != 0.0  # the scale of another token may be NaN
+        if S.KIND == UNIFORM:
+            centre = load_centre(page[:, None], field_at, valid_tiles, scale, S)
+            w = w * alpha + tl.sum(tl.where(seen, p * centre[:, None], 0.0), 0)
+        p = tl.where(seen, p * scale[:, None], 0.0)
+    p = p.to(v.dtype)
+    return m, z, w, dot(v, in_fragment_order(p) if FRAGMENTS else p, acc)
 
 
 @triton.jit
-def _hide(s, token, present, position, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Scores s [BT, M] with -inf where the row's query, at position [M], does not see the token [BT]."""
-    seen = present[:, None] & (position == position)[None, :]
+def hide(s, token, present, position, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Scores s with -inf where a token is not ``present`` or the query at ``position`` does not see it.
+
+    ``token`` and ``present`` broadcast over the queries' axis of s, ``position`` over the tokens'.
+    """
+    seen = present & (position == position)
     if CAUSAL:
-        seen = seen & (token[:, None] <= position[None, :])
+        seen = seen & (token <= position)
     if WINDOW:
-        seen = seen & (token[:, None] > position[None, :] - window)
+        seen = seen & (token > position - window)
     return tl.where(seen, s, float("-inf"))
 
 
@@ -208,7 +197,8 @@ def _add_fresh(m, z, acc, qh, row_scale, shift, position, k_ptr, v_ptr, begin, e
         s = tl.dot(k, qh.to(tl.float16)) * (row_scale[None, :] * k_up[:, None])
         if SOFTCAP:
             s = soft_cap(s + shift[None, :], softcap)
-        s = _hide(s, length - queries + fresh, present, position, window, CAUSAL, WINDOW)
+        token = length - queries + fresh
+        s = hide(s, token[:, None], present[:, None], position[None, :], window, CAUSAL, WINDOW)
         mask = present[None, :] & (v_dim < VD)[:, None]
         v = tl.load(v_ptr + (at * VD)[None, :] + v_dim[:, None], mask=mask, other=0.0).to(tl.float32)
         v_down, v_up, v_exponent = power_below(tl.max(tl.abs(v), 0))
@@ -240,7 +230,7 @@ def attend_kernel(
     VDP: tl.constexpr = 16 * V.SP
     TILES_PER_BLOCK: tl.constexpr = K.BLOCK_SIZE // 16
 
-    sequence, start, first = _first_query(starts_ptr, sequences, tl.program_id(0), BLOCK_Q, ONE_BLOCK)
+    sequence, start, first = first_query(starts_ptr, sequences, tl.program_id(0), BLOCK_Q, ONE_BLOCK)
     queries = tl.load(starts_ptr + sequence + 1) - start
     if (first >= queries) | (queries > most_queries):
         return
@@ -254,14 +244,15 @@ def attend_kernel(
     row_at = q_row * (HEADS * GROUP) + q_head
     position = length - queries + query  # of each row's query in its sequence
 
-    begin, end, packed_end, seen_from, clear_begin, clear_end = _keys_to_read(
+    begin, end, packed_end, seen_from, clear_begin, clear_end = keys_to_read(
         length, queries, first, window, BLOCK_Q, BT, CAUSAL, WINDOW, fresh_k_ptr is not None
     )
     steps = tl.cdiv(tl.maximum(packed_end - begin, 0), BT)
     per_part = tl.cdiv(steps, SPLITS)
-    qh, q_sum, up = load_queries(
+    qh, _, q_sum, up = load_queries(
         q_ptr + q_row * q_stride + q_head * q_head_stride, row_valid, key_rotation, key_norm, M, K
     )
+    qh = in_fragment_order(qh)
     row_scale = up * scale_log2
     shift = tl.zeros([M], tl.float32)
     if shift_ptr is not None:
@@ -285,16 +276,19 @@ def attend_kernel(
         if WINDOW:
             valid = valid & (token >= seen_from)
         valid_tiles = tl.reshape(valid, (NT, 16))
-        s = _scores(page, inside, field_at, tile_valid, valid_tiles, qh, q_sum, row_scale, key_levels, K)
+        k = as_keys(tile_numbers(page, inside, tile_valid, key_levels, K))
+        s = side_scores(k, page, field_at, valid_tiles, qh, q_sum, K) * row_scale[None, :]
         if SOFTCAP:
             s = soft_cap(s + shift[None, :], softcap)
         # Rows without a query attend garbage that is never stored, so only the first and last visible keys need a mask.
         if token0 + BT > clear_end or token0 < clear_begin:
-            s = _hide(s, token, valid & (token < packed_end), position, window, CAUSAL, WINDOW)
-        m, z, w, acc = _add_values(
-            s, m, z, w, acc, page, inside, field_at, tile_valid, valid, valid_tiles, token0, seen_from, length,
-            value_levels, V,
-        )  # fmt: skip
+            present = valid & (token < packed_end)
+            s = hide(s, token[:, None], present[:, None], position[None, :], window, CAUSAL, WINDOW)
+        v = as_values(tile_numbers(page, inside, tile_valid, value_levels, V))
+        if V.KIND == RAW:
+            v_token = token0 + fragment_order(tl.arange(0, BT))
+            v = tl.where(((v_token < length) & (v_token >= seen_from))[None, :], v, 0.0).to(v.dtype)
+        m, z, w, acc = add_values(s, m, z, w, acc, v, page, field_at, valid_tiles, True, V)
     acc += w[None, :]
 
     if fresh_k_ptr is not None:

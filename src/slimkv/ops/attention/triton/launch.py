@@ -2,7 +2,7 @@
 
 Sequences with few queries (decode, verification) are attended on their packed pages, split over the keys when there are
 too few programs to fill the device. Sequences with many (prefill) are unpacked once and attended dense. A mixed batch
-launches both; each kernel leaves the other's sequences alone, so that the host need not know which is which.
+launches both kernels. Each skips the other's sequences, so the host does not need the lengths.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ PREFILL_BYTES = 256 << 20  # what unpacked K and V may take; a longer context ta
 
 @dataclass(frozen=True)
 class Shape:
-    """The block shape of one launch of the packed kernel."""
+    """The block shape of one launch on packed pages."""
 
-    rows: int  # query rows of a program: queries x heads of a group, padded
-    queries: int  # queries of a program
+    rows: int  # query rows of a program: queries x heads, padded
     tiles: int  # 16-token tiles per step
     warps: int
-    stages: int
     resident: int  # programs that fit a multiprocessor at once
+    stages: int = 1
 
 
 def supports(request: AttendRequest) -> str | None:
@@ -54,7 +53,7 @@ def supports(request: AttendRequest) -> str | None:
     if request.layout.block_size == 1:
         return PLAIN_ROWS
     if min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM:
-        # Compiled for a GPU the kernel is wrong at 16 for formats of odd widths; the interpreter shows nothing of it.
+        # Compiled for a GPU, the kernel is wrong at 16 for formats of odd widths; in the interpreter it is right.
         return (
             f"head sizes {spec.key_dim}/{spec.value_dim} are below {MIN_TRITON_HEAD_DIM}; "
             "use backend='cuda' or 'reference'"
@@ -75,12 +74,12 @@ def launch_shape(layout: PageLayout, group: int, max_query_len: int) -> Shape:
     if max_query_len * group > 8:
         rows = max(16, rows)
     if rows > 16:
-        return Shape(rows, rows // group, 2 if dim <= 128 else 1, 2, 1, 4)
+        return Shape(rows, 2 if dim <= 128 else 1, warps=2, resident=4)
     if dim <= 128:
         # With few bits a step is short, and loading ahead pays; with more, registers are better spent on a longer step.
         short = layout.spec.key.bits + layout.spec.value.bits <= 4
-        return Shape(rows, rows // group, 4, 1, 2, 12) if short else Shape(rows, rows // group, 4, 1, 1, 8)
-    return Shape(rows, rows // group, 2 if dim <= 256 else 1, 1, 1, 8)
+        return Shape(rows, 4, warps=1, resident=12, stages=2) if short else Shape(rows, 4, warps=1, resident=8)
+    return Shape(rows, 2 if dim <= 256 else 1, warps=1, resident=8)
 
 
 def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
@@ -130,8 +129,9 @@ def _attend_packed(request: AttendRequest, fresh: Fresh, most_queries: int) -> N
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
     num_kv_heads, sequences = request.pages.shape[1], request.seq_lens.shape[0]
     shape = launch_shape(layout, request.group, most_queries)
-    one_block = most_queries <= shape.queries
-    blocks = sequences if one_block else total // shape.queries + sequences
+    queries = shape.rows // request.group  # of a program
+    one_block = most_queries <= queries
+    blocks = sequences if one_block else total // queries + sequences
     window = options.sliding_window
     longest = request.max_seq_len if window is None else min(request.max_seq_len, window + most_queries)
     num_splits = request.num_splits or choose_splits(blocks * num_kv_heads, longest, shape, query.device)
@@ -228,15 +228,13 @@ def _dense_exponents(request: AttendRequest, fresh: Fresh) -> Tensor:
     return exponents
 
 
-def prefill_chunk(
-    layout: PageLayout, num_kv_heads: int, sequences: int, max_seq_len: int, budget: int | None = None
-) -> int:
+def prefill_chunk(layout: PageLayout, num_kv_heads: int, sequences: int, max_seq_len: int) -> int:
     """Tokens per sequence that the unpacked workspace holds at a time: a multiple of 128."""
     spec = layout.spec
     per_token = num_kv_heads * (
         spec.key_dim * _dense_dtype(spec.key).itemsize + spec.value_dim * _dense_dtype(spec.value).itemsize
     )
-    fit = (budget or PREFILL_BYTES) // (per_token * sequences) // 128 * 128
+    fit = PREFILL_BYTES // (per_token * sequences) // 128 * 128
     return max(128, min(fit, triton.cdiv(max_seq_len, 128) * 128))
 
 

@@ -1,11 +1,11 @@
 """The prefill kernels of attend: many queries per sequence.
 
-With many queries the arithmetic counts, not the bytes: a key would be unpacked once for every block of queries. So the
-keys and values of the sequences concerned are unpacked once, into a bounded workspace, and attended there. A context
-longer than the workspace takes several passes, which hand on the state of the softmax.
+Prefill is compute-bound, and unpacking a key for every block of queries would take too long. So the keys and values of
+long sequences are unpacked once, into a bounded workspace, and attended there. A context longer than the workspace
+takes several passes, which carry the state of the softmax.
 
-Unpacked numbers are fp16 (raw formats keep their dtype), times the power of two that brings the largest of a sequence
-and head near 2^6; the queries and the output carry the inverse. The exponents of the stored fields tell that power.
+Unpacked numbers are fp16 (raw formats keep their dtype), scaled by a power of two that brings the largest of a sequence
+and head near 2^6; queries and output are scaled by the inverse. The power follows from the exponents of the scales.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 
 from slimkv.codec import scale16
-from slimkv.ops.attention.triton.decode import _LOG2E, find_block, finish, power_below, soft_cap
+from slimkv.ops.attention.triton.decode import _LOG2E, finish, first_query, hide, keys_to_read, power_below, soft_cap
 from slimkv.ops.triton.rotate import dot, rotate_rows
-from slimkv.ops.triton.side import LLOYD, RAW, UNIFORM
+from slimkv.ops.triton.side import RAW, UNIFORM
 from slimkv.ops.triton.unpack import (
-    KEY_OFFSET,
-    VALUE_OFFSET,
     as_keys,
     decode_unsigned,
     fragment_order,
@@ -50,7 +48,7 @@ def _raise_exponent(exponent_ptr, page, position, mask, S: tl.constexpr):
 
 @triton.jit
 def first_seen(length, queries, window):
-    """The first token that a query of the sequence sees. What lies before it may be of another sequence by now."""
+    """The first token that a query of the sequence sees. Blocks before it may already belong to another sequence."""
     return tl.maximum(0, length - queries - window + 1)
 
 
@@ -93,7 +91,7 @@ def _unpack_side(page, inside, tile_valid, present, fresh, fresh_row, row, level
     """
     BT: tl.constexpr = present.shape[0]
     dim = tl.arange(0, 16 * S.SP)
-    cube = tile_numbers(page, inside, tile_valid, levels, S.TRANSPOSED, S)
+    cube = tile_numbers(page, inside, tile_valid, levels, S)
     if S.TRANSPOSED:
         x = values_as_keys(cube)
     else:
@@ -101,8 +99,6 @@ def _unpack_side(page, inside, tile_valid, present, fresh, fresh_row, row, level
         dim = fragment_order(dim)
     if S.KIND != RAW:
         x = x.to(tl.float32)
-        if S.PTX and S.KIND == LLOYD:
-            x -= VALUE_OFFSET if S.TRANSPOSED else KEY_OFFSET
         keep = tl.reshape(present, (BT // 16, 16))
         field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]
         scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, keep, 0, S)), (BT,))
@@ -221,9 +217,7 @@ def prefill_kernel(
     BLOCK_Q: tl.constexpr = M // GROUP
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows of a causal mask first
     head = tl.program_id(1)
-    sequence = find_block(starts_ptr, sequences, block, BLOCK_Q)
-    start = tl.load(starts_ptr + sequence)
-    first = (block - (start // BLOCK_Q + sequence)) * BLOCK_Q
+    sequence, start, first = first_query(starts_ptr, sequences, block, BLOCK_Q, False)
     queries = tl.load(starts_ptr + sequence + 1) - start
     if (first >= queries) | (queries <= most_queries):
         return
@@ -237,16 +231,9 @@ def prefill_kernel(
     q_row = (start + query).to(tl.int64)
     row_at = q_row * (HEADS * GROUP) + q_head
     position = length - queries + query
-    end = length
-    begin = 0
-    clear_begin = 0
-    clear_end = length
-    if CAUSAL:
-        end = tl.minimum(length, length - queries + first + BLOCK_Q)
-        clear_end = length - queries + first + 1
-    if WINDOW:
-        begin = tl.maximum(0, length - queries + first - window + 1) // BN * BN
-        clear_begin = length - queries + tl.minimum(first + BLOCK_Q, queries) - window
+    begin, end, _, _, clear_begin, clear_end = keys_to_read(
+        length, queries, first, window, BLOCK_Q, BN, CAUSAL, WINDOW, False
+    )
     begin = tl.maximum(begin, first_token)
     end = tl.minimum(end, first_token + chunk)
     qh, up = _load_query_rows(
@@ -278,12 +265,7 @@ def prefill_kernel(
         if SOFTCAP:
             s = soft_cap(s * factor[:, None] + shift[:, None], softcap)
         if token0 + BN > clear_end or token0 < clear_begin or token0 + BN > end:
-            visible = (token < end)[None, :] & (token >= 0)[None, :]
-            if CAUSAL:
-                visible = visible & (token[None, :] <= position[:, None])
-            if WINDOW:
-                visible = visible & (token[None, :] > position[:, None] - window)
-            s = tl.where(visible, s, float("-inf"))
+            s = hide(s, token[None, :], (token < end)[None, :], position[:, None], window, CAUSAL, WINDOW)
         if SOFTCAP:
             p, m, z, acc = _softmax_rows(s, tl.full([M], 1.0, tl.float32), m, z, acc)
         else:

@@ -124,8 +124,8 @@ static void weighted_float(const float* weights, int rows, const float* v, i64 s
 
 // R rows of weights, in the order of V's bytes, by V's bytes -> out [R][dim].
 template <int R>
-static void weighted_bytes_block(const float* weights, const i8* v, int tokens, int dim, float unit,
-    const float* rescale, float* out, i64 out_stride) {
+static void weighted_bytes_block(const float* weights, const i8* v, int tokens, int dim, const float* rescale,
+    float* out, i64 out_stride) {
   for (int d = 0; d < dim; d += W) {
     VF sums[R] = {};
     for (int t = 0; t < tokens; t += 4) {
@@ -137,16 +137,15 @@ static void weighted_bytes_block(const float* weights, const i8* v, int tokens, 
     }
     for (int r = 0; r < R; r++) {
       float* at = out + r * out_stride + d;
-      store_f(at, fma_f(sums[r], splat(unit), load_f(at) * rescale[r]));
+      store_f(at, sums[r] + load_f(at) * rescale[r]);
     }
   }
 }
 
-static void weighted_bytes(const float* weights, int rows, const i8* v, int tokens, int dim, float unit,
-    const float* rescale, float* out, i64 out_stride) {
+static void weighted_bytes(const float* weights, int rows, const i8* v, int tokens, int dim, const float* rescale,
+    float* out, i64 out_stride) {
   by_rows(rows, [&](auto count, int r) {
-    weighted_bytes_block<count>(weights + r * CHUNK, v, tokens, dim, unit, rescale + r, out + r * out_stride,
-        out_stride);
+    weighted_bytes_block<count>(weights + r * CHUNK, v, tokens, dim, rescale + r, out + r * out_stride, out_stride);
   });
 }
 

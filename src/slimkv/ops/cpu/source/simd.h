@@ -3,7 +3,7 @@
 
 #include "numbers.h"
 
-#if defined(SLIMKV_SIMDE)  // x86 intrinsics on another machine, for tests; a few it does not know
+#if defined(SLIMKV_SIMDE)  // x86 intrinsics on another machine, for tests; SIMDe lacks a few
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
 #include <simde/x86/fma.h>

@@ -20,10 +20,3 @@ EXPORT i32 slimkv_gather(GatherCall* call) { return guarded(gather, call); }
 
 // The function that starts a team of threads, GOMP_parallel of the OpenMP library that torch uses; null for none.
 EXPORT void slimkv_set_team(void* function) { gomp_parallel.store((GompParallel)function, std::memory_order_release); }
-
-// Sizes of the structures, which the caller compares with its own.
-EXPORT i32 slimkv_sizes(i32* out) {
-  const i32 sizes[] = {sizeof(Side), sizeof(Layout), sizeof(StoreCall), sizeof(GatherCall), sizeof(AttendCall)};
-  memcpy(out, sizes, sizeof sizes);
-  return (i32)(sizeof sizes / sizeof sizes[0]);
-}

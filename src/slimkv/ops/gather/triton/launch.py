@@ -59,7 +59,7 @@ def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, blo
     unrotate_store(x, signs, norm, rows, token < tokens, S.D, 16 * S.SP, 16 * S.SP if S.SP <= 8 else 32, 3, DENSE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def gather_kernel(
     pages_ptr, slots_ptr, key_ptr, value_ptr, offset_ptr, key_signs, value_signs, key_levels, value_levels,
     key_norm, value_norm, tokens, block_stride, page_stride, key_stride, key_head_stride, value_stride,

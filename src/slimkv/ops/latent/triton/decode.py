@@ -1,7 +1,7 @@
 """The Triton kernel of attend_latent: scores from latents and rope parts, values from the same latents.
 
 A step's latents are unpacked once, as keys [tokens, dimensions]: scores take them as they are, the output takes their
-transpose. Scores live in base 2; a latent's scale multiplies its score and, again, its probability, which is kept at
+transpose. Scores are in base 2; a latent's scale multiplies its score and, again, its probability, which is kept at
 most 2 in fp16 by taking the running maximum over score + log2(scale).
 """
 
@@ -10,90 +10,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slimkv.ops.attention.triton.decode import load_queries, power_below, softmax_columns
+from slimkv.ops.attention.triton.decode import add_values, load_queries, side_scores
 from slimkv.ops.triton.rotate import dot
-from slimkv.ops.triton.side import LLOYD, RAW, UNIFORM
-from slimkv.ops.triton.unpack import (
-    VALUE_OFFSET,
-    as_keys,
-    decode_unsigned,
-    field_exponent,
-    fragment_order,
-    load_centre,
-    load_field,
-    tile_numbers,
-    values_as_keys,
-)
+from slimkv.ops.triton.side import RAW
+from slimkv.ops.triton.unpack import as_keys, fragment_order, in_fragment_order, tile_numbers, values_as_keys
 
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _load_rope_queries(q_ptrs, row_valid, R: tl.constexpr):
-    """The queries' rope parts [RDP, M] in the dtype of the stored ones, what that rounds off, their sums [M], and the
-    factors that undo the scaling [M]."""
-    dim = tl.arange(0, 16 * R.SP)
-    mask = row_valid[None, :] & (dim < R.D)[:, None]
-    q = tl.load(q_ptrs[None, :] + dim[:, None], mask=mask, other=0.0).to(tl.float32)
-    down, up, _ = power_below(tl.max(tl.abs(q), 0))
-    q *= down[None, :]
-    if R.KIND == RAW and R.BITS == 32:
-        qh = q
-    elif R.KIND == RAW and R.BF16:
-        qh = q.to(tl.bfloat16)
-    else:
-        qh = q.to(tl.float16)
-    rest = (q - qh.to(tl.float32)).to(qh.dtype)
-    return qh, rest, tl.sum(qh.to(tl.float32), 0), up
 
 
 @triton.jit
 def _rope_scores(page, inside, field_at, tile_valid, valid_tiles, qh, rest, q_sum, levels, EXACT: tl.constexpr,
                  R: tl.constexpr):  # fmt: skip
     """What the rope parts of a step's tokens add to the scores: float32 [BT, M], before the queries' factors."""
-    BT: tl.constexpr = 16 * page.shape[0]
-    k = values_as_keys(tile_numbers(page, inside, tile_valid, levels, True, R))
+    k = values_as_keys(tile_numbers(page, inside, tile_valid, levels, R))
     if R.KIND == RAW:
-        k = tl.where(tl.reshape(valid_tiles, (BT,))[:, None], k, 0.0).to(k.dtype)
-        s = dot(k, qh, tl.zeros([BT, qh.shape[1]], tl.float32))
-        if R.BF16 and R.BITS == 16 and not EXACT:  # the queries have more digits than bf16
-            s = dot(k, rest, s)
-    else:
-        s = tl.dot(k, qh)
-        if R.PTX and R.KIND == LLOYD:
-            s -= VALUE_OFFSET * q_sum[None, :]
-        scale = tl.reshape(decode_unsigned(load_field(page[:, None], field_at, valid_tiles, 0, R)), (BT,))
-        s *= scale[:, None]
-        if R.KIND == UNIFORM:
-            s += load_centre(page[:, None], field_at, valid_tiles, scale, R)[:, None] * q_sum[None, :]
+        k = tl.where(tl.reshape(valid_tiles, (k.shape[0],))[:, None], k, 0.0).to(k.dtype)
+    s = side_scores(k, page, field_at, valid_tiles, qh, q_sum, R)
+    if R.KIND == RAW and R.BF16 and not EXACT:  # the queries have more digits than bf16
+        s = dot(k, rest, s)
     return s
-
-
-@triton.jit
-def _latent_scores(page, inside, field_at, valid, tile_valid, valid_tiles, qh, q_sum, levels, K: tl.constexpr):
-    """A step's latents [BT, KDP] as keys and their scores float32 [BT, M], before the queries' factors; the latents'
-    scales, the exponents of these, and what is added to all numbers of a latent: float32 [BT] each."""
-    BT: tl.constexpr = 16 * page.shape[0]
-    scale = tl.full([BT], 1.0, tl.float32)
-    exponent = tl.zeros([BT], tl.float32)
-    centre = tl.zeros([BT], tl.float32)
-    # Made as values are: their offset is small enough to be summed over many tokens.
-    k = as_keys(tile_numbers(page, inside, tile_valid, levels, True, K))
-    if K.KIND == RAW:
-        k = tl.where(valid[:, None], k, 0.0).to(k.dtype)
-        s = dot(k, qh, tl.zeros([BT, qh.shape[1]], tl.float32))
-    else:
-        field = load_field(page[:, None], field_at, valid_tiles, 0, K)
-        scale = tl.reshape(decode_unsigned(field), (BT,))
-        exponent = tl.reshape(field_exponent(field), (BT,))
-        s = tl.dot(k, qh)
-        if K.PTX and K.KIND == LLOYD:
-            s -= VALUE_OFFSET * q_sum[None, :]
-        s *= scale[:, None]
-        if K.KIND == UNIFORM:
-            centre = load_centre(page[:, None], field_at, valid_tiles, scale, K)
-            s += centre[:, None] * q_sum[None, :]
-    return k, s, scale, exponent, centre
 
 
 @triton.jit
@@ -150,8 +85,10 @@ def attend_latent_kernel(
     per_part = tl.cdiv(steps, SPLITS)
     step_end = tl.minimum((part + 1) * per_part, steps)
 
-    qh, q_sum, up = load_queries(q_ptr + q_row * q_stride + head * q_head_stride, row_valid, None, 1.0, M, K)
-    rh, r_rest, r_sum, r_up = _load_rope_queries(rope_ptr + q_row * rope_stride + head * rope_head_stride, row_valid, V)
+    qh, _, q_sum, up = load_queries(q_ptr + q_row * q_stride + head * q_head_stride, row_valid, None, 1.0, M, K)
+    qh = in_fragment_order(qh)
+    rope_rows = rope_ptr + q_row * rope_stride + head * rope_head_stride
+    rh, r_rest, r_sum, r_up = load_queries(rope_rows, row_valid, None, 1.0, M, V)
     latent_factor = up * scale_log2
     rope_factor = r_up * scale_log2
     m = tl.full([M], float("-inf"), tl.float32)
@@ -171,26 +108,16 @@ def attend_latent_kernel(
         field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]
         valid = token < length
         valid_tiles = tl.reshape(valid, (NT, 16)) & tile_valid[:, None]
-        k, s, scale, exponent, centre = _latent_scores(
-            page, inside, field_at, valid, tile_valid, valid_tiles, qh, q_sum, latent_levels, K
-        )
-        s = s * latent_factor[None, :] + rope_factor[None, :] * _rope_scores(
+        k = as_keys(tile_numbers(page, inside, tile_valid, latent_levels, K))
+        if K.KIND == RAW:
+            k = tl.where(valid[:, None], k, 0.0).to(k.dtype)
+        s = side_scores(k, page, field_at, valid_tiles, qh, q_sum, K) * latent_factor[None, :]
+        s += rope_factor[None, :] * _rope_scores(
             page, inside, field_at, tile_valid, valid_tiles, rh, r_rest, r_sum, rope_levels, EXACT, V
         )
         if token0 + BT > clear_end:
             s = tl.where(valid[:, None] & (token[:, None] <= position[None, :]), s, float("-inf"))
-        if K.KIND == RAW:
-            p, m, z, acc, alpha = softmax_columns(s, tl.max(s, 0), m, z, acc)
-            acc = dot(tl.trans(k), p.to(k.dtype), acc)
-        else:
-            p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
-            seen = p != 0.0  # a scale may not be a number
-            ph = tl.where(seen, p * scale[:, None], 0.0).to(tl.float16)
-            acc = tl.dot(tl.trans(k), ph, acc)
-            if K.KIND == UNIFORM:
-                w = w * alpha + tl.sum(tl.where(seen, p * centre[:, None], 0.0), 0)
-            elif K.PTX and K.KIND == LLOYD:
-                w = w * alpha - VALUE_OFFSET * tl.sum(ph.to(tl.float32), 0)
+        m, z, w, acc = add_values(s, m, z, w, acc, tl.trans(k), page, field_at, valid_tiles, False, K)
 
     _store_rows(
         out_ptr, lse_ptr, acc + w[None, :], m, z, q_row, head, row_valid, heads, out_stride, out_head_stride, part,

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 
 from slimkv.ops.attention.api import MIN_TRITON_HEAD_DIM
-from slimkv.ops.attention.triton.launch import merge_parts, part_views
+from slimkv.ops.attention.triton.launch import Shape, choose_splits, merge_parts, part_views
 from slimkv.ops.cuda.constants import LOG2E
-from slimkv.ops.cuda.device import multiprocessors
 from slimkv.ops.latent.api import LatentRequest
 from slimkv.ops.latent.triton.decode import attend_latent_kernel
 from slimkv.ops.triton.side import PLAIN_ROWS, side_of
 from slimkv.spec import PageLayout
 
-_MAX_SPLITS = 128
 _LARGEST_DIM = 512
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The block shape of one launch."""
-
-    rows: int  # (query, head) pairs of a program
-    tiles: int  # 16-token tiles per step
-    warps: int
 
 
 def supports(request: LatentRequest) -> str | None:
@@ -45,17 +32,9 @@ def supports(request: LatentRequest) -> str | None:
 
 def launch_shape(layout: PageLayout, rows: int) -> Shape:
     """The block shape for sequences of up to ``rows`` (query, head) pairs: what a program holds in registers."""
-    wide = layout.spec.key.bits == 32  # float32 products are made of three
-    if rows <= 16:
-        return Shape(16, 1 if wide else 2, 4)
-    return Shape(32, 1 if wide else 2, 8)
-
-
-def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
-    """How many parts to cut the tokens into so that the programs fill the device, two on a multiprocessor."""
-    steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
-    wanted = max(1, 2 * multiprocessors(device) // max(1, programs))
-    return min(wanted, steps, _MAX_SPLITS)
+    tiles = 1 if layout.spec.key.bits == 32 else 2  # float32 products are made of three
+    few = rows <= 16
+    return Shape(16 if few else 32, tiles, warps=4 if few else 8, resident=2)
 
 
 def run(request: LatentRequest) -> None:

@@ -5,27 +5,50 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slimkv.codec import Codec
-from slimkv.ops.cuda import vectors
+from slimkv.codec.rotation import block_size, core_size, core_words, sign_words
+from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, RAW_NUMBER
+from slimkv.ops.cuda.device import multiprocessors
+from slimkv.ops.cuda.module import Defines
 from slimkv.ops.cuda.places import Vectors, point_to_tokens, vectors_of
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables, point_side
 from slimkv.ops.store.refusals import refuses_raw_dtype
-from slimkv.spec import Kind, PageLayout
+from slimkv.spec import Kind, LatentSpec, PageLayout, SideLayout
 
 SOURCE, KERNEL = "vectors/store.cu", "store_vectors"
-_BLOCKS = 4  # of a multiprocessor
+LARGEST_DIM, LARGEST_TILE_DIM = 512, 256  # of this kernel, and of the one with 16 tokens in a warp
+_WARPS, _BLOCKS = 4, 4  # warps of a thread block, thread blocks of a multiprocessor
 
 
 def refusal(request: StoreRequest) -> str | None:
     """Why it does not take the request, or None: Lloyd-Max and fp8 of up to 512, and raw sides; nearest rounding."""
     if request.query_aware is not None:
         return "with fp8 or raw sides and beyond head sizes of 256 it rounds to the nearest; triton is query-aware"
-    fp8 = Kind.FP8 in (request.layout.spec.key.kind, request.layout.spec.value.kind)
-    return refuses_raw_dtype(request) or vectors.format_refusal(request.layout, any_size=fp8)
+    return refuses_raw_dtype(request) or format_refusal(request.layout)
+
+
+@cache
+def format_refusal(layout: PageLayout) -> str | None:
+    """Why pages of this layout are not supported, or None."""
+    spec = layout.spec
+    small = max(spec.key_dim, spec.value_dim) <= LARGEST_TILE_DIM and Kind.FP8 not in (spec.key.kind, spec.value.kind)
+    if small and not isinstance(spec, LatentSpec):
+        return f"it takes latents, and K and V of head sizes beyond {LARGEST_TILE_DIM}; triton takes others"
+    for side in (layout.key, layout.value):
+        kind, dim = side.format.kind, side.dim
+        if kind == Kind.RAW:
+            continue
+        if dim > LARGEST_DIM:
+            return f"it takes head sizes up to {LARGEST_DIM}, not {dim}; triton takes more"
+        core = core_size(dim)
+        if kind == Kind.LLOYD and (dim % 32 or block_size(dim) != dim or core > 32 or (core > 1 and dim // core > 32)):
+            return f"its rotation does not take a head size of {dim}; triton's does"
+    return None
 
 
 def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Structure]:
@@ -34,28 +57,56 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Struct
     plan = _plan(request.layout, pages.device, vectors_of(key), vectors_of(value), slots.dtype == torch.int64)
     args = StoreArgs.from_buffer_copy(plan.args)
     point_to_tokens(args, key, value, pages, slots)
-    return plan, vectors.grid(slots.shape[0], pages.shape[1], pages.device, _BLOCKS), args
+    # As many thread blocks for each side as run at a time: the shorter side ends soon.
+    heads, resident = pages.shape[1], _BLOCKS * multiprocessors(pages.device)
+    return plan, (min(-(-slots.shape[0] // _WARPS), max(1, resident // heads)), 2 * heads), args
 
 
 @cache  # captured graphs point to the tables: they stay
 def _plan(layout: PageLayout, device: torch.device, key: Vectors, value: Vectors, long_slots: bool) -> Plan:
     codec, args, shared = Codec(layout.spec), StoreArgs(), 0
     tables: list[Tensor] = []
-    defines = vectors.common_defines(layout, long_slots, _BLOCKS)
-    defines["ROW_STRIDE"] = layout.key.row_stride
+    defines = Defines({
+        "BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots), "WARPS": _WARPS, "MIN_BLOCKS": _BLOCKS,
+        "ROW_STRIDE": layout.key.row_stride,
+    })  # fmt: skip
     sides = (
         ("K", layout.key, key, codec.key_tables, args.key),
         ("V", layout.value, value, codec.value_tables, args.value),
     )
     for prefix, side, (dtype, aligned), constants, side_args in sides:
+        kind = side.format.kind
         cell_shift, cell_zero, tensors = code_tables(side.format, side.dim, constants.unit, device)
-        defines |= vectors.side_defines(
-            prefix, side, dtype, CELL_SHIFT=cell_shift, CELL_ZERO=cell_zero,
-            VECTORS=int(aligned or side.format.kind == Kind.RAW),  # raw sides are copied number by number
-        )  # fmt: skip
-        rotation, bounds = vectors.rotation_signs(side, layout.spec.seed, device), tensors[1]
+        numbers = {
+            "D": side.dim, "CORE": core_size(side.dim), "KIND": KIND_NUMBERS.get(kind, RAW_NUMBER),
+            "BITS": side.format.bits, "CODES": side.codes_offset, "FIELDS": side.fields_offset,
+            "DTYPE": DTYPE_NUMBERS[dtype], "CELL_SHIFT": cell_shift, "CELL_ZERO": cell_zero,
+            "VECTORS": int(aligned or kind == Kind.RAW),  # raw sides are copied number by number
+        }  # fmt: skip
+        defines |= {f"{prefix}_{name}": number for name, number in numbers.items()}
+        rotation, bounds = _rotation_signs(side, layout.spec.seed, device), tensors[1]
         point_side(side_args, side, constants, (rotation, *tensors))
         tables += [rotation, *tensors]
         used = -(-(2 * cell_zero + 8 * len(bounds)) // 16) * 16
-        shared = max(shared, used + vectors.WARPS * vectors.vector_bytes(side))
-    return Plan(SOURCE, KERNEL, defines, 32 * vectors.WARPS, shared, 0, 0, args, tuple(tables))
+        shared = max(shared, used + _WARPS * _vector_bytes(side))
+    return Plan(SOURCE, KERNEL, defines, 32 * _WARPS, shared, 0, 0, args, tuple(tables))
+
+
+def _rotation_signs(side: SideLayout, seed: int, device: torch.device) -> Tensor:
+    """uint8: the signs of the dimensions, eight to a byte, and of every column of the core, a word each.
+
+    Empty where there is no rotation.
+    """
+    if side.format.kind != Kind.LLOYD:
+        return torch.zeros(0, dtype=torch.uint8, device=device)
+    words = np.array(sign_words(side.dim, seed) + core_words(side.dim, columns=True), np.uint32)
+    return torch.from_numpy(words.view(np.uint8)).to(device)
+
+
+def _vector_bytes(side: SideLayout) -> int:
+    """``VECTOR_BYTES`` of layout.cuh: shared memory of a warp."""
+    if side.format.kind == Kind.RAW:
+        return 0
+    numbers = 4 * (side.dim + -(-side.dim // 32) * 2) if side.format.kind == Kind.LLOYD else 0
+    codes = -(-(side.dim + side.dim // 128 * 8) // 16) * 16
+    return -(-(numbers + codes) // 16) * 16

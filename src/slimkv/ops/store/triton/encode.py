@@ -115,40 +115,28 @@ def _rotate_power_of_two(fixed, signs, D: tl.constexpr, SHORT: tl.constexpr):
 def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr, SHORT: tl.constexpr):
     """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP]. SHORT: of short integers.
 
-    Sizes that are powers of two take the product apart (`_rotate_power_of_two`); others use the whole matrix.
-    x_ptr: pointers [M] to the rows that ``fixed`` was made of; down: their factors back; skip: rows that count as zero.
-    A matrix too large for shared memory is taken in blocks of rows, and the rows' fixed-point numbers made again block
-    by block; the sums are exact, so nothing changes.
+    Sizes that are powers of two take the product apart (`_rotate_power_of_two`). Of others, the matrix is taken in
+    blocks of rows, and the fixed-point numbers are made again block by block: x_ptr are pointers [M] to the rows that
+    ``fixed`` was made of, down their factors back, skip rows that count as zero.
     """
-    col = tl.arange(0, DP)
     if D == DP and D >= 32:
-        rotated = _rotate_power_of_two(fixed, signs, D, SHORT)
-    elif DP <= 256:
-        inside = (col < D)[:, None] & (col < D)[None, :]
-        h = tl.load(signs + col[:, None] * D + col[None, :], mask=inside, other=0.0).to(tl.float16)
-        if SHORT:
-            rotated = tl.dot(fixed.to(tl.float16), h)
-        else:
-            high, low = _halves(fixed)
-            rotated = _joined(tl.dot(high, h), tl.dot(low, h))
+        return _rotate_power_of_two(fixed, signs, D, SHORT)
     else:
+        col = tl.arange(0, DP)
         up = _power_of_two(-(down.to(tl.int32, bitcast=True) >> 23) + 254)  # exactly 1 / down
         high_sum = tl.zeros(fixed.shape, tl.float32)
         low_sum = tl.zeros(fixed.shape, tl.float32)
         for k0 in range(0, D, 32):
             k = k0 + tl.arange(0, 32)
-            x = tl.load(x_ptr[:, None] + k[None, :], mask=row_mask[:, None] & (k < D)[None, :], other=0.0).to(
-                tl.float32
-            )
+            mask = row_mask[:, None] & (k < D)[None, :]
+            x = tl.load(x_ptr[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
             x = tl.where(skip[:, None], 0.0, x * up[:, None])
             high, low = _halves((x + _MAGIC) - _MAGIC)
-            h = tl.load(
-                signs + k[:, None] * D + col[None, :], mask=(k < D)[:, None] & (col < D)[None, :], other=0.0
-            ).to(tl.float16)
+            inside = (k < D)[:, None] & (col < D)[None, :]
+            h = tl.load(signs + k[:, None] * D + col[None, :], mask=inside, other=0.0).to(tl.float16)
             high_sum = tl.dot(high, h, high_sum)
             low_sum = tl.dot(low, h, low_sum)
-        rotated = _joined(high_sum, low_sum)
-    return rotated
+        return _joined(high_sum, low_sum)
 
 
 @triton.jit

@@ -23,78 +23,39 @@ def _merge_bits(x, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _token_bytes(bits, W: tl.constexpr, SP: tl.constexpr, NT: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """A plane's bits int32 [16 NT, 16 SP] as one byte per token and lane column.
-
-    Keys: [NT, 2 row halves, 8 g, words, 4 t, 2 jhi]; values: [NT, 2 jhi, 4 t, 2 jlo, words, 8 g].
-    """
-    SUB: tl.constexpr = 4 // W
-    WP: tl.constexpr = SP // SUB
-    if TRANSPOSED:  # dimensions (word, sub, row half, g)
-        x = tl.permute(tl.reshape(bits, (NT, 2, 4, 2, WP, SUB, 2, 8)), (0, 1, 2, 3, 4, 7, 5, 6))
-    else:  # dimensions (word, sub, jhi, t, jlo)
-        x = tl.permute(tl.reshape(bits, (NT, 2, 8, WP, SUB, 2, 4, 2)), (0, 1, 2, 3, 6, 5, 4, 7))
-    x = _merge_bits(x, 4)  # the last axis left is sub
-    if SUB == 4:
-        x = _merge_bits(_merge_bits(tl.reshape(x, x.shape[:-1] + (2, 2)), W), 2 * W)
-    elif SUB == 2:
-        x = _merge_bits(x, W)
-    else:
-        x = tl.reshape(x, x.shape[:-1])
-    return x
-
-
-@triton.jit
-def _store_words(x, base, WORDS: tl.constexpr, WP: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Writes whole tiles from `_token_bytes`; base: pointers [NT] to the plane in each tile."""
-    if TRANSPOSED:
-        y = tl.permute(x, (0, 2, 4, 5, 1, 3))  # NT, t, word, g, jhi, jlo
-        lane = 4 * tl.arange(0, 8)[None, None, None, :] + tl.arange(0, 4)[None, :, None, None]
-    else:
-        y = tl.permute(x, (0, 2, 3, 4, 1, 5))  # NT, g, word, t, row half, jhi
-        lane = 4 * tl.arange(0, 8)[None, :, None, None] + tl.arange(0, 4)[None, None, None, :]
-    y = _merge_bits(_merge_bits(y, 8), 16)
-    i = tl.arange(0, WP)[None, None, :, None]
-    index = word_index(i, lane, WORDS)
-    at = base.to(tl.pointer_type(tl.int32))[:, None, None, None] + index
-    tl.store(at, y, mask=(i < WORDS) & (index >= 0))
-
-
-@triton.jit
-def _store_bytes(x, base, place, keep, WORDS: tl.constexpr, WP: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Writes single tokens from `_token_bytes`; base: pointers [16 NT] to the plane in each token's tile."""
-    y = tl.reshape(x, (base.shape[0], WP, 8))
-    place = place[:, None, None]
-    j = tl.arange(0, 8)[None, None, :]
-    if TRANSPOSED:  # j is g
-        lane = 4 * j + place % 8 // 2
-        byte = 2 * (place // 8) + place % 2
-    else:  # j is t and jhi
-        lane = 4 * (place % 8) + j // 2
-        byte = 2 * (place // 8) + j % 2
-    i = tl.arange(0, WP)[None, :, None]
-    at = base[:, None, None] + word_index(i, lane, WORDS) * 4 + byte
-    tl.store(at, y.to(tl.uint8), mask=keep[:, None, None] & (i < WORDS))
-
-
-@triton.jit
-def _store_plane(bits, base, tile_base, place, keep, aligned, W: tl.constexpr, S: tl.constexpr):
-    """Writes one plane of W <= 4 bits: bits int32 [16 NT, 16 SP]; see `_store_codes`."""
-    NT: tl.constexpr = tile_base.shape[0]
+def _store_plane(bits, base, place, keep, W: tl.constexpr, S: tl.constexpr):
+    """Writes one plane of W <= 4 bits: bits int32 [M, 16 SP]; see `_store_codes`."""
+    M: tl.constexpr = bits.shape[0]
     SLICES: tl.constexpr = S.D // 16
-    WORDS: tl.constexpr = SLICES // (4 // W)
-    TAIL: tl.constexpr = SLICES % (4 // W)
+    SUB: tl.constexpr = 4 // W
+    WORDS: tl.constexpr = SLICES // SUB
+    TAIL: tl.constexpr = SLICES % SUB
     if WORDS > 0:
-        WP: tl.constexpr = S.SP // (4 // W)
-        x = _token_bytes(bits, W, S.SP, NT, S.TRANSPOSED)
-        if aligned:
-            _store_words(x, tile_base, WORDS, WP, S.TRANSPOSED)
-        else:
-            _store_bytes(x, base, place, keep, WORDS, WP, S.TRANSPOSED)
+        # A token has a byte of each of 8 (lane, byte) pairs of a word.
+        WP: tl.constexpr = S.SP // SUB
+        at = place[:, None, None]
+        j = tl.arange(0, 8)[None, None, :]
+        if S.TRANSPOSED:  # dimensions (word, sub, row half, g); j is g
+            x = tl.permute(tl.reshape(bits, (M, WP, SUB, 2, 8)), (0, 1, 4, 2, 3))
+            lane = 4 * j + at % 8 // 2
+            byte = 2 * (at // 8) + at % 2
+        else:  # dimensions (word, sub, jhi, t, jlo); j is t and jhi
+            x = tl.permute(tl.reshape(bits, (M, WP, SUB, 2, 4, 2)), (0, 1, 4, 3, 2, 5))
+            x = tl.reshape(x, (M, WP, 8, SUB, 2))
+            lane = 4 * (at % 8) + j // 2
+            byte = 2 * (at // 8) + j % 2
+        x = _merge_bits(x, 4)  # the last axis left is sub
+        if SUB == 4:
+            x = _merge_bits(_merge_bits(tl.reshape(x, (M, WP, 8, 2, 2)), W), 2 * W)
+        elif SUB == 2:
+            x = _merge_bits(x, W)
+        i = tl.arange(0, WP)[None, :, None]
+        to = base[:, None, None] + word_index(i, lane, WORDS) * 4 + byte
+        tl.store(to, tl.reshape(x, (M, WP, 8)).to(tl.uint8), mask=keep[:, None, None] & (i < WORDS))
     if TAIL > 0:
         FIRST: tl.constexpr = (SLICES - TAIL) * 2 * W  # bytes of a plain row before the tail
         PER: tl.constexpr = 8 // W
-        rows = tl.reshape(bits, (16 * NT, 2 * S.SP * W, PER))
+        rows = tl.reshape(bits, (M, 2 * S.SP * W, PER))
         packed = tl.sum(rows << (tl.arange(0, PER) * W)[None, None, :], 2)
         col = tl.arange(0, 2 * S.SP * W)[None, :]
         start = base + WORDS * 128 + place * (TAIL * 2 * W)
@@ -120,11 +81,10 @@ def _store_wide(bits, base, place, keep, S: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(codes, base, tile_base, place, keep, aligned, S: tl.constexpr):
-    """Writes codes int32 [16 NT, 16 SP], plane by plane.
+def _store_codes(codes, base, place, keep, S: tl.constexpr):
+    """Writes codes int32 [M, 16 SP], plane by plane.
 
-    base, place, keep [16 NT]: every token's tile of codes, its place in the tile, and whether it is stored; tile_base
-    [NT]: the tile of each 16 tokens, used when every tile is whole and in order (``aligned``).
+    base, place, keep [M]: every token's tile of codes, its place in the tile, and whether it is stored.
     """
     if S.BITS >= 8:
         _store_wide(codes, base, place, keep, S)
@@ -132,14 +92,12 @@ def _store_codes(codes, base, tile_base, place, keep, aligned, S: tl.constexpr):
         FOUR: tl.constexpr = S.BITS // 4
         TWO: tl.constexpr = S.BITS % 4 // 2
         if FOUR:
-            _store_plane(codes & 15, base, tile_base, place, keep, aligned, 4, S)
+            _store_plane(codes & 15, base, place, keep, 4, S)
         if TWO:
-            at = 8 * S.D * FOUR
-            _store_plane((codes >> (4 * FOUR)) & 3, base + at, tile_base + at, place, keep, aligned, 2, S)
+            _store_plane((codes >> (4 * FOUR)) & 3, base + 8 * S.D * FOUR, place, keep, 2, S)
         if S.BITS % 2:
             SHIFT: tl.constexpr = 4 * FOUR + 2 * TWO
-            at = 2 * S.D * SHIFT
-            _store_plane((codes >> SHIFT) & 1, base + at, tile_base + at, place, keep, aligned, 1, S)
+            _store_plane((codes >> SHIFT) & 1, base + 2 * S.D * SHIFT, place, keep, 1, S)
 
 
 @triton.jit
@@ -173,12 +131,6 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
     safe = tl.maximum(slot, 0)
     page = pages_ptr + safe // S.BLOCK_SIZE * block_stride + head * page_stride
     position = safe % S.BLOCK_SIZE
-    # Whole tiles in order (a prefill chunk that starts at a tile) are written as words, anything else as single bytes.
-    tile_token = first + tl.arange(0, NT) * 16
-    tile_slot = tl.maximum(tl.load(slots_ptr + tile_token, mask=tile_token < tokens, other=-1).to(tl.int64), 0)
-    tile_page = pages_ptr + tile_slot // S.BLOCK_SIZE * block_stride + head * page_stride
-    expected = tl.reshape(tl.broadcast_to(tile_slot[:, None], (NT, 16)) + tl.arange(0, 16)[None, :], (M,))
-    aligned = tl.min(((slot == expected) & ((expected - tl.arange(0, M) % 16) % 16 == 0)).to(tl.int32), 0) == 1
 
     col = tl.arange(0, DP)
     x_rows = x_ptr + token.to(tl.int64) * x_stride + head * x_head_stride
@@ -202,10 +154,7 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
         else:
             codes, field = encode_fp8(x.to(tl.float32))
         _store_field(field, page, position, keep, 0, S)
-    _store_codes(
-        codes, page + S.CODES + position // 16 * TILE,
-        tile_page + S.CODES + tile_slot % S.BLOCK_SIZE // 16 * TILE, (position % 16).to(tl.int32), keep, aligned, S,
-    )  # fmt: skip
+    _store_codes(codes, page + S.CODES + position // 16 * TILE, (position % 16).to(tl.int32), keep, S)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -263,7 +212,7 @@ def run(request: StoreRequest) -> None:
     k, v = request.codec.key_tables, request.codec.value_tables
     index = request.query_aware_index if request.matrices > 1 else None
     tiles, warps = _program(tokens, layout, request.query_aware is not None)
-    # Neighbours in a chunk share a matrix; those of a decode step do not, and have programs enough to take one each.
+    # Neighbouring tokens of a chunk share a matrix. The few tokens of a decode step do not: each matrix has programs.
     spread = index is not None and tokens * pages.shape[1] < FEW_VECTORS
     grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 1 + (request.matrices if spread else 1))
     store_kernel[grid](

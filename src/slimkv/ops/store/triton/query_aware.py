@@ -1,8 +1,8 @@
 """Triton pieces that choose levels: the nearest, or with query-aware rounding, byte for byte as the reference does.
 
 Rounding goes from the last coordinate to the first, in slices of 16. Errors of later slices correct a whole slice by a
-product on the tensor cores; within a slice each row of 16 coordinates is taken apart into 16 columns, so that the
-sequential part is plain arithmetic on registers. All sums are of integers below 2^24: exact in any order.
+product on the tensor cores; within a slice each row of 16 coordinates is split into 16 columns, so that the sequential
+part is plain arithmetic on registers. All sums are sums of integers below 2^24: exact in any order.
 """
 
 # mypy: disable-error-code="assignment"
@@ -28,20 +28,10 @@ def tree(a, bounds, entries, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """entries[FIRST + i], i = how many of the COUNT - 1 boundaries from FIRST on lie below a: a tree of comparisons."""
     if COUNT == 1:
         return tl.zeros_like(a) + tl.load(entries + FIRST)
-    elif COUNT == 2:
-        return tl.where(a > tl.load(bounds + FIRST), tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
     else:
-        # The middle boundary chooses the half; within it the boundaries and entries are chosen, not the results.
         HALF: tl.constexpr = COUNT // 2
         upper = a > tl.load(bounds + FIRST + HALF - 1)
-        if COUNT == 4:
-            bound = tl.where(upper, tl.load(bounds + FIRST + 2), tl.load(bounds + FIRST))
-            second = a > bound
-            low = tl.where(second, tl.load(entries + FIRST + 1), tl.load(entries + FIRST))
-            high = tl.where(second, tl.load(entries + FIRST + 3), tl.load(entries + FIRST + 2))
-            return tl.where(upper, high, low)
-        else:
-            return tl.where(upper, tree(a, bounds, entries, FIRST + HALF, HALF), tree(a, bounds, entries, FIRST, HALF))
+        return tl.where(upper, tree(a, bounds, entries, FIRST + HALF, HALF), tree(a, bounds, entries, FIRST, HALF))
 
 
 @triton.jit

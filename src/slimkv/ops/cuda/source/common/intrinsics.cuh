@@ -1,6 +1,6 @@
-// The instructions that the kernels use, by name. Kernels contain no assembly of their own: what is in this file is all
-// that another machine has to provide, and the tests provide it on a CPU (tests/ops/cuda/host.h), where every lane is a
-// coroutine. No header of the CUDA toolkit is needed, so that NVRTC alone can compile this.
+// The instructions that the kernels use, by name. Kernels contain no assembly of their own, so another machine has to
+// provide only this file; the tests do so on a CPU (tests/ops/cuda/host.h), where every lane is a coroutine. It needs no
+// header of the CUDA toolkit: NVRTC alone compiles it.
 #pragma once
 #ifdef SLIMKV_HOST
 #include "host.h"
@@ -35,7 +35,7 @@ static_assert(sizeof(i64) == 8 && sizeof(u64) == 8, "64-bit integers");
 #define SLIMKV_ASM(R, C, name, parameters, text, ...) SLIMKV_ASM_AS(, R, C, name, parameters, text, __VA_ARGS__)
 #define SLIMKV_ASM_FIXED(R, C, name, parameters, text, ...) \
   SLIMKV_ASM_AS(volatile, R, C, name, parameters, text, __VA_ARGS__)
-// One that accesses memory, or waits for others who do.
+// An asm statement that accesses memory, or waits for threads that do.
 #define SLIMKV_ASM_MEMORY(name, parameters, text, ...) \
   DEVICE void name parameters { asm volatile(text::__VA_ARGS__ : "memory"); }
 
@@ -195,7 +195,7 @@ SLIMKV_LDMATRIX(ldmatrix_x4_trans, "m8n8.x4.trans");
 SLIMKV_OF_3(dp4a_u8, u32, "dp4a.u32.u32");
 SLIMKV_OF_3(dp4a_u8_s8, i32, "dp4a.u32.s32");
 SLIMKV_OF_3(dp4a_s8, i32, "dp4a.s32.s32");
-// x >> 16, on the units that multiply: logic is what unpacking has too little of.
+// x >> 16 as a multiplication: unpacking is bound by the logic units.
 SLIMKV_OF_3(dp2a_low, u32, "dp2a.lo.u32.u32");
 DEVICE u32 high_half(u32 x) { return dp2a_low(x, 0x0100u, 0u); }
 
@@ -219,12 +219,12 @@ SLIMKV_MMA(mma_u8_u8, i32, "r", "m16n8k32.row.col.s32.u8.u8.s32");
 SLIMKV_MMA(mma_f16, float, "f", "m16n8k16.row.col.f32.f16.f16.f32");
 SLIMKV_MMA(mma_bf16, float, "f", "m16n8k16.row.col.f32.bf16.bf16.f32");
 
-// x, of which the compiler no longer knows that all lanes have the same: it stays in a register of each lane.
+// x, hidden from the compiler's uniformity analysis, so that it stays in a register of each lane.
 DEVICE u32 in_register(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
 // x = to, in the register that x has.
 DEVICE void overwrite(float& x, float to) { asm volatile("mov.f32 %0, %1;" : "+f"(x) : "f"(to)); }
 
-// The lane's number, asked for anew: what a loop derives from it is not kept in registers from turn to turn.
+// The lane's number, read again: values that a loop derives from it are not kept in registers between iterations.
 DEVICE int read_laneid() {
   int r;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(r));
@@ -233,12 +233,12 @@ DEVICE int read_laneid() {
 
 // Memory.
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// An address from which nothing is loaded before what was stored so far is there.
+// An address whose loads the compiler does not move above earlier stores.
 DEVICE u32 settled(u32 address) {
   asm volatile("" : "+r"(address)::"memory");
   return address;
 }
-// A word, half a word or four words of a table that does not change any more.
+// A word, half a word or four words of a table that no longer changes.
 template <int OFFSET = 0>
 SLIMKV_ASM(u32, "r", ld_shared_constant, (u32 address), "ld.shared.u32 %0, [%1+%2];", "r"(address), "n"(OFFSET));
 SLIMKV_ASM(u32, "r", ld_shared_constant_half, (u32 address), "{.reg .b16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h;}",
@@ -250,7 +250,7 @@ SLIMKV_ASM(u32, "r", ld_shared_constant_half, (u32 address), "{.reg .b16 h; ld.s
     return r; \
   }
 SLIMKV_LOAD_WORDS4(ld_shared_constant_16, "ld.shared", u32, "r");
-// Data that is read once, and tables that are read again and again.
+// Data that is read once, and tables that are read repeatedly.
 SLIMKV_LOAD_WORDS4(ldg_streaming, "ld.global.nc.L1::no_allocate", const void*, "l");
 SLIMKV_LOAD_WORDS4(ldg_cached, "ld.global.nc", const void*, "l");
 template <int OFFSET>
@@ -282,7 +282,7 @@ SLIMKV_ASM_MEMORY(add_relaxed, (i32 * p, i32 x), "red.relaxed.gpu.global.add.s32
 DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
-// A grid may start while the one before it is still finishing; what that one wrote is there after the wait.
+// A grid may start while the previous one finishes; the previous grid's writes are visible after the wait.
 DEVICE void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -295,8 +295,8 @@ DEVICE void griddepcontrol_wait() {
 }
 #endif
 
-// Before anything that another kernel may have written is read, or written. The next grid may start only then, so that
-// whatever came before this one has ended for it as well.
+// Called before a kernel reads or writes anything that another kernel may have written. The next grid may start only
+// after it, when all grids before this one have ended.
 DEVICE void pdl_wait() {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();

@@ -4,8 +4,8 @@
 // are those of its word in the page, in the page's order (n = 0 .. 7):
 //   keys:    tokens g, g + 8 (n / 4), dimensions 2 t, 2 t + 1, 2 t + 8, 2 t + 9 (n % 4);
 //   values:  tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9 (n / 2), dimensions g, g + 8 (n % 2).
-// Both are what the tensor cores give, for the product of a tile with a matrix and for its transpose. What there is one
-// of per token (scales, slots) is worked out by lanes 0 .. 15, token after token, and again by lanes 16 .. 31.
+// Both are the accumulator layouts of the tensor cores, for the product of a tile with a matrix and for its transpose.
+// Per-token numbers (scales, slots) are computed by lanes 0 .. 15, one token each, and duplicated in lanes 16 .. 31.
 #pragma once
 #include "common/types.cuh"
 
@@ -56,7 +56,7 @@ struct StoreArgs {
   i64 matrix_stride;  // bytes from a head's matrix to its next one
   float error_steps;
   i32 tokens, matrices;
-  i32 heads, spread;  // spread: a block takes the tokens of one matrix, of blocks for all of them
+  i32 heads, spread;  // spread: every matrix has its own blocks, which store only the tokens that use it
 };
 
 // PER: inner slices that a warp takes of a tile; a tile is shared by SPLIT warps.
@@ -78,9 +78,9 @@ struct Format {
   static constexpr bool ONE_SLICE =
       KIND == LLOYD && BITS > 4 && PER == 1 && SPLIT > 1 && (SPLIT & (SPLIT - 1)) == 0;  // a warp's (slices.cuh)
   static constexpr int STEPS = (INNER + 31) / 32;  // matrix instructions along a group
-  static constexpr int CHUNKS = GROUPS * STEPS;  // of 32 dimensions, of which a lane loads eight
+  static constexpr int CHUNKS = GROUPS * STEPS;  // of 32 dimensions; a lane loads eight of each
   static constexpr int RAW = NARROW ? 4 : 8;  // words of those
-  static constexpr int TOKENS = VALUES ? 4 : 2;  // that a lane has values of
+  static constexpr int TOKENS = VALUES ? 4 : 2;  // whose values a lane holds
   static constexpr int CELLS = 2 * CELL_ZERO;
   static constexpr int TILE_BYTES = 2 * D * BITS;
   static constexpr int FOUR = BITS < 8 ? BITS / 4 : 0, TWO = BITS < 8 ? BITS % 4 / 2 : 0, ONE = BITS < 8 ? BITS % 2 : 0;
@@ -97,7 +97,7 @@ template <class F> DEVICE int dim_of(int lane, int n) {
   return F::VALUES ? (lane >> 2) + 8 * (n & 1) : 2 * (lane & 3) + (n & 1) + 8 * (n >> 1 & 1);
 }
 
-// The sums of tokens g and g + 8, of which four lanes have parts: of token k in lanes k and k + 16.
+// Sums over the four lanes that share tokens g and g + 8; the sum of token k comes out in lanes k and k + 16.
 template <class T> DEVICE T sum_of_rows(const T x[2], int lane) {
   bool high = lane & 1;
   T sum = (high ? x[1] : x[0]) + shfl_xor(high ? x[0] : x[1], 1);

@@ -28,14 +28,14 @@ template <class F> DEVICE float integer_of(i32 sum) { return i32_to_f32_rn(sum);
 
 struct TokenScalars {  // of the lane's token (lane % 16), in fixed-point units
   float norm;
-  float factor;  // what makes an integer a coordinate in the codebook's units
+  float factor;  // converts an integer to a coordinate in the codebook's units
   float down;
   bool zero, bad;
 };
 
 DEVICE u32 larger_of(u32 a, u32 b) { return a > b ? a : b; }
 
-// The larger of values of the input's type, as they are loaded; a NaN if there is one. Their signs are any.
+// The larger magnitude of values in the input's type, with any sign; NaN if there is one.
 template <class F> DEVICE u32 larger_word(u32 a, u32 b) {
   return F::DTYPE == FLOAT32 ? larger_of(a & 0x7FFFFFFFu, b & 0x7FFFFFFFu)
       : F::DTYPE == FLOAT16  ? max_abs_f16x2(a, b)
@@ -104,7 +104,7 @@ template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane
   return mul_rn(i32_to_f32_rn((i32)sum_of_rows(sums, lane)), 65536.0f);
 }
 
-template <class F> constexpr int TOP_UNIT = F::NARROW ? 1 << 14 : 1 << 15;  // what one unit of the top digit is worth
+template <class F> constexpr int TOP_UNIT = F::NARROW ? 1 << 14 : 1 << 15;  // the value of the top digit's unit
 
 struct SquareSums {  // of integers in digits, by pairs of digits
   u32 lows = 0, low_middle = 0, middles = 0;
@@ -208,9 +208,9 @@ template <class F> DEVICE TokenScalars scalars_of(float squared, u32 exponent, f
   s.bad = exponent >= (F::SHORT ? TOO_LARGE : 255);
   s.zero = exponent < LEAST_EXPONENT;
   s.down = as_float(((s.zero ? LEAST_EXPONENT : s.bad ? 254 : exponent) - (F::SHORT ? 15 : 20)) << 23);
-  s.norm = sqrt_rn_normal(max_f32(squared, 1.0f));  // of zero as well a norm, so that nothing depends on it here
+  s.norm = sqrt_rn_normal(max_f32(squared, 1.0f));  // a zero vector gets a norm too, which needs no branch
   s.factor = div_rn_normal(unit, s.norm);
-  if (!F::SHORT && s.bad) s.factor = 0.0f;  // whose digits may be anything
+  if (!F::SHORT && s.bad) s.factor = 0.0f;  // its digits are arbitrary
   return s;
 }
 template <class F> DEVICE TokenScalars scalars_of(const Digits<F>& d, u32 exponent, float unit, int lane) {

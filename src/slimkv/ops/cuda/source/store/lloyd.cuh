@@ -3,7 +3,7 @@
 #include "store/pages.cuh"
 #include "store/slices.cuh"
 
-// In shared memory: which code or boundary a cell of the number line has, and what codes stand for.
+// Tables in shared memory: the code, or the boundaries, of each cell of the number line, and the level of each code.
 template <class F> struct LloydTables {
   static constexpr int COUNT = F::BITS > 4 ? 1 << F::BITS : 0;  // bounds and levels
   static constexpr int CELL_BYTES = (F::CELLS + 15) / 16 * 16;
@@ -14,7 +14,7 @@ template <class F> struct LloydTables {
 
   DEVICE_MEMBER LloydTables(u8* memory)
       : cells(memory), bounds((float*)(memory + CELL_BYTES)), levels((i32*)(memory + CELL_BYTES) + COUNT) {}
-  // Starts to copy them; they are there for all after ``cp_async_wait`` and ``sync_threads``.
+  // Starts the copies, which all threads see after ``cp_async_wait`` and ``sync_threads``.
   DEVICE_MEMBER void fill(u8* memory, const SideArgs& side, int thread, int threads) const {
 #pragma unroll 1
     for (int i = thread; i < CELL_BYTES / 16; i += threads) cp_async_16(memory + 16 * i, side.cells + 16 * i);
@@ -27,8 +27,7 @@ template <class F> struct LloydTables {
   }
 };
 
-template <class F> constexpr int TILE_MEMORY =
-    (LloydTables<F>::BYTES + 15) / 16 * 16;  // where what follows the tables begins
+template <class F> constexpr int TILE_MEMORY = (LloydTables<F>::BYTES + 15) / 16 * 16;  // the offset behind the tables
 
 // Cells belong to their upper edge.
 template <class F> DEVICE u32 cell_of(float x) { return ceil_product(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
@@ -129,7 +128,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>&
   bool empty = zero || field == INVALID_FIELD;
   if (warp_any(empty))
     UNROLL_FOR (int j = 0; j < F::TOKENS; j++)
-      if (shfl((u32)empty, token_of<F>(lane, j))) codes.erase(j);
+      if (shfl((u32)empty, token_of<F>(lane, j))) codes.each([&](auto& plane, int) { plane.erase_token(j); });
   store_planes<F, PAGE_TOKENS>(codes, field, pages, args.page_stride, slots, lane, part);
 }
 
@@ -178,10 +177,10 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(con
   LloydTables<F> tables(memory);
   Digits<F> digits;
   typename Digits<F>::Sum exact[F::GROUPS][8];
-  Fragments<F> matrix(side, 0, part * F::PER, lane);  // early: it is far away
+  Fragments<F> matrix(side, 0, part * F::PER, lane);  // early, to hide the latency of the load
   u32 exponent = fixed_point<F>(raw, lane, digits);
   rotate_slices<F>(digits, side, part * F::PER, lane, exact,
-      &matrix);  // before the norm, which takes long for few instructions
+      &matrix);  // before the norm, whose latency it hides
   TokenScalars scalars = scalars_of<F>(digits, exponent, side.unit, lane);
   float factor[F::TOKENS];
   UNROLL_FOR (int j = 0; j < F::TOKENS; j++)
@@ -198,7 +197,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(con
       slots, lane, part);
 }
 
-// The same where every warp has one slice, of digits in shared memory.
+// The same with one slice per warp and digits in shared memory.
 template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDigits<F>& digits,
     const SliceFragments<F>& matrix, const SideArgs& side, const StoreArgs& args, int head, int slice, Slots slots,
     u8* memory, int lane) {

@@ -43,9 +43,6 @@ template <int PARTS, int WORDS> DEVICE void store_plane_words(u8* base, const u3
   }
 }
 
-// The bits of token j in a lane's word: half of it for keys, a byte for values.
-template <class F> DEVICE u32 token_mask(int j) { return F::VALUES ? 0xFFu << (8 * j) : 0xFFFFu << (16 * j); }
-
 // The planes of a warp's codes. Nibble n of a slice's word holds the plane's bits of value n. A plane of W < 4 bits has
 // 4 / W slices in a word; slices that fill no word are in ``rest``. Where a warp has fewer slices, JOINED warps combine
 // a word in shared memory, and the first of them keeps it.
@@ -64,7 +61,8 @@ template <class F, int W> struct NibblePlane {
     else rest[slice % SHARE] = nibbles;
   }
 
-  DEVICE_MEMBER void erase(u32 mask) {
+  DEVICE_MEMBER void erase_token(int j) {
+    const u32 mask = F::VALUES ? 0xFFu << (8 * j) : 0xFFFFu << (16 * j);  // its bits in a lane's word
     UNROLL_FOR (int i = 0; i < WORDS; i++) word[i] &= ~mask;
     UNROLL_FOR (int i = 0; i < TAIL; i++) rest[i] &= ~mask;
   }
@@ -133,9 +131,14 @@ template <class F> struct BytePlane {  // a byte per value: two words a slice
       else store_bytes(base + index * 4, word[i + j], 4);
     }
   }
+  DEVICE_MEMBER void store_row(u8*, int, int, int, bool) const {}
 };
 
 struct NoPlane {};
+
+// Where the planes of a tile start.
+template <class F> constexpr int TWO_AT = 8 * F::D * F::FOUR;
+template <class F> constexpr int ONE_AT = TWO_AT<F> + 4 * F::D * F::TWO;
 
 // All codes of a warp's slices.
 template <class F> struct CodePlanes {
@@ -163,60 +166,39 @@ template <class F> struct CodePlanes {
     if constexpr (F::TWO) two.join(shared, lane, part);
     if constexpr (F::ONE) one.join(shared + 32 * F::SPLIT * F::TWO, lane, part);
   }
-  DEVICE_MEMBER void erase(int j) {
-    if constexpr (F::FOUR) four.erase(token_mask<F>(j));
-    if constexpr (F::TWO) two.erase(token_mask<F>(j));
-    if constexpr (F::ONE) one.erase(token_mask<F>(j));
-    if constexpr (F::BITS == 8) byte.erase_token(j);
+  // work(plane, where it starts in a tile) for every plane that codes have.
+  template <class Work> DEVICE_MEMBER void each(Work work) {
+    if constexpr (F::FOUR) work(four, 0);
+    if constexpr (F::TWO) work(two, TWO_AT<F>);
+    if constexpr (F::ONE) work(one, ONE_AT<F>);
+    if constexpr (F::BITS == 8) work(byte, 0);
   }
 };
 
-// Where the planes of a tile start.
-template <class F> constexpr int TWO_AT = 8 * F::D * F::FOUR;
-template <class F> constexpr int ONE_AT = TWO_AT<F> + 4 * F::D * F::TWO;
-// Slices that fill no word are written row by row, whatever the slots.
-template <class F> DEVICE constexpr bool has_rows() {
-  bool rows = false;
-  if constexpr (F::TWO) rows = rows || NibblePlane<F, 2>::TAIL;
-  if constexpr (F::ONE) rows = rows || NibblePlane<F, 1>::TAIL;
-  return rows;
-}
-
-// The words of a whole tile.
-template <class F> DEVICE void store_tile(const CodePlanes<F>& codes, u8* tile, int lane, int part) {
-  if constexpr (F::FOUR) codes.four.store_tile(tile, lane, part);
-  if constexpr (F::TWO) codes.two.store_tile(tile + TWO_AT<F>, lane, part);
-  if constexpr (F::ONE) codes.one.store_tile(tile + ONE_AT<F>, lane, part);
-  if constexpr (F::BITS == 8) codes.byte.store_tile(tile, lane, part);
-}
-
 // The bytes of single tokens; of a whole tile those that are in no word.
-template <class F, int PAGE_TOKENS> DEVICE void store_tokens(const CodePlanes<F>& codes, u8* pages, i64 page_stride,
-    Slots s, int lane, int part) {
+template <class F, int PAGE_TOKENS> DEVICE void store_tokens(CodePlanes<F>& codes, u8* pages, i64 page_stride, Slots s,
+    int lane, int part) {
   UNROLL_FOR (int j = 0; j < F::TOKENS; j++) {
     i64 slot = shfl(s.slot, token_of<F>(lane, j));
     int position = slot < 0 ? 0 : (int)((u32)slot % PAGE_TOKENS);
     u8* tile = page_of<PAGE_TOKENS>(pages, page_stride, slot) + F::CODES + position / 16 * F::TILE_BYTES;
-    if (slot >= 0 && !s.aligned) {
-      if constexpr (F::FOUR) codes.four.store_token(tile, position % 16, j, lane, part);
-      if constexpr (F::TWO) codes.two.store_token(tile + TWO_AT<F>, position % 16, j, lane, part);
-      if constexpr (F::ONE) codes.one.store_token(tile + ONE_AT<F>, position % 16, j, lane, part);
-      if constexpr (F::BITS == 8) codes.byte.store_token(tile, position % 16, j, lane, part);
-    }
-    if constexpr (F::TWO) codes.two.store_row(tile + TWO_AT<F>, position % 16, j, lane, slot >= 0);
-    if constexpr (F::ONE) codes.one.store_row(tile + ONE_AT<F>, position % 16, j, lane, slot >= 0);
+    if (slot >= 0 && !s.aligned)
+      codes.each([&](auto& plane, int at) { plane.store_token(tile + at, position % 16, j, lane, part); });
+    codes.each([&](auto& plane, int at) { plane.store_row(tile + at, position % 16, j, lane, slot >= 0); });
   }
 }
 
 // Codes, and by lanes 0 .. 15 a field of each token. A whole tile lies in one page.
-template <class F, int PAGE_TOKENS> DEVICE void store_planes(const CodePlanes<F>& codes, u32 field, u8* pages,
+template <class F, int PAGE_TOKENS> DEVICE void store_planes(CodePlanes<F>& codes, u32 field, u8* pages,
     i64 page_stride, Slots s, int lane, int part) {
   if (s.aligned) {
     u8* page = page_of<PAGE_TOKENS>(pages, page_stride, s.start);
     u32 position = (u32)s.start % PAGE_TOKENS;
     if (part == 0 && lane < 16) *(u16*)(page + F::FIELDS + 2 * (position + lane)) = (u16)field;
-    store_tile<F>(codes, page + F::CODES + position / 16 * F::TILE_BYTES, lane, part);
-    if constexpr (!has_rows<F>()) return;
+    u8* tile = page + F::CODES + position / 16 * F::TILE_BYTES;
+    codes.each([&](auto& plane, int at) { plane.store_tile(tile + at, lane, part); });
+    constexpr bool ROWS = (F::TWO && F::D / 16 % 2) || (F::ONE && F::D / 16 % 4);  // of slices that fill no word
+    if constexpr (!ROWS) return;
   } else if (part == 0 && lane < 16 && s.slot >= 0) {
     *(u16*)(page_of<PAGE_TOKENS>(pages, page_stride, s.slot) + F::FIELDS + 2 * ((u32)s.slot % PAGE_TOKENS)) =
         (u16)field;

@@ -27,7 +27,7 @@ struct OffsetEight {
     const Words4 w = ldg_cached((const u8*)(side.offset + head * F::D + dim));
     bits[0] = w.x, bits[1] = w.y, bits[2] = w.z, bits[3] = w.w;
   }
-  // x - offset, rounded to the input's dtype. One rounding to bfloat16 is what two, by way of float32, come to.
+  // x - offset, rounded to the input's dtype. For bfloat16, one rounding gives the same as two, through float32.
   template <class F> DEVICE_MEMBER void subtract_from(u32 raw[F::RAW]) const {
     if constexpr (F::DTYPE == BFLOAT16) {
       UNROLL_FOR (int i = 0; i < 4; i++) raw[i] = sub_bf16x2(raw[i], bits[i]);
@@ -72,8 +72,8 @@ template <class F> DEVICE void load_rows(const SideArgs& side, int head, int fir
   if constexpr (!F::VALUES) subtract_offset<F>(side, head, lane, raw);
 }
 
-// The same rows through shared memory, fetched ahead of their use: a lane copies only what it needs itself, and waits
-// for no other lane.
+// The same rows, prefetched through shared memory. A lane copies only what it reads itself, so lanes never wait for one
+// another.
 template <class F> struct RowBuffer {
   static constexpr int PIECES = F::RAW / 4, BYTES = F::VECTORS ? F::CHUNKS * 2 * PIECES * 512 : 0;
   u8* memory;

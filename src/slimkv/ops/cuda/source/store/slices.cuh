@@ -8,7 +8,7 @@
 
 template <class F> struct SharedDigits {
   static constexpr int EIGHTS = F::D / 8, ROW = 8 * EIGHTS + 32,
-                       PLANE = 16 * ROW;  // bytes; rows of neighbours do not meet in a bank
+                       PLANE = 16 * ROW;  // bytes; neighbouring rows start in different banks
   static constexpr int BYTES = 3 * PLANE + 128;
   static_assert((EIGHTS & (EIGHTS - 1)) == 0 && EIGHTS <= 32, "lanes of a warp have whole tokens");
   u8* low;  // [16 tokens][ROW]; then the same of middle and top digits

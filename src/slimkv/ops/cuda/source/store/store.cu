@@ -17,7 +17,7 @@ typedef Format<true, V_D, V_GROUPS, V_PER, V_KIND, V_BITS, V_CODES, V_FIELDS, V_
 typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
 
 template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs& args, int head, u8* memory) {
-  int warp = shfl(thread_index() >> 5, 0);  // from one lane: so that the compiler knows that warps stay together
+  int warp = shfl(thread_index() >> 5, 0);  // from one lane: the compiler then knows that it is uniform in a warp
   constexpr bool TOGETHER = TILES_PER_BLOCK == 1;
   int tile = TOGETHER ? block_index() : warp * block_count() + block_index(), step = block_count() * WARPS;
   if constexpr (TOGETHER)
@@ -37,7 +37,7 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
   };
   if constexpr (WARPS == 2) fetch_tables();  // few tokens: while the kernel before this one ends
   pdl_wait();
-  int warp = shfl(thread_index() >> 5, 0);  // as above: no warp takes both ways
+  int warp = shfl(thread_index() >> 5, 0);  // uniform, as above
   int pair = warp % HALF, first = 32 * (block_index() * HALF + pair);
   u32 rows[K::CHUNKS][2][K::RAW];
   load_rows<K>(args.key, head, first + 16 * (warp / HALF), args.tokens, thread_index() & 31, rows);

@@ -112,7 +112,7 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
     squares = warp_sum_of(squares);
     const float squared = F::SHORT ? mul_rn(i32_to_f32_rn((i32)squares), 65536.0f) : i64_to_f32_rn((i64)squares);
     s.norm = sqrt_rn_normal(max_f32(squared, 1.0f));
-    s.factor = s.bad ? 0.0f : div_rn_normal(side.unit, s.norm);  // the integers of what is bad may be anything
+    s.factor = s.bad ? 0.0f : div_rn_normal(side.unit, s.norm);  // a bad vector's integers are arbitrary
     const float total = put_codes(s, sums, lane);
     const u32 field = field_of_token(s, total);
     return {field, s.zero || field == INVALID_FIELD ? 0 : 0xFFFFFFFFu};

@@ -1,4 +1,4 @@
-// The rotation of one vector in a warp, or its inverse but for signs: exact sums of integers.
+// The rotation of one vector in a warp: exact sums of integers.
 //
 // A Hadamard matrix that doubles a CORE is additions of pairs, CORE 2^i apart.
 #pragma once
@@ -36,15 +36,6 @@ template <int D, int TURNS> DEVICE void put_eights(i32* numbers, const i32 (&x)[
       UNROLL_FOR (int n = 0; n < 8; n += 2)
         *(Words2*)(numbers + number_index(8 * (32 * i + lane)) + n) = {(u32)x[i][n], (u32)x[i][n + 1]};
 }
-template <int D, int TURNS> DEVICE void take_eights(const i32* numbers, i32 (&x)[TURNS][8], int lane) {
-  UNROLL_FOR (int i = 0; i < TURNS; i++)
-    if (has_eight<D>(i, lane))
-      UNROLL_FOR (int n = 0; n < 8; n += 2) {
-        Words2 two = *(const Words2*)(numbers + number_index(8 * (32 * i + lane)) + n);
-        x[i][n] = (i32)two.x, x[i][n + 1] = (i32)two.y;
-      }
-}
-
 // All of it in shared memory, where the matrix doubles a core. core: the signs of what every sum is made of.
 template <int D, int CORE> DEVICE void rotate_by_core(i32* numbers, const u32* core, int lane) {
   constexpr int POWER = D / CORE;

@@ -1,5 +1,5 @@
-// Stores K and V, or latents and rope parts, of new tokens, one warp per vector: head sizes of which a warp cannot hold
-// 16 vectors, and sides stored unquantized. Writes the bytes that slimkv.codec defines, like store/store.cu.
+// Stores K and V, or latents and rope parts, of new tokens, one warp per vector: for head sizes at which 16 vectors do
+// not fit a warp, and for unquantized sides. Writes the bytes that slimkv.codec defines, like store/store.cu.
 //
 // Defines: BLOCK_SIZE, WARPS, MIN_BLOCKS (per SM), LONG_SLOTS, ROW_STRIDE (of token rows; 0: tiles), and for K_ and V_:
 // D, CORE (the rotation doubles a matrix of this size), KIND, BITS, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT,

@@ -1,1 +1,0 @@
-"""gather in CUDA C++."""
