@@ -28,6 +28,7 @@ from slimkv.codec.key_offset import offset_of_keys
 from slimkv.codec.query_aware import query_aware_matrix
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.layer import ServedLayer
+from slimkv.integrations.serving.versions import check_tested
 from slimkv.integrations.vllm import compat
 from slimkv.integrations.vllm.backend import SlimKVBackend
 from slimkv.integrations.vllm.context_parallel import DCPConfig
@@ -38,10 +39,8 @@ from slimkv.integrations.vllm.warmup import kernel_block, profile_run
 from slimkv.ops import PackedKV, Rounding
 from slimkv.ops.warmup import LayerKind, Step
 from slimkv.spec import CodecSpec, PageLayout
-from slimkv.versions import version_numbers
 
 pytestmark = pytest.mark.vllm
-named_layouts = pytest.mark.skipif(compat._head_major_layouts() is None, reason="this vLLM shapes caches itself")
 
 
 def full(block_size=64, heads=8, dim=128, kind=FullAttentionSpec, **more):
@@ -98,7 +97,6 @@ def test_layers_with_one_format_share_a_class():
     )
 
 
-@named_layouts
 @pytest.mark.parametrize("name", ["LBHNC", "BLHNC", "LHBNC", "BHLNC"])
 def test_views_of_every_accepted_layout_are_pages(name):
     """Two layers of five blocks in one buffer: pages are contiguous, aligned, and nobody else's."""
@@ -117,7 +115,6 @@ def test_views_of_every_accepted_layout_are_pages(name):
     assert bool((raw == 1).all())
 
 
-@named_layouts
 def test_a_state_space_models_pages_fit_attentions():
     """A hybrid: vLLM enlarges attention's blocks to the state's page; the kernels get them cut to their own size."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
@@ -294,14 +291,17 @@ def test_what_a_model_asks_and_slimkv_does_not_do(how, message):
         impl(**how)
 
 
-@pytest.mark.parametrize("version", ["0.27.1", "dev"])
-def test_an_old_vllm_is_refused(version):
-    assert version_numbers(version, 2) < compat.OLDEST
+@pytest.mark.parametrize("version", ["0.27.1", "0.31.2", "0.33.0", "dev"])
+def test_an_untested_vllm_is_refused(version, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", version)
+    with pytest.raises(UnsupportedError, match=f"tested with vLLM 0.32 and runs in no other release; {version} is inst"):
+        check_tested("vLLM", "vllm", compat.TESTED)
 
 
-def test_this_vllm_is_supported():
-    assert version_numbers("0.32.0rc1", 2) == (0, 32)
-    assert version_numbers(compat.VERSION, 2) >= compat.OLDEST
+@pytest.mark.parametrize("version", ["0.32.0rc1", "0.32.4+cu130"])
+def test_a_build_of_the_tested_release_is_accepted(version, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", version)
+    assert check_tested("vLLM", "vllm", compat.TESTED) == version
 
 
 def test_each_kind_of_step_runs_before_serving(monkeypatch):

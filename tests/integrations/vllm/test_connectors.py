@@ -294,7 +294,7 @@ def test_the_backend_then_accepts_that_layout_only():
     assert names[0] == "LBHNC"
     assert len(names) == 4
     packed = backend_for_spec(SlimKVBackend, spec, cross_layer_blocks=True)
-    assert [x.name for x in packed.supported_kv_cache_layouts()] == [CROSS_LAYER_LAYOUT]
+    assert packed.supported_kv_cache_layouts() == (CROSS_LAYER_LAYOUT,)
 
 
 def test_vllm_offloads_such_a_block_as_one_piece():
