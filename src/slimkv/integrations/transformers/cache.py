@@ -20,9 +20,10 @@ from slimkv.integrations.transformers.calibration.cached import find_calibration
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.choices import STOCK_FORMATS, check_formats, formats_of, guard_of, seen_keys_of
 from slimkv.integrations.transformers.ladder import in_tiers, make_ladder, tier_formats
-from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, PackedSlidingLayer
+from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer
 from slimkv.integrations.transformers.lazy_kv import PackedStates
 from slimkv.integrations.transformers.prompt_cache import load_prompt, save_prompt
+from slimkv.integrations.transformers.sliding import PackedSlidingLayer
 from slimkv.integrations.transformers.stateful_layers import (
     PackedHybridLayer,
     PackedHybridSlidingLayer,
@@ -365,8 +366,10 @@ def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSet
     if format in STOCK_FORMATS or kind == "cross_attention" or not isinstance(stock, compat.DynamicLayer):
         return stock
     if isinstance(stock, compat.LinearAttentionCacheLayerMixin):
-        hybrid = PackedHybridSlidingLayer if "sliding_window" in arguments else PackedHybridLayer
-        return hybrid(format, settings, number, arguments)
+        states = compat.LinearAttentionLayer(**{k: v for k, v in arguments.items() if k != "sliding_window"})
+        if "sliding_window" in arguments:
+            return PackedHybridSlidingLayer(states, format, settings, arguments["sliding_window"], False, number)
+        return PackedHybridLayer(states, format, settings, number)
     if type(stock) is compat.DynamicSlidingWindowLayer:
         return PackedSlidingLayer(format, settings, arguments["sliding_window"], kind == "chunked_attention", number)
     # It must treat keys and values as a full-attention layer does, whatever other state it keeps.
@@ -374,7 +377,7 @@ def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSet
     if any(getattr(type(stock), name) is not getattr(compat.DynamicLayer, name) for name in methods):
         return stock
     if type(stock) is not compat.DynamicLayer:
-        return PackedIndexedLayer(format, settings, number, stock)
+        return PackedIndexedLayer(stock, format, settings, number)
     return PackedLayer(format, settings, number)
 
 

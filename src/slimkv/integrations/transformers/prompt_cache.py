@@ -15,7 +15,8 @@ from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import RAW, RAW_LATENT
 from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, caches_latents, layer_kinds
-from slimkv.integrations.transformers.layers import PackedLayer, PackedSlidingLayer
+from slimkv.integrations.transformers.layers import PackedLayer
+from slimkv.integrations.transformers.sliding import PackedSlidingLayer
 from slimkv.integrations.transformers.stateful_layers import PackedIndexedLayer
 from slimkv.spec import parse_spec
 from slimkv.wire import Fingerprint, LayerFingerprint, LayerPages, PromptCache
