@@ -294,7 +294,7 @@ def test_what_a_model_asks_and_slimkv_does_not_do(how, message):
 @pytest.mark.parametrize("version", ["0.27.1", "0.31.2", "0.33.0", "dev"])
 def test_an_untested_vllm_is_refused(version, monkeypatch):
     monkeypatch.setattr("vllm.__version__", version)
-    with pytest.raises(UnsupportedError, match=f"tested with vLLM 0.32 and runs in no other release; {version} is inst"):
+    with pytest.raises(UnsupportedError, match=f"tested with vLLM 0.32 and runs in no other release; {version}"):
         check_tested("vLLM", "vllm", compat.TESTED)
 
 

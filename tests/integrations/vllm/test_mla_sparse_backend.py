@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from slimkv.config import KVCacheConfig
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.vllm import choice
+from slimkv.integrations.vllm import plugin
 from slimkv.integrations.vllm.mla import compat, sparse
 from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
 from slimkv.spec import LatentSpec, page_layout
@@ -44,7 +44,7 @@ def test_what_it_tells_vllm():
 def test_a_model_with_an_indexer_gets_it():
     for config, expected in (({}, SlimKVMLABackend), ({"index_topk": 2048}, sparse.SlimKVSparseMLABackend)):
         model = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**config)))
-        assert choice._backend(True, model) is expected
+        assert plugin._backend(True, model) is expected
 
 
 def layer(format: str, buffer: torch.Tensor) -> sparse.SlimKVSparseMLAImpl:

@@ -20,6 +20,7 @@ class _Companion:
     """
 
     companion: Any
+    is_croppable: Any = property(lambda self: self.companion.is_croppable)
 
     def __init__(self, companion: Any, *packed: Any) -> None:
         self.__dict__["companion"] = companion
@@ -36,11 +37,6 @@ class _Companion:
             setattr(self.companion, name, value)
         else:
             super().__setattr__(name, value)
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether tokens can be removed."""
-        return self.companion.is_croppable
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See ``PackedLayer``."""

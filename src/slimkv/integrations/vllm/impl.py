@@ -16,12 +16,10 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.layer import ServedLayer
 from slimkv.integrations.serving.model import ServedModel, shared_codec
 from slimkv.integrations.vllm import compat
-from slimkv.integrations.vllm.calibration import served_model
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
-from slimkv.integrations.vllm.key_offset import guard_of, layer_offset, whole_offset
-from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
+from slimkv.integrations.vllm.model import find_layer, guard_of, layer_offset, layer_spec, served_model, whole_offset
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine

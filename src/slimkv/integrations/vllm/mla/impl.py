@@ -9,10 +9,8 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.integrations.serving.model import shared_codec
-from slimkv.integrations.vllm.calibration import served_model
 from slimkv.integrations.vllm.compat import AttentionType, get_current_vllm_config
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
-from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec
 from slimkv.integrations.vllm.mla.compat import (
     MLACommonImpl,
     accumulate_mla_context_chunk,
@@ -23,6 +21,7 @@ from slimkv.integrations.vllm.mla.compat import (
 from slimkv.integrations.vllm.mla.folding import FoldedProjections
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadata
 from slimkv.integrations.vllm.mla.refusals import refuse
+from slimkv.integrations.vllm.model import find_layer, layer_spec, served_model
 from slimkv.integrations.vllm.page_sizes import backend_for_spec
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine

@@ -16,6 +16,7 @@ from slimkv.integrations.vllm.mla.compat import (
     QueryLenSupport,
 )
 from slimkv.integrations.vllm.startup import check_cache
+from slimkv.integrations.vllm.warmup import verified_tokens
 from slimkv.ops import AttentionBatch
 
 
@@ -47,9 +48,7 @@ class SlimKVMLAMetadataBuilder(MLACommonMetadataBuilder):
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
         """A graph reads query lengths on the device, up to the bound it was captured with."""
-        speculative = vllm_config.speculative_config
-        drafted = speculative.num_speculative_tokens if speculative is not None else 0
-        return 1 + (drafted or 0)
+        return verified_tokens(vllm_config)
 
     def _build_decode(
         self,
