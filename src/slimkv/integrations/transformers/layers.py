@@ -157,10 +157,7 @@ class PackedLayer(CacheLayerMixin):
         """Stores K and V [batch, num_kv_heads, new, dim]; returns the tensors for attention. These are the new tensors
         themselves if nothing else is cached and the mode allows it; otherwise ``PackedStates``.
         """
-        check_no_grad(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self._check(key_states, value_states)
+        self._prepare(key_states, value_states)
         new, past = key_states.shape[2], self.tokens
         raw = self.settings.attends_raw(new)
         step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
@@ -213,7 +210,15 @@ class PackedLayer(CacheLayerMixin):
         assert slots is not None
         self.pool.store(token_rows(key), token_rows(value), slots, chosen)
 
-    def _check(self, key_states: Tensor, value_states: Tensor) -> None:
+    def _prepare(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Initializes the layer from its first keys and values; raises for tensors that do not fit it."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise UnsupportedError(
+                "a packed cache does not pass gradients to its keys and values; run the model under torch.no_grad() or "
+                "torch.inference_mode(), or train with use_cache=False"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         batch, heads, new, _ = key_states.shape
         if batch != self.tables.batch:
             raise InputError(
@@ -352,12 +357,3 @@ class PackedLayer(CacheLayerMixin):
         chosen = torch.arange(rows, device=index.device)[:, None] * batch + index
         with lasting():
             self.pool.rearrange(chosen.flatten(), torch.arange(chosen.numel(), device=index.device), chosen.numel())
-
-
-def check_no_grad(key_states: Tensor, value_states: Tensor) -> None:
-    """Raises if a gradient would have to pass through the codes."""
-    if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-        raise UnsupportedError(
-            "a packed cache does not pass gradients to its keys and values; run the model under torch.no_grad() or "
-            "torch.inference_mode(), or train with use_cache=False"
-        )
