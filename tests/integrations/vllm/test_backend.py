@@ -216,7 +216,7 @@ def test_graphs_hold_uniform_batches(monkeypatch):
     assert SlimKVMetadataBuilder.get_cudagraph_support(alone, full()) == AttentionCGSupport.UNIFORM_BATCH
     shared.parallel_config.decode_context_parallel_size = 2
     group = type("Group", (), {"world_size": 2, "rank_in_group": 0})()
-    monkeypatch.setattr(compat, "dcp_group", lambda: group)
+    monkeypatch.setattr(compat, "get_dcp_group", lambda: group)
     assert SlimKVMetadataBuilder.get_cudagraph_support(shared, full()) == AttentionCGSupport.NEVER
     exact = VllmConfig(additional_config={"slimkv": {"deterministic": True}})
     assert SlimKVMetadataBuilder.get_cudagraph_support(exact, full()) == AttentionCGSupport.NEVER

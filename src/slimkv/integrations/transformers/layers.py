@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,45 +10,16 @@ import torch
 from torch import Tensor
 
 from slimkv.cache import PagedPool
-from slimkv.calibration import Calibration
-from slimkv.calibration.guard import Guard
-from slimkv.codec.key_offset import OFFSET_DTYPE, offset_of_keys, wants_offset
-from slimkv.config import KVCacheConfig
+from slimkv.codec.key_offset import offset_of_keys, wants_offset
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import is_latent_format
-from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.compat import CacheLayerMixin
+from slimkv.integrations.transformers.layer_settings import LayerSettings
 from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates, PagedKV, token_rows
-from slimkv.integrations.transformers.tables import Step, TableSet, lasting
+from slimkv.integrations.transformers.tables import Step, lasting
 from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from slimkv.ops.plan import AttendPlan, plan_attend
 from slimkv.spec import CodecSpec, Kind, parse_spec
-
-RAW_FRESH_ABOVE = 8  # up to this many new tokens (decoding, verifying a draft) attention reads codes only
-
-
-@dataclass(frozen=True)
-class LayerSettings:
-    """State shared by the layers of a cache."""
-
-    config: KVCacheConfig
-    block_size: int
-    tables: TableSet
-    calibration: Calibration | None = None
-    matrix_index: MatrixIndex | None = None  # of its matrices
-    offsets: Mapping[int, Tensor] = field(default_factory=dict)  # of keys, by layer
-    # mean key and first key of a short pass [2, num_kv_heads, key_dim], by layer; other layers learn from their tokens
-    seen_keys: Mapping[int, Tensor] = field(default_factory=dict)
-    guard: Guard | None = None  # shared by the caches of a model
-
-    def attends_raw(self, new: int) -> bool:
-        """Whether a pass of ``new`` tokens attends those unquantised."""
-        return new > RAW_FRESH_ABOVE and self.config.reads_fresh_raw(shared_pages=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
-        """A copied cache has its own tables; immutable state is shared."""
-        return memo.setdefault(id(self), replace(self, tables=copy.deepcopy(self.tables, memo)))
-
 
 _unchecked: WeakValueDictionary[int, PackedLayer] = WeakValueDictionary()  # by the id of the keys they returned
 
@@ -115,7 +84,7 @@ class PackedLayer(CacheLayerMixin):
             self.pool.query_aware = self.settings.calibration.query_aware_matrices(self.number, self.pool.codec)
         self._learns_offset = False
         if config.center_keys and not is_latent_format(self.format) and wants_offset(spec):
-            self.pool.key_offset = self._known_offset()
+            self.pool.key_offset = self.settings.known_offset(self.number, self.pool.codec, self.num_kv_heads)
             self._learns_offset = self.pool.key_offset is None
             if self._learns_offset and config.deterministic:
                 raise InputError(
@@ -135,23 +104,6 @@ class PackedLayer(CacheLayerMixin):
             value_policy=config.value_policy, seed=config.seed,
         )  # fmt: skip
         return spec.with_raw_dtype(str(key_states.dtype).removeprefix("torch."))
-
-    def _known_offset(self) -> Tensor | None:
-        """The key offset of this layer before its first keys: from a file, the calibration or the model."""
-        settings = self.settings
-        known = settings.offsets.get(self.number)
-        if known is None and settings.calibration is not None:
-            known = settings.calibration.key_offset(self.number, self.pool.codec)
-        if known is None and self.number in settings.seen_keys:
-            mean, first = settings.seen_keys[self.number]
-            known = offset_of_keys(mean, first, self.pool.codec)
-        if known is not None and known.shape != (self.num_kv_heads, self.pool.codec.spec.key_dim):
-            raise InputError(
-                f"the key offset of layer {self.number} is {list(known.shape)}, but its keys have {self.num_kv_heads} "
-                f"heads of {self.pool.codec.spec.key_dim} dimensions"
-            )
-        with lasting():
-            return None if known is None else known.to(self.device, OFFSET_DTYPE).contiguous()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores K and V [batch, num_kv_heads, new, dim]; returns the tensors for attention. These are the new tensors
@@ -346,14 +298,3 @@ class PackedLayer(CacheLayerMixin):
         self._plan = None
         with lasting():
             self.pool.rearrange(source, target, blocks)
-
-    def move_tokens(self, source: Tensor, target: Tensor) -> None:
-        """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
-        self.pool.move_tokens(source, target)
-
-    def select_sequences(self, rows: int, batch: int, index: Tensor) -> None:
-        """Makes sequence ``index[i]`` of ``batch`` sequence i."""
-        self._plan = None
-        chosen = torch.arange(rows, device=index.device)[:, None] * batch + index
-        with lasting():
-            self.pool.rearrange(chosen.flatten(), torch.arange(chosen.numel(), device=index.device), chosen.numel())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer
+from slimkv.integrations.transformers.layer_settings import LayerSettings
+from slimkv.integrations.transformers.layers import PackedLayer
 
 
 class PackedSlidingLayer(PackedLayer):

@@ -263,7 +263,7 @@ class SequenceTables:
         source, target = self._slots(held, self._pad), self._slots(held, pad)
         kept = (target >= 0) & (source >= 0) & (source != target)
         for member in self._members:
-            member.move_tokens(source[kept], target[kept])
+            member.pool.move_tokens(source[kept], target[kept])
         self.pads, self._pad = list(pads), pad
         self._ahead = self._prefix = None
         self._step = self._build(self._step.new)
@@ -285,8 +285,9 @@ class SequenceTables:
     def select(self, index: Tensor) -> None:
         """Sequence ``index[i]`` becomes sequence i; the batch becomes ``len(index)``."""
         index = index.to(self.device)
+        chosen = (torch.arange(self.rows, device=self.device)[:, None] * self.batch + index).flatten()
         for member in self._members:
-            member.select_sequences(self.rows, self.batch, index)
+            member.relocate(chosen, torch.arange(len(chosen), device=self.device), len(chosen))
         if any(self.pads):
             self.pads = [self.pads[i] for i in index.tolist()]
         else:

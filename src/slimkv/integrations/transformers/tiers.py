@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from slimkv.integrations.transformers.ladder import Drop, Ladder, costs_of, tier_formats
-from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer
+from slimkv.integrations.transformers.layer_settings import LayerSettings
+from slimkv.integrations.transformers.layers import PackedLayer
 from slimkv.integrations.transformers.lazy_kv import PagedKV
 from slimkv.integrations.transformers.tables import Step
 from slimkv.integrations.transformers.tiered_kv import Pair, TieredKV
@@ -136,7 +137,7 @@ class TieredLayer(PackedLayer):
         old, batch = self._tier(source), slots.shape[0]
         pair = old.pool.gather(slots.reshape(-1))
         if drop.moved is not None:
-            old.move_tokens(*drop.moved)
+            old.pool.move_tokens(*drop.moved)
         old.fit(drop.rows)
         key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in pair)
         self._tier(target).store(key, value, step, self._head[0].shape[2] + first)

@@ -19,12 +19,11 @@ logger = logging.getLogger("vllm.slimkv")  # vLLM shows the logs of its child lo
 
 VERSION = check_tested("vLLM", "vllm", TESTED)
 
+from vllm import envs  # noqa: E402
 from vllm.config import get_current_vllm_config  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata  # noqa: E402
+from vllm.distributed.parallel_state import get_dcp_group, get_tp_group  # noqa: E402
+from vllm.forward_context import get_forward_context  # noqa: E402
 from vllm.v1.attention.backend import (  # noqa: E402
     AttentionBackend,
     AttentionCGSupport,
@@ -141,42 +140,27 @@ def stock_backend(head_size: int, attn_type: str) -> type[AttentionBackend]:
 
 def layout_is_chosen() -> bool:
     """Whether the user has chosen the order of blocks and layers in memory."""
-    import vllm.envs
-
-    return vllm.envs.VLLM_KV_CACHE_LAYOUT is not None
+    return envs.VLLM_KV_CACHE_LAYOUT is not None
 
 
 def tensor_parallel_rank() -> tuple[int, int]:
     """This process's rank among those that share the layers' heads, and how many there are."""
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
-    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    group = get_tp_group()
+    return group.rank_in_group, group.world_size
 
 
 def tensor_parallel_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     """``tensor``, on the CPU, of every rank that shares the layers' heads; all of them must call it."""
-    from vllm.distributed.parallel_state import get_tp_group
-
     group = get_tp_group()
-    if group.world_size == 1:
-        return [tensor]
     found = [torch.empty_like(tensor) for _ in range(group.world_size)]
     torch.distributed.all_gather(found, tensor.contiguous(), group=group.cpu_group)
     return found
 
 
-def dcp_group() -> Any:
-    """The ranks that share the tokens of the same KV heads."""
-    from vllm.distributed.parallel_state import get_dcp_group
-
-    return get_dcp_group()
-
-
-def forward_metadata() -> Any:
-    """The metadata of the running step, by layer name; None while vLLM profiles memory."""
-    from vllm.forward_context import get_forward_context
-
-    return get_forward_context().attn_metadata
+def forward_metadata(layer_name: str) -> Any:
+    """The metadata of the running step for a layer; None while vLLM profiles memory."""
+    steps = get_forward_context().attn_metadata
+    return steps.get(layer_name) if isinstance(steps, dict) else steps
 
 
 def layer_number(name: str) -> int | None:

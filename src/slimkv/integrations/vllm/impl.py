@@ -259,7 +259,7 @@ class SlimKVImpl(compat.AttentionImpl):
                 batch = replace(batch, max_seq_len=held)
             if part.shard is not None:
                 attend_shards(
-                    query[rows], fresh, kv, batch, part.shard, compat.dcp_group(), options=options,
+                    query[rows], fresh, kv, batch, part.shard, compat.get_dcp_group(), options=options,
                     rounding=served.rounding(self._matrix_index(served, layer, rows)), raw=raw, out=output[rows],
                     backend=self._settings.backend,
                 )  # fmt: skip

@@ -159,9 +159,8 @@ def _matrix_index(vllm_config: Any, device: torch.device) -> MatrixIndex | None:
 
 
 def step_metadata(layer_name: str) -> SlimKVMetadata | None:
-    """The metadata of the step that runs, for a layer; None while vLLM measures memory."""
-    steps = compat.forward_metadata()
-    found = steps.get(layer_name) if isinstance(steps, dict) else steps
+    """The metadata of the running step for a layer; None while vLLM profiles memory."""
+    found = compat.forward_metadata(layer_name)
     return found if isinstance(found, SlimKVMetadata) else None
 
 
@@ -169,7 +168,7 @@ def _sharing(vllm_config: Any) -> DCPConfig | None:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size == 1:
         return None
-    group = compat.dcp_group()
+    group = compat.get_dcp_group()
     return DCPConfig(group.world_size, group.rank_in_group, parallel.cp_kv_cache_interleave_size)
 
 

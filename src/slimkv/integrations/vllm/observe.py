@@ -61,8 +61,7 @@ class Observer:
 
     def _slimkv_before_attention(self, number: int, name: str) -> Any:
         def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            steps = forward_metadata()
-            step = steps.get(name) if isinstance(steps, dict) else None
+            step = forward_metadata(name)
             if step is None:  # vLLM profiles memory
                 return
             query = kwargs["query"] if "query" in kwargs else args[0]
