@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from slimkv.ops.attention.cuda import prefill, prefill_config
-from slimkv.ops.attention.cuda.decode_config import config_for
+from slimkv.ops.attention.cuda.decode_config import VERIFY, config_for
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.attention.cuda.prefill_config import AHEAD, FIRST, FUSED, PrefillConfig
 from slimkv.ops.attention.cuda.prefill_defines import attend_defines, unpack_defines
@@ -54,7 +54,7 @@ def _decode(
     config = config_for(H200, layout, group, queries)
     assert config is not None
     defines = dict(kernel_defines(layout, config, dtype, dtype, window, softcap))
-    return config.source, defines, "sm_90a" if config.pairs else "sm_90"
+    return config.source, defines, "sm_90a" if config.source == VERIFY else "sm_90"
 
 
 def _store(

@@ -10,7 +10,7 @@ import torch
 from cubin import resources
 
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
-from slimkv.ops.attention.cuda.decode_config import config_for
+from slimkv.ops.attention.cuda.decode_config import DECODE, VERIFY, VERIFY_WARPS, config_for
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.cuda.device import Device, record_of
@@ -29,7 +29,7 @@ BF16 = 1
 REGISTERS = 65536  # of a multiprocessor
 MOST_LOCAL = 160  # bytes a thread: spills outside of loops; hardly any where products are those of single warps
 # Also sums of rows, which are read and written once a block of tokens.
-MOST_LOCAL_OF_TEAMS, MOST_LOCAL_OF_PAIRS = 320, 500
+MOST_LOCAL_BY_SOURCE = {DECODE: MOST_LOCAL, VERIFY_WARPS: 320, VERIFY: 500}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _decode(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
             32 * config.warps,
             defines["SHARED"],
             config.blocks_per_sm,
-            most_local=MOST_LOCAL_OF_TEAMS if config.team else MOST_LOCAL_OF_PAIRS if config.pairs else MOST_LOCAL,
+            most_local=MOST_LOCAL_BY_SOURCE[config.source],
         )
 
 

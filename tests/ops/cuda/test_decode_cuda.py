@@ -26,6 +26,8 @@ from slimkv.ops.attention.cuda.decode_config import (
     reachable,
     shared_bytes,
 )
+from slimkv.ops.attention.cuda.decode_config import VERIFY as PAIRS
+from slimkv.ops.attention.cuda.decode_config import VERIFY_WARPS as TEAMS
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.cuda.device import Device
@@ -141,7 +143,7 @@ NO_LENGTHS = {key: value for key, value in EVERYTHING.items() if key not in ("le
 # Query heads of a KV head, queries of a sequence, columns of a block.
 GROUPS_QUERIES_COLUMNS = (
     *((2, 16, 32), (3, 16, 48), (5, 16, 40), (6, 16, 48), (7, 8, 64), (8, 8, 64)),
-    *((12, 4, 48), (13, 4, 64), (16, 3, 48), (16, 4, 64)),
+    *((12, 4, 48), (13, 4, 64), (16, 3, 48), (16, 4, 64), (40, 2, 40), (64, 1, 64)),
 )
 DRAFTS = replace(LONG, dim=128, lens=(700, 290, 33), queries=(8, 6, 8))
 WARPGROUP_CASES = [
@@ -163,7 +165,7 @@ def config_of(case: Case, device: Device = HOPPER_GPU) -> DecodeConfig:
 @emulated
 @pytest.mark.parametrize("case", sample(WARPGROUP_CASES, 2), ids=str)
 def test_pairs_of_warpgroups(case):
-    assert config_of(case).pairs
+    assert config_of(case).source == PAIRS
     check_emulated(case, HOPPER_GPU)
 
 
@@ -215,7 +217,7 @@ UNEVEN_CASES = [
 @pytest.mark.parametrize(("case", "rows"), sample([*COLUMN_CASES, *UNEVEN_CASES], 5), ids=str)
 def test_more_rows_than_32(case, rows):
     config = config_of(case)
-    assert config.pairs
+    assert config.source == PAIRS
     assert config.rows == rows
     check_emulated(case, HOPPER_GPU)
 
@@ -238,7 +240,7 @@ def test_one_long_draft_or_prompt_does_not_widen_the_rows_of_all(longest, total,
 def test_blocks_that_fit_only_twice_are_shorter(dim, tokens, stages):
     config = config_for(H200, PageLayout(CodecSpec.parse("k8v8", dim), 64), 4, 8)
     assert config is not None
-    assert (config.pairs, config.block_tokens, config.stages) == (True, tokens, stages)
+    assert (config.source, config.block_tokens, config.stages) == (PAIRS, tokens, stages)
 
 
 # The configurations that serve most models, on an H200: by format, head size and query rows.
@@ -248,18 +250,18 @@ def test_blocks_that_fit_only_twice_are_shorter(dim, tokens, stages):
         ("k4v4", 128, 4, 1, DecodeConfig(4, 64, 8, 2, bulk=True)),
         ("k4v4", 128, 8, 1, DecodeConfig(8, 64, 8, 2, bulk=True)),
         ("k4v4", 128, 4, 4, DecodeConfig(16, 64, 8, 2, bulk=True)),
-        ("k4v4", 128, 4, 5, DecodeConfig(24, 128, 16, 4, pairs=True, bulk=True)),
-        ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 16, 4, pairs=True, bulk=True)),
-        ("k4v4", 128, 4, 16, DecodeConfig(64, 128, 16, 3, pairs=True, bulk=True)),
+        ("k4v4", 128, 4, 5, DecodeConfig(24, 128, 16, 4, source=PAIRS, bulk=True)),
+        ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 16, 4, source=PAIRS, bulk=True)),
+        ("k4v4", 128, 4, 16, DecodeConfig(64, 128, 16, 3, source=PAIRS, bulk=True)),
         ("k4v4", 96, 4, 1, DecodeConfig(4, 64, 12, 2, bulk=True)),
         ("k4v4", 64, 4, 1, DecodeConfig(4, 128, 12, 2, bulk=True)),
         ("k2v2", 128, 4, 1, DecodeConfig(4, 128, 12, 2, bulk=True)),
         ("k4v4", 256, 4, 1, DecodeConfig(4, 32, 12, 2)),
         ("k4v4", 256, 4, 2, DecodeConfig(8, 32, 8, 2)),
-        ("k4v4", 256, 4, 4, DecodeConfig(16, 128, 16, 3, pairs=True, bulk=True)),
-        ("k4v4", 256, 6, 8, DecodeConfig(48, 64, 16, 4, pairs=True, bulk=True)),
-        ("k4v4", 256, 6, 10, DecodeConfig(32, 128, 16, 2, pairs=True, bulk=True)),  # twice
-        ("k8v8", 256, 6, 4, DecodeConfig(24, 64, 16, 2, pairs=True, bulk=True)),
+        ("k4v4", 256, 4, 4, DecodeConfig(16, 128, 16, 3, source=PAIRS, bulk=True)),
+        ("k4v4", 256, 6, 8, DecodeConfig(48, 64, 16, 4, source=PAIRS, bulk=True)),
+        ("k4v4", 256, 6, 10, DecodeConfig(32, 128, 16, 2, source=PAIRS, bulk=True)),  # twice
+        ("k8v8", 256, 6, 4, DecodeConfig(24, 64, 16, 2, source=PAIRS, bulk=True)),
         ("k5v5", 128, 4, 1, DecodeConfig(4, 64, 12, 1, bulk=True)),
         ("k8v8", 128, 4, 1, DecodeConfig(4, 32, 8, 2)),
         ("fp8", 128, 4, 1, DecodeConfig(4, 32, 12, 2)),
@@ -275,10 +277,10 @@ def test_the_table(format, dim, group, queries, config):
     [
         ("k4v4", 128, 4, 1, DecodeConfig(4, 64, 8, 1)),
         ("k4v4", 128, 8, 1, DecodeConfig(8, 32, 8, 1)),
-        ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 8, 1, 2, team=True)),
+        ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 8, 1, 2, source=TEAMS)),
         ("k4v4", 256, 6, 1, DecodeConfig(8, 32, 8, 1)),
-        ("k4v4", 256, 6, 4, DecodeConfig(24, 128, 8, 1, team=True)),
-        ("k4v4", 256, 6, 8, DecodeConfig(48, 128, 8, 1, team=True)),
+        ("k4v4", 256, 6, 4, DecodeConfig(24, 128, 8, 1, source=TEAMS)),
+        ("k4v4", 256, 6, 8, DecodeConfig(48, 128, 8, 1, source=TEAMS)),
         ("k5v5", 128, 4, 1, DecodeConfig(4, 32, 12, 1)),
     ],
 )
@@ -304,9 +306,9 @@ def test_the_table_for_short_sequences(dim, group, bound, config):
 
 def test_only_many_short_sequences_have_a_bound():
     layout = PageLayout(CodecSpec.parse("k4v4", 128), 64)
-    assert bound_of(H200, layout, 67, 11_000) == SHORT_BYTES
-    assert bound_of(H200, layout, 67, 400) == FEW_BYTES
-    assert bound_of(H200, layout, 67, 20_000) == bound_of(H200, layout, 66, 400) == UNBOUNDED
+    assert bound_of(layout, 11_000) == SHORT_BYTES
+    assert bound_of(layout, 400) == FEW_BYTES
+    assert bound_of(layout, 20_000) == bound_of(layout, None) == bound_of(layout, 400, few_tiles=True) == UNBOUNDED
 
 
 @emulated
@@ -352,6 +354,7 @@ TEAM_CASES = [
     (replace(TEAM, dim=128, value_dim=80, format="k4v2"), 24),
     (replace(TEAM, dim=112, format="k1v7", group=4, queries=(8, 5, 1)), 32),
     (replace(TEAM, dim=64, format="k8v8", group=20, queries=(1, 1, 1)), 24),
+    (replace(TEAM, dim=64, group=48, queries=(1, 2, 1)), 48),
 ]
 
 
@@ -359,7 +362,7 @@ TEAM_CASES = [
 @pytest.mark.parametrize(("case", "rows"), sample(TEAM_CASES, 2), ids=str)
 def test_teams_of_warps(case, rows):
     config = config_of(case, OLD_GPU)
-    assert config.team
+    assert config.source == TEAMS
     assert config.rows == rows
     check_emulated(case, OLD_GPU)
 
@@ -367,7 +370,7 @@ def test_teams_of_warps(case, rows):
 def test_without_teams_more_than_16_query_heads_are_refused():
     case = replace(TINY, group=20, dim=16)  # one slice of values, for four warps
     built = build(case, CPU)
-    with pytest.raises(InputError, match="20 query heads per KV head are more than 16"):
+    with pytest.raises(InputError, match="20 query heads per KV head with k4v4 at head sizes 16/16 need more"):
         attend_cuda.attend_packed(request_of(built, *poisoned_out(case, built)), SMALL_GPU, launch)
 
 
@@ -516,8 +519,8 @@ def test_a_workspace_that_is_too_small_is_refused():
     [
         (replace(TINY, format="krawbf16v4"), "key format rawbf16 is not one of its formats"),
         (replace(TINY, dim=272), "key head size 272 is beyond 256"),
-        (replace(TINY, group=33), "33 query heads per KV head are more than 32"),
-        (replace(TINY, dim=256, group=17), "17 query heads per KV head are more than 16"),
+        (replace(TINY, group=65), "65 query heads per KV head with"),
+        (replace(TINY, dim=256, group=49), "49 query heads per KV head with"),
         (replace(TINY, fresh=True), "codes only, not fresh K and V"),
         (replace(TINY, dim=16, lens=(40,), queries=(33,)), "prefill at head sizes 16/16 is beyond the Triton kernels"),
     ],
@@ -557,7 +560,7 @@ def taken(case: Case) -> bool:
     return (
         Kind.RAW not in (spec.key.kind, spec.value.kind)
         and max(spec.key_dim, spec.value_dim) <= 256
-        and case.group <= (16 if wide else 32)
+        and case.group <= (48 if wide else 64)
         and not case.fresh
     )
 

@@ -18,7 +18,7 @@ from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest, checked_
 from slimkv.ops.attention.cuda import decode, decode_config, prefill, prefill_config
 from slimkv.ops.attention.cuda.decode_config import (
     DecodeConfig,
-    deterministic_bound,
+    bound_of,
     deterministic_config,
     reachable,
 )
@@ -244,7 +244,7 @@ def test_more_queries_take_the_arithmetic_of_one(format, dim, group, queries, co
 
 def test_a_layers_window_decides_the_configuration():
     layout, window = PageLayout(CodecSpec.parse("k4v4", 64), 64), 128
-    found = deterministic_config(H200, layout, 8, 1, deterministic_bound(layout, window))
+    found = deterministic_config(H200, layout, 8, 1, bound_of(layout, window))
     assert found == DecodeConfig(8, 32, 4, 2, 2, exact=True)
     assert found in reachable(H200, layout, 8, MAX_DECODE_QUERIES, window, deterministic=True)
     assert found not in reachable(H200, layout, 8, MAX_DECODE_QUERIES, deterministic=True)

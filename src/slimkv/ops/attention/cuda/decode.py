@@ -27,15 +27,13 @@ from slimkv.ops.attention.api import (
 )
 from slimkv.ops.attention.cuda import prefill
 from slimkv.ops.attention.cuda.decode_config import (
-    FEWEST_PAIR_ROWS,
+    FEW_VERIFIED_ROWS,
     SPLIT_TOKENS,
     VERIFY,
     DecodeConfig,
     bound_of,
     config_for,
-    deterministic_bound,
     deterministic_config,
-    max_group,
     reachable,
     shared_bytes,
     split_steps,
@@ -95,16 +93,15 @@ def supports(request: AttendRequest) -> str | None:
             f"prefill at head sizes {spec.key_dim}/{spec.value_dim} is beyond the Triton kernels; "
             "use backend='reference'"
         )
-    refusal = _refusal(request.layout, request.group)
+    refusal = _refusal(request.layout)
     if refusal is None and request.must_be_eight_bit:
         refusal = prefill.eight_bit_refusal(request)
         if refusal is None and not prefill.has_warpgroups(request.pages.device):
             refusal = "it prefills in 8 bits on compute capability 9.0 only; use backend='reference'"
-    if refusal is None and request.pages.device.type == "cuda":
-        if request.options.deterministic:
-            return _deterministic_refusal(request)
-        if _config(request) is None:
-            return f"{_lacking(request.layout, request.group)}; use backend='triton'"
+    if refusal is None and request.options.deterministic:
+        return _deterministic_refusal(request)
+    if refusal is None and _config(request) is None:
+        return f"{_lacking(request.layout, request.group)}; use backend='triton'"
     return refusal
 
 
@@ -114,7 +111,7 @@ def _deterministic_refusal(request: AttendRequest) -> str | None:
     if request.max_query_len > most:
         if (reason := prefill.refusal(request)) is not None:
             return f"deterministic prompts are beyond it: {reason}; use backend='reference'"
-    bound = deterministic_bound(request.layout, request.options.sliding_window)
+    bound = bound_of(request.layout, request.options.sliding_window)
     if most and deterministic_config(device_of(device), request.layout, request.group, 1, bound) is None:
         return f"of a deterministic step {_lacking(request.layout, request.group)}; use backend='reference'"
     return None
@@ -122,13 +119,15 @@ def _deterministic_refusal(request: AttendRequest) -> str | None:
 
 def _lacking(layout: PageLayout, group: int) -> str:
     """Why no configuration fits."""
-    if group > 16:
-        return f"{group} query heads per KV head are more than 16"
-    return f"{layout.spec.format} needs more shared memory than this device has"
+    spec = layout.spec
+    return (
+        f"{group} query heads per KV head with {spec.format} at head sizes {spec.key_dim}/{spec.value_dim} need more "
+        "registers or shared memory than a block has on this device"
+    )
 
 
 @lru_cache(maxsize=1024)
-def _refusal(layout: PageLayout, group: int) -> str | None:
+def _refusal(layout: PageLayout) -> str | None:
     spec = layout.spec
     for name, side, dim in (("key", spec.key, spec.key_dim), ("value", spec.value, spec.value_dim)):
         if side.kind not in KIND_NUMBERS:
@@ -139,11 +138,6 @@ def _refusal(layout: PageLayout, group: int) -> str | None:
             return f"{name} head size {dim} is beyond {LARGEST_DIM}; use backend='triton'"
     if layout.block_size < 16:
         return "it reads blocks of 16 tokens and more; use backend='reference'"
-    if group > max_group(layout):
-        return (
-            f"{group} query heads per KV head are more than {max_group(layout)}, "
-            f"what fits its registers at head sizes {spec.key_dim}/{spec.value_dim}; use backend='triton'"
-        )
     return None
 
 
@@ -245,7 +239,8 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     # Rows of others, if there are more queries than that: a few places a sequence are looked at then, not every row.
     rows, tiles, seen = min(total, sequences * most_queries), sequences * num_kv_heads, _seen_tokens(request)
     exact, window = options.deterministic, options.sliding_window
-    bound = deterministic_bound(layout, window) if exact else bound_of(device, layout, tiles, seen)
+    # Deterministic results depend on no other sequence, so that the layer's window alone bounds what queries see.
+    bound = bound_of(layout, window if exact else seen, not exact and 2 * tiles <= device.multiprocessors)
     plan = _plan(
         device, layout, group, _cut_for(request, most_queries), bound, exact,
         query.dtype, out.dtype, window is not None, options.softcap > 0,
@@ -310,7 +305,7 @@ def _cut_for(request: AttendRequest, most_queries: int) -> int:
     """Queries of a sequence that the kernel is cut for: those of most, if one has many more or is prefilled."""
     longest, sequences = request.max_query_len, request.seq_lens.shape[0]
     alike = longest <= most_queries and 2 * request.query.shape[0] > sequences * longest
-    return longest if alike else min(longest, most_queries, max(1, FEWEST_PAIR_ROWS // request.group))
+    return longest if alike else min(longest, most_queries, max(1, FEW_VERIFIED_ROWS // request.group))
 
 
 @lru_cache(maxsize=1024)
@@ -403,7 +398,7 @@ def compile_reachable(
     layout: PageLayout, group: int, dtype: torch.dtype, options: AttendOptions, device: torch.device
 ) -> None:
     """Compiles and loads ``reachable_kernels``, in threads: the compiler releases the interpreter's lock."""
-    if _refusal(layout, group) is not None:
+    if _refusal(layout) is not None:
         return
     kernels = reachable_kernels(device_of(device), layout, group, dtype, options)
     with ThreadPoolExecutor(max(1, min(len(kernels), os.cpu_count() or 1))) as pool:
