@@ -14,7 +14,7 @@ from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions, AttendRe
 from slimkv.ops.attention.cuda.decode import _prepare, reachable_kernels
 from slimkv.ops.cuda.device import Device
 from slimkv.ops.latent.warmup import LatentKind, run_latent_steps
-from slimkv.ops.warmup import LayerKind, Step, decoding_steps, run_step, serving_steps
+from slimkv.ops.warmup import LayerKind, Step, decoding_steps, run_steps, serving_steps
 from slimkv.spec import LatentSpec, PageLayout, page_layout, parse_spec
 
 H200 = Device(132, 233472, 232448, copy_engine=True, warpgroups=True)
@@ -35,7 +35,7 @@ def test_each_kind_of_step_is_there_once():
 
 @pytest.mark.parametrize("step", serving_steps(200, verified=3), ids=str)
 def test_steps_run(step):
-    run_step(kind(softcap=20.0, sliding_window=40), step)
+    run_steps(kind(softcap=20.0, sliding_window=40), [step])
 
 
 def test_signatures_tell_kernels_apart():
@@ -54,7 +54,7 @@ def test_prefill_of_any_length_asks_for_one_kernel_of_few_queries(monkeypatch):
 
     for step in (Step(1, 64, 64), Step(1, 64, 1 << 14), Step(8, 33, 1 << 17), Step(64, 40, 2048)):
         monkeypatch.setattr("slimkv.ops.attention.api.REGISTRY.select", lambda *_: Loaded(prepare))
-        run_step(kind(), step)
+        run_steps(kind(), [step])
     assert len(seen) == 1
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,25 +25,35 @@ from slimkv.ops.store.api import REGISTRY as STORE
 from slimkv.ops.store.api import checked_request as checked_store
 
 Launch = Callable[..., None]  # what a backend's ``plan(request)`` returns, or None if it cannot prepare the request
-Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
 
 
-def _geometry(x: Tensor) -> Geometry:
-    """The properties that a prepared launch depends on, besides the address, whose alignment must not change."""
+class _Like(NamedTuple):
+    """The properties of a tensor that a prepared launch depends on, besides its address."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    misaligned: int  # bytes beyond a multiple of 16; of vectors, which are read 16 bytes at a time
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} with strides {list(self.strides)} on {self.device}"
+
+
+def _like(name: str, x: Tensor) -> _Like:
     try:
-        return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+        return _Like(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15 if x.is_floating_point() else 0)
     except (AttributeError, RuntimeError) as error:
-        raise InputError(f"a plan takes tensors with memory of their own, not {describe(x)}") from error
+        raise InputError(f"{name} must be a tensor with memory of its own, not {describe(x)}") from error
 
 
-def _check_tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise InputError(f"{name} must be a tensor, not {describe(x)}")
+def _check_like(what: str, wanted: _Like | None, found: _Like | None) -> None:
+    if wanted != found:
+        raise InputError(f"the plan {what} like {wanted}, not {found}")
 
 
-def _say(geometry: Geometry) -> str:
-    shape, strides, dtype, device, _ = geometry
-    return f"{dtype} {list(shape)} with strides {list(strides)} on {device}"
+def _are_same(kept: tuple[object, ...], given: tuple[object, ...]) -> bool:
+    return all(a is b for a, b in zip(kept, given, strict=True))
 
 
 @dataclass(frozen=True)
@@ -54,33 +64,27 @@ class AttendPlan:
     block_table: Tensor
     cu_seqlens_q: Tensor
     options: AttendOptions | None
-    _query: Geometry
-    _out: Geometry
+    _query: _Like
+    _out: _Like
     _launch: Launch
 
     def fits(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions | None) -> bool:
         """Whether ``run`` may take ``query`` for these pages and tables, which must be the very same objects."""
-        return (
-            self.pages is kv.pages
-            and self.block_table is batch.block_table
-            and self.cu_seqlens_q is batch.cu_seqlens_q
-            and self.options is options
-            and self._query == _geometry(query)
-        )
+        kept = (self.pages, self.block_table, self.cu_seqlens_q, self.options)
+        given = (kv.pages, batch.block_table, batch.cu_seqlens_q, options)
+        return _are_same(kept, given) and self._query == _like("query", query)
 
     def run(self, query: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> Tensor:
         """query [total_queries, num_heads, key_dim], seq_lens int32 [sequences] -> out, as ``attend`` gives it.
 
         Lengths may be as long as the block table. ``out``: contiguous, of the query's dtype; allocated when None.
         """
-        _check_tensor("seq_lens", seq_lens)
-        if self._query != _geometry(query):
-            raise InputError(f"the plan is for queries like {_say(self._query)}, not {_say(_geometry(query))}")
+        _check_like("is for queries", self._query, _like("query", query))
+        _like("seq_lens", seq_lens)
         check_int32("seq_lens", seq_lens, self.block_table.shape[:1], self.block_table.device)
         if out is None:
-            out = query.new_empty(self._out[0])
-        elif self._out != _geometry(out):
-            raise InputError(f"the plan writes outputs like {_say(self._out)}, not {_say(_geometry(out))}")
+            out = query.new_empty(self._out.shape)
+        _check_like("writes outputs", self._out, _like("out", out))
         self._launch(query, out, seq_lens)
         return out
 
@@ -92,10 +96,7 @@ class StorePlan:
     pages: Tensor
     key_offset: Tensor | None
     matrices: Tensor | None
-    _key: Geometry
-    _value: Geometry
-    _slots: torch.dtype
-    _indexed: bool
+    _inputs: tuple[_Like | None, ...]  # key, value, slots, index
     _launch: Launch
 
     def fits(
@@ -103,32 +104,21 @@ class StorePlan:
     ) -> bool:
         """Whether ``run`` may take these vectors for the very same pages, offset and matrices."""
         matrices, index = (None, None) if rounding is None else (rounding.matrices, rounding.index)
-        same = self.pages is kv.pages and self.key_offset is kv.key_offset and self.matrices is matrices
-        return same and self._takes(key, value, slot_mapping, index)
+        same = _are_same((self.pages, self.key_offset, self.matrices), (kv.pages, kv.key_offset, matrices))
+        return same and self._inputs == _store_inputs(key, value, slot_mapping, index)
 
     def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None = None) -> None:
         """key, value [tokens, num_kv_heads, dim], slot_mapping and the rounding's index [tokens]: see ``store_kv``."""
-        _check_tensor("slot_mapping", slot_mapping)
-        if index is not None:
-            _check_tensor("index", index)
-        if not self._takes(key, value, slot_mapping, index):
-            wanted = "an int32" if self._indexed else "no"
-            raise InputError(
-                f"the plan stores keys like {_say(self._key)} and values like {_say(self._value)} with {self._slots} "
-                f"slots and {wanted} index, not {_say(_geometry(key))} and {_say(_geometry(value))} with "
-                f"{slot_mapping.dtype}"
-            )
+        found = _store_inputs(key, value, slot_mapping, index)
+        if self._inputs != found:
+            for what, wanted, given in zip(("keys", "values", "slots", "an index"), self._inputs, found, strict=True):
+                _check_like(f"stores {what}", wanted, given)
         self._launch(key, value, slot_mapping, index)
 
-    def _takes(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None) -> bool:
-        if self._key != _geometry(key) or self._value != _geometry(value):
-            return False
-        tokens, device = key.shape[:1], key.device
-        if (slot_mapping.shape, slot_mapping.dtype, slot_mapping.device) != (tokens, self._slots, device):
-            return False
-        if index is None or not self._indexed:
-            return index is None and not self._indexed
-        return (index.shape, index.dtype, index.device) == (tokens, torch.int32, device)
+
+def _store_inputs(key: Tensor, value: Tensor, slots: Tensor, index: Tensor | None) -> tuple[_Like | None, ...]:
+    given = _like("key", key), _like("value", value), _like("slot_mapping", slots)
+    return *given, None if index is None else _like("index", index)
 
 
 @typed
@@ -154,9 +144,8 @@ def plan_attend(
         replace(kept, query=query, out=out, seq_lens=seq_lens).run(module)
 
     prepared = None if request.sees_offset else _prepared(module, request)
-    return AttendPlan(
-        kv.pages, table, batch.cu_seqlens_q, options, _geometry(query), _geometry(request.out), prepared or launch
-    )
+    like = _like("query", query), _like("out", request.out)
+    return AttendPlan(kv.pages, table, batch.cu_seqlens_q, options, *like, prepared or launch)
 
 
 @typed
@@ -179,10 +168,8 @@ def plan_store(
         replace(kept, key=key, value=value, slot_mapping=slot_mapping, query_aware_index=index).run(module)
 
     prepared = (_prepared(module, request) if request.centred_by(module) else None) or launch
-    return StorePlan(
-        kv.pages, kv.key_offset, request.query_aware, _geometry(key), _geometry(value), slot_mapping.dtype,
-        request.query_aware_index is not None, prepared,
-    )  # fmt: skip
+    inputs = _store_inputs(key, value, slot_mapping, request.query_aware_index)
+    return StorePlan(kv.pages, kv.key_offset, request.query_aware, inputs, prepared)
 
 
 def _prepared(module: Any, request: Any) -> Launch | None:

@@ -1,17 +1,21 @@
-"""Runs steps on a scratch page, so that kernels are compiled before the first request."""
+"""Compiles kernels before the first request, in threads, and runs steps on a scratch page."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimkv.codec import Codec
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions, attend
-from slimkv.ops.attention.cuda import decode as cuda_decode
+from slimkv.ops.attention.cuda.decode import start_loading_reachable
 from slimkv.ops.batch import AttentionBatch, PackedKV, Rounding
 from slimkv.ops.cuda import cuda_unavailable_reason
+from slimkv.ops.cuda.module import only_loading
 from slimkv.ops.store.api import store_kv
 from slimkv.spec import PageLayout
 
@@ -65,17 +69,30 @@ def serving_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
     return list(dict.fromkeys([*decoding_steps(max_seq_len, verified), *cached]))
 
 
-def compile_reachable(kind: LayerKind) -> None:
-    """Compiles all CUDA decode kernels that the layer's requests can use, in parallel; a second call does nothing."""
-    device = kind.codec.device
-    if kind.backend in (None, "cuda") and cuda_unavailable_reason(device) is None:
-        group = kind.num_heads // kind.num_kv_heads
-        cuda_decode.compile_reachable(kind.layout, group, kind.dtype, kind.options, device)
+def start_compiling(kind: LayerKind, steps: Iterable[Step]) -> list[Future[Any]]:
+    """Starts to compile, in threads, all kernels of these steps and all that decoding can use; returns at once."""
+    if cuda_unavailable_reason(kind.codec.device) is not None:
+        return []
+    with only_loading():
+        for step in steps:
+            _run(kind, step)
+    if kind.backend not in (None, "cuda"):
+        return []
+    group = kind.num_heads // kind.num_kv_heads
+    return start_loading_reachable(kind.layout, group, kind.dtype, kind.options, kind.codec.device)
 
 
-def run_step(kind: LayerKind, step: Step) -> None:
-    """Compiles the layer's kernels, stores the new tokens and attends to them in one page; the output is discarded."""
-    compile_reachable(kind)
+def run_steps(kind: LayerKind, steps: Iterable[Step]) -> None:
+    """Compiles all of ``start_compiling`` at the same time; then stores and attends each step's tokens in one page."""
+    steps = list(steps)
+    reachable = start_compiling(kind, steps)
+    for step in steps:
+        _run(kind, step)
+    for kernel in reachable:
+        kernel.result()
+
+
+def _run(kind: LayerKind, step: Step) -> None:
     codec, layout, device = kind.codec, kind.layout, kind.codec.device
     tokens, spec = step.sequences * step.queries, codec.spec
 

@@ -307,7 +307,7 @@ def test_a_build_of_the_tested_release_is_accepted(version, monkeypatch):
 def test_each_kind_of_step_runs_before_serving(monkeypatch):
     """The largest prefill again when it grows; drafts, cached prompts and decoding once."""
     ran = []
-    monkeypatch.setattr("slimkv.integrations.vllm.warmup.run_step", lambda _, step: ran.append(step))
+    monkeypatch.setattr("slimkv.integrations.vllm.warmup.run_steps", lambda _, steps: ran.extend(steps))
     spec = CodecSpec.parse("k4v4", 128, seed=77)
     codec = SimpleNamespace(spec=spec, device=torch.device("cuda"))
     kind = LayerKind(codec, PageLayout(spec, 64), 32, 8, torch.bfloat16, ops.AttendOptions())

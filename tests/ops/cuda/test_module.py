@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from enum import IntEnum
 
 import pytest
 import torch
 
+from slimkv.ops.cuda import module
 from slimkv.ops.cuda.compiler import CompileError
-from slimkv.ops.cuda.module import Kernel
+from slimkv.ops.cuda.module import Defines, Kernel, load, only_loading, start_loading
 
 
 class Result(IntEnum):
@@ -82,3 +84,23 @@ def test_a_failed_launch_says_which_kernel_and_why(kernel, driver):
     driver.answer = Result.FAILURE
     with pytest.raises(CompileError, match="store: an illegal memory access"):
         kernel.launch((1, 1), 32, 0, Args(5), torch.device("cuda", 0))
+
+
+def test_kernels_are_compiled_once_at_the_same_time_and_not_launched(monkeypatch):
+    """Each of two compilations waits for the other to have begun."""
+    both, compiled, device = threading.Barrier(2), [], torch.device("cuda", 0)
+
+    def compile_one(source, defines, *rest):
+        compiled.append(defines)
+        both.wait(timeout=30)
+        return source
+
+    monkeypatch.setattr(module, "_load", compile_one)
+    monkeypatch.setattr(module, "_loading", {})
+    sources = ["one.cu", "two.cu"]
+    with only_loading():
+        for source in sources * 2:
+            load(source, Defines(A=1), device).kernel("attend").launch((1, 1), 32, 0, Args(5), device)
+    assert [start_loading(source, Defines(A=1), device).result() for source in sources] == sources
+    assert load("one.cu", Defines(A=1), device) == "one.cu"
+    assert len(compiled) == 2

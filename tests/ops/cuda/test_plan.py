@@ -140,7 +140,9 @@ def test_backends_that_prepare_nothing_can_be_planned_too(backend):
     assert torch.allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("change", ["nothing", "pages", "dtype", "strides", "key_offset", "query_aware", "tokens"])
+@pytest.mark.parametrize(
+    "change", ["nothing", "pages", "dtype", "strides", "key_offset", "query_aware", "tokens", "slots"]
+)
 def test_a_store_plan_says_what_it_fits(change):
     codec, pages, query_aware, slot = Codec(SPEC), new_pages(), None, slots(5)
     offset = None
@@ -158,10 +160,12 @@ def test_a_store_plan_says_what_it_fits(change):
         query_aware = torch.zeros(KV_HEADS, 32, 32, dtype=torch.int8)
     elif change == "tokens":
         key, value, slot = key[:1], value[:1], slot[:1]
+    elif change == "slots":
+        slot = torch.zeros(2 * len(slot), dtype=slot.dtype)[::2]
     kv, rounding = PackedKV(pages, codec, LAYOUT, offset), None if query_aware is None else Rounding(query_aware)
     assert plan.fits(key, value, kv, slot, rounding) == (change == "nothing")
-    if change in ("dtype", "strides", "tokens"):
-        with pytest.raises(InputError, match="the plan stores keys like"):
+    if change in ("dtype", "strides", "tokens", "slots"):
+        with pytest.raises(InputError, match=f"the plan stores {'slots' if change == 'slots' else 'keys'} like"):
             plan.run(key, value, slot)
 
 

@@ -16,7 +16,7 @@ from slimkv.integrations.sglang.metadata import BlockTables, Step
 from slimkv.integrations.sglang.packed_backend import PackedBackend, refuse_unknown
 from slimkv.integrations.sglang.pool import SlimKVPool
 from slimkv.ops.attention.api import SIXTEEN_BIT
-from slimkv.ops.warmup import LayerKind, run_step, serving_steps
+from slimkv.ops.warmup import LayerKind, run_steps, serving_steps, start_compiling
 from slimkv.ops.warmup import Step as WarmupStep
 from slimkv.spec import Kind
 
@@ -60,9 +60,11 @@ class SlimKVAttnBackend(PackedBackend):
             kind = pool.served[index].kind(layer.tp_q_head_num, heads, dtype, pool.layers[index].layout, options)
             kinds[kind.signature] = kind
         longest = self._tables.width * self._tables.page_size
+        steps = [WarmupStep(1, min(_PREFILL, longest), longest), *serving_steps(longest, verified)]
         for kind in kinds.values():
-            for step in (WarmupStep(1, min(_PREFILL, longest), longest), *serving_steps(longest, verified)):
-                run_step(kind, step)
+            start_compiling(kind, steps)
+        for kind in kinds.values():
+            run_steps(kind, steps)
 
     def _plain_pools(self) -> list[SlimKVPool]:
         """The pools behind SGLang's; raises unless they are slimkv's."""

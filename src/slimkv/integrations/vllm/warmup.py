@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS, PREFERRED_BLOCK
-from slimkv.ops.warmup import LayerKind, Step, run_step, serving_steps
+from slimkv.ops.warmup import LayerKind, Step, run_steps, serving_steps
 
 _largest: dict[tuple[Any, ...], int] = {}
 
@@ -37,8 +37,5 @@ def profile_run(kind: LayerKind, tokens: int, config: Any) -> None:
         return
     _largest[kind.signature] = tokens
     longest = max(config.model_config.max_model_len, tokens)
-    run_step(kind, Step(1, tokens, longest))
-    if before:
-        return
-    for step in serving_steps(longest, verified_tokens(config)):
-        run_step(kind, step)
+    others = [] if before else serving_steps(longest, verified_tokens(config))
+    run_steps(kind, [Step(1, tokens, longest), *others])

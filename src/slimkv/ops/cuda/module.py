@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -130,16 +135,61 @@ def load(source: str, defines: Defines, device: torch.device, exactly: bool = Fa
 
     ``exactly``: with the instructions that only this architecture has, not its successors (sm_90a instead of sm_90).
     """
+    if _only_loading.get():
+        start_loading(source, defines, device, exactly)
+        return _Skipped()
     return _loaded(source, defines, _index(device), exactly)
+
+
+def start_loading(source: str, defines: Defines, device: torch.device, exactly: bool = False) -> Future[Module]:
+    """What ``load`` gives, later: threads compile, and the compiler releases the interpreter's lock."""
+    key = (source, tuple(defines.items()), _index(device), exactly)
+    with _lock:
+        if key not in _loading:
+            _loading[key] = _pool().submit(_load, *key)
+        return _loading[key]
+
+
+@contextmanager
+def only_loading() -> Iterator[None]:
+    """Within, kernels start to be compiled and loaded when they are asked for, and launches do nothing."""
+    token = _only_loading.set(True)
+    try:
+        yield
+    finally:
+        _only_loading.reset(token)
+
+
+class _Skipped(Module):
+    """A module of which nothing runs, and its kernels."""
+
+    def __init__(self) -> None:
+        pass
+
+    def kernel(self, name: str) -> Any:
+        return self
+
+    def launch(self, *call: Any, **options: Any) -> None:
+        pass
+
+
+_only_loading: ContextVar[bool] = ContextVar("only_loading", default=False)
+_loading: dict[tuple[Any, ...], Future[Module]] = {}
+_lock = Lock()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "slimkv-compile")
 
 
 @cache
 def _loaded(source: str, defines: Defines, index: int, exactly: bool) -> Module:
-    return _load(source, tuple(defines.items()), torch.device("cuda", index), exactly)
+    return start_loading(source, defines, torch.device("cuda", index), exactly).result()
 
 
-@cache
-def _load(source: str, defines: tuple[tuple[str, int], ...], device: torch.device, exactly: bool) -> Module:
+def _load(source: str, defines: tuple[tuple[str, int], ...], index: int, exactly: bool) -> Module:
+    device = torch.device("cuda", index)
     major, minor = torch.cuda.get_device_capability(device)
     target = device_of(device).target
     code = compile_kernels(source, dict(defines), target or f"sm_{major}{minor}{'a' if exactly else ''}")

@@ -7,9 +7,8 @@ where it can, else by the Triton kernels.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -45,7 +44,7 @@ from slimkv.ops.attention.cuda.level_bytes import level_bytes
 from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.device import Device, device_of
-from slimkv.ops.cuda.module import Defines, Module, load
+from slimkv.ops.cuda.module import Defines, Module, load, start_loading
 from slimkv.spec import PageLayout
 
 LARGEST_DIM = 256
@@ -374,11 +373,7 @@ def _binder(device: torch.device) -> Binder:
 
 
 def _load(call: KernelCall, device: torch.device) -> Module:
-    return _module(call.source, call.defines, device)
-
-
-def _module(source: str, defines: Defines, device: torch.device) -> Module:
-    return load(source, defines, device, exactly=source == VERIFY)
+    return load(call.source, call.defines, device, exactly=call.source == VERIFY)
 
 
 def reachable_kernels(
@@ -394,13 +389,11 @@ def reachable_kernels(
     ]
 
 
-def compile_reachable(
+def start_loading_reachable(
     layout: PageLayout, group: int, dtype: torch.dtype, options: AttendOptions, device: torch.device
-) -> None:
-    """Compiles and loads ``reachable_kernels``, in threads: the compiler releases the interpreter's lock."""
+) -> list[Future[Module]]:
+    """``reachable_kernels``, compiled and loaded in threads."""
     if _refusal(layout) is not None:
-        return
+        return []
     kernels = reachable_kernels(device_of(device), layout, group, dtype, options)
-    with ThreadPoolExecutor(max(1, min(len(kernels), os.cpu_count() or 1))) as pool:
-        for module in [pool.submit(_module, source, defines, device) for source, defines in kernels]:
-            module.result()
+    return [start_loading(source, defines, device, exactly=source == VERIFY) for source, defines in kernels]
