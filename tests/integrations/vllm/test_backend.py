@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from queue import Queue
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,7 +37,7 @@ from slimkv.integrations.vllm.context_parallel import DCPConfig
 from slimkv.integrations.vllm.impl import SlimKVImpl
 from slimkv.integrations.vllm.metadata import SlimKVMetadataBuilder
 from slimkv.integrations.vllm.page_sizes import backend_for_spec, slot_bytes
-from slimkv.integrations.vllm.warmup import kernel_block, profile_run
+from slimkv.integrations.vllm.warmup import compile_ahead, kernel_block, profile_run
 from slimkv.ops import PackedKV, Rounding
 from slimkv.ops.warmup import LayerKind, Step
 from slimkv.spec import CodecSpec, PageLayout
@@ -302,6 +304,26 @@ def test_an_untested_vllm_is_refused(version, monkeypatch):
 def test_a_build_of_the_tested_release_is_accepted(version, monkeypatch):
     monkeypatch.setattr("vllm.__version__", version)
     assert check_tested("vLLM", "vllm", compat.TESTED) == version
+
+
+def test_kernels_are_compiled_while_vllm_compiles_the_model(monkeypatch):
+    """Once per kind of layer, in a thread: the steps that will run."""
+    asked = Queue()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr("slimkv.integrations.vllm.warmup.start_compiling", lambda *given: asked.put(given))
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512), speculative_config=None,
+        model_config=SimpleNamespace(max_model_len=4096),
+    )  # fmt: skip
+    for _ in range(2):
+        compile_ahead(("a kind", "of layer"), lambda device: device, config)
+    device, steps = asked.get(timeout=10)
+    assert device == torch.device("cuda", 3)
+    assert steps[0] == Step(1, 512, 4096)
+    assert {1, 33} <= {step.queries for step in steps}
+    assert asked.empty()
 
 
 def test_each_kind_of_step_runs_before_serving(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.calibration.guard import Guard
+from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.layer import ServedLayer
@@ -23,8 +24,9 @@ from slimkv.integrations.vllm.model import find_layer, guard_of, layer_offset, l
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
-from slimkv.integrations.vllm.warmup import kernel_block, profile_run
+from slimkv.integrations.vllm.warmup import compile_ahead, kernel_block, profile_run
 from slimkv.ops import PackedKV
+from slimkv.ops.warmup import LayerKind
 from slimkv.spec import CodecSpec, Kind, PageLayout, page_layout
 
 
@@ -142,6 +144,22 @@ class SlimKVImpl(compat.AttentionImpl):
             deterministic=self._settings.deterministic,
         )
         self._variants: dict[tuple[bool, bool | None], ops.AttendOptions] = {}
+        heads, softcap = (self.num_heads, self.num_kv_heads), self._options.softcap > 0
+        key = self._spec, heads, act_dtype, self.sliding_window, softcap, self._number is None
+        compile_ahead(key, partial(self._kind_ahead, act_dtype), self._config)
+
+    def _kind_ahead(self, dtype: torch.dtype, device: torch.device) -> LayerKind:
+        """The kind of this layer, with an offset that stands for the one it will have."""
+        assert self._spec is not None
+        codec, heads = shared_codec(self._spec, device), self.num_kv_heads
+        matrices = self._model.matrices(self._number, codec, heads)
+        offset = LayerOffset(heads, codec) if self._model.centres(self._spec) else None
+        served = ServedLayer(codec, matrices, offset, self._settings.backend)
+        return served.kind(self.num_heads, heads, dtype, self._kernel_layout(), self._options)
+
+    def _kernel_layout(self) -> PageLayout:
+        assert self._spec is not None
+        return PageLayout(self._spec, kernel_block(self._config))
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -222,8 +240,7 @@ class SlimKVImpl(compat.AttentionImpl):
         if attn_metadata is None:  # vLLM profiles memory before there is a cache
             if served.offset is not None and self.kv_sharing_target_layer_name is None:
                 served.offset.provisional(key)
-            layout = PageLayout(served.codec.spec, kernel_block(self._config))
-            kind = served.kind(query.shape[1], self.num_kv_heads, query.dtype, layout, self._options)
+            kind = served.kind(query.shape[1], self.num_kv_heads, query.dtype, self._kernel_layout(), self._options)
             profile_run(kind, query.shape[0], self._config)
             return output.zero_()
         kv = self._packed(kv_cache)
