@@ -96,7 +96,7 @@ def state_in_handshake(engine_id: str, fingerprint: str) -> None:
 
 FOLDER_KEYS = {"SlimKVPromptConnector": "shared_storage_path", "ExampleConnector": "shared_storage_path"}
 NATIVE_OFFLOAD = "OffloadingConnector"
-IN_MEMORY_SPECS = ("CPUOffloadingSpec",)  # of the native offload; others have tiers that outlive the engine
+IN_MEMORY_SPEC = "CPUOffloadingSpec"  # of the native offload; others have tiers that outlive the engine
 TIERING_SPEC = "TieringOffloadingSpec"
 COLD_SPEC = "SlimKVOffloadingSpec"  # slimkv's own: packs the blocks that leave vLLM's cache
 # The tokens of a block and head lie together; preferred first.

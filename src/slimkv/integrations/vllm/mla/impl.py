@@ -11,13 +11,7 @@ from slimkv import ops
 from slimkv.integrations.serving.model import shared_codec
 from slimkv.integrations.vllm.compat import AttentionType, get_current_vllm_config
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
-from slimkv.integrations.vllm.mla.compat import (
-    MLACommonImpl,
-    accumulate_mla_context_chunk,
-    check_layer,
-    forbid_fused_cache_updates,
-    init_mla_context_partial,
-)
+from slimkv.integrations.vllm.mla import compat
 from slimkv.integrations.vllm.mla.folding import FoldedProjections
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadata
 from slimkv.integrations.vllm.mla.refusals import refuse
@@ -31,7 +25,7 @@ from slimkv.ops.warmup import Step, decoding_steps
 from slimkv.spec import LatentSpec, page_layout
 
 
-class SlimKVMLAImpl(MLACommonImpl):
+class SlimKVMLAImpl(compat.MLACommonImpl):
     """Latent attention of one layer.
 
     Decoding and verification attend packed pages with absorbed queries. Prefill expands latents into K and V, as vLLM
@@ -67,7 +61,7 @@ class SlimKVMLAImpl(MLACommonImpl):
             f"attention of type {attn_type}": None if attn_type == AttentionType.DECODER else attn_type,
         }
         refuse(self._config, kv_cache_dtype, [name for name, value in asked.items() if value], mla)
-        forbid_fused_cache_updates(self._config)
+        compat.forbid_fused_cache_updates(self._config)
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, **mla,
@@ -83,7 +77,7 @@ class SlimKVMLAImpl(MLACommonImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds the layer this belongs to and binds its backend class to the layer's format."""
         name, layer = find_layer(self._config, self)
-        check_layer(layer, self)
+        compat.check_layer(layer, self)
         dims = self.kv_lora_rank, self.qk_rope_head_dim
         spec, _ = layer_spec(served_model(self._config), self._config, name, dims, act_dtype, latent=True)
         assert isinstance(spec, LatentSpec)
@@ -191,7 +185,7 @@ class SlimKVMLAImpl(MLACommonImpl):
                 chunk=chunk, q=q[chunk.token_slice], k=self._concat_k_nope_k_pe(key, rope.unsqueeze(1)), v=value
             )
             if total is None:
-                total = init_mla_context_partial(context, *part, num_tokens=q.shape[0])
-            accumulate_mla_context_chunk(chunk, *part, *total)
+                total = compat.init_mla_context_partial(context, *part, num_tokens=q.shape[0])
+            compat.accumulate_mla_context_chunk(chunk, *part, *total)
         assert total is not None
         return total

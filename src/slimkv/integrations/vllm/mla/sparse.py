@@ -50,11 +50,6 @@ class SlimKVSparseMLABackend(SlimKVMLABackend):
         """Where there is a kernel that reads token rows."""
         return (capability.major, capability.minor) == (9, 0)
 
-    @classmethod
-    def supports_combination(cls, *layer: Any, **more: Any) -> str | None:
-        """Why this kind of layer is not supported, in addition to vLLM's own reasons."""
-        return None
-
 
 @dataclass
 class SlimKVSparseMetadata:
