@@ -43,8 +43,8 @@ def model_weights(model: Any) -> str:
         return digest
     if not isinstance(model, torch.nn.Module):
         raise InputError(
-            "the configuration does not say which folder its weights are in, so that nobody can tell which model the "
-            "cache belongs to: give the model itself"
+            "the configuration does not name the folder of its weights, which identifies the model of the cache: give "
+            "the model itself"
         )
     return parameter_digest(model.named_parameters())
 

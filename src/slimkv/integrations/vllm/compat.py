@@ -54,7 +54,7 @@ class Rule(Enum):
     REFUSED = "it cannot work"
 
 
-# Every connector of vLLM whose code was read. The text says why one is refused.
+# The reviewed KV connectors of vLLM, and why some are refused.
 CONNECTORS: dict[str, tuple[Rule, str]] = {
     "OffloadingConnector": (Rule.IN_PROCESS, ""),
     "SimpleCPUOffloadConnector": (Rule.IN_PROCESS, ""),

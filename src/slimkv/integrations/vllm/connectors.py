@@ -1,8 +1,8 @@
 """Which KV connectors may carry packed pages, checked when an engine starts.
 
-A connector moves bytes and does not know what they mean: one format's pages read as another's give wrong answers
-without an error. So whatever leaves the engine carries a fingerprint. A shared folder is marked with it, and NIXL's
-handshake compares it; for other connectors between processes the user states it on both sides.
+A connector moves bytes and does not know their format: pages read in another format give wrong answers without an
+error. So everything that leaves the engine carries a fingerprint. A shared folder is marked with it, NIXL's handshake
+compares it, and for other connectors between processes the user states it on both sides.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _places(name: str, extra: Mapping[str, Any]) -> tuple[list[str], bool]:
 
 
 def _state_in_handshake(vllm_config: Any, fingerprint: Fingerprint) -> None:
-    """Peers hold the same heads on each rank: vLLM would take blocks apart by heads otherwise, which was never run."""
+    """Requires equal tensor parallelism of peers: otherwise vLLM would split blocks by heads, which is untested."""
     formats = ",".join(sorted({layer.format for layer in fingerprint.layers}))
     ranks = vllm_config.parallel_config.tensor_parallel_size
     stated = f"slimkv {formats}, {ranks} ranks, fingerprint {fingerprint.hash}"
@@ -143,9 +143,9 @@ def _check_stated(name: str, extra: Mapping[str, Any], fingerprint: Fingerprint)
     stated = extra.get(STATED)
     if stated is None:
         raise InputError(
-            f"{name} hands packed pages to other processes, which must mean the same by their bytes: start every one "
-            f'of them with "{STATED}": "{fingerprint.hash}" in its kv_connector_extra_config. This is the fingerprint '
-            "of this engine; one that differs is refused"
+            f"{name} sends packed pages to other processes, which must read them in the same format: start each of "
+            f'them with "{STATED}": "{fingerprint.hash}" in its kv_connector_extra_config. This is the fingerprint of '
+            "this engine; a process with another one is refused"
         )
     if stated != fingerprint.hash:
         raise InputError(
@@ -219,7 +219,7 @@ def all_heads(vllm_config: Any, layer: Any) -> int:
     if layer.num_kv_heads != max(1, total // ranks):
         raise UnsupportedError(
             f"a layer has {layer.num_kv_heads} KV heads on each of {ranks} ranks, the model {total}: slimkv cannot "
-            "tell which are whose; run without tensor parallelism"
+            "assign heads to ranks; run without tensor parallelism"
         )
     return total
 
@@ -232,8 +232,8 @@ def engine_weights(vllm_config: Any) -> str:
     digest = weights_digest(vllm_config.model_config.model)
     if digest is None:
         raise InputError(
-            f"{vllm_config.model_config.model} holds no weight files, by which slimkv would know the model whose pages "
-            f'leave this engine: put a name for the weights into kv_connector_extra_config, as in "{WEIGHTS}": "mine-1"'
+            f"{vllm_config.model_config.model} holds no weight files, which identify the model of the pages that leave "
+            f'this engine: put a name for the weights into kv_connector_extra_config, as in "{WEIGHTS}": "mine-1"'
         )
     return digest
 

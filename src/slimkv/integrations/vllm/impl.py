@@ -13,7 +13,7 @@ from slimkv import ops
 from slimkv.calibration.guard import Guard
 from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError, UnsupportedError
+from slimkv.errors import UnsupportedError
 from slimkv.integrations.serving.layer import ServedLayer
 from slimkv.integrations.serving.model import ServedModel, shared_codec
 from slimkv.integrations.vllm import compat
@@ -21,7 +21,8 @@ from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
 from slimkv.integrations.vllm.model import find_layer, guard_of, layer_offset, layer_spec, served_model, whole_offset
-from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
+from slimkv.integrations.vllm.page_sizes import backend_for_spec, supports_head_size
+from slimkv.integrations.vllm.refusals import check_cache_dtype, refuse
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import compile_ahead, kernel_block, profile_run
@@ -87,34 +88,20 @@ class SlimKVImpl(compat.AttentionImpl):
 
     def _refuse(self, others: dict[str, Any]) -> None:
         """Raises for attention features of the model that slimkv does not support."""
-        if self.alibi_slopes is not None:
-            raise UnsupportedError("slimkv does not support ALiBi; serve this model with vLLM's own attention backend")
-        if self.kv_cache_dtype not in CACHE_DTYPES:
-            raise InputError(
-                f"slimkv stores its own formats, so kv_cache_dtype must be left at auto, not {self.kv_cache_dtype!r}"
-            )
+        refuse("slimkv", {"ALiBi": self.alibi_slopes, **others})
+        check_cache_dtype(self.kv_cache_dtype)
         if not supports_head_size(self.head_size):
             raise UnsupportedError(f"slimkv takes head sizes that are multiples of 16 up to 512, not {self.head_size}")
-        asked = [name for name, value in others.items() if value is not None and value is not False]
-        if asked:
-            raise UnsupportedError(
-                f"slimkv does not support these arguments of the model's attention: {', '.join(asked)}"
-            )
-        if self.pcp_world_size > 1:
-            raise UnsupportedError(
-                "slimkv does not run under prefill context parallelism; use decode context or tensor parallelism"
-            )
-        absent = {
-            "deterministic attention": self._settings.deterministic or None,
-            "sliding windows": self.sliding_window,
-            "attention sinks": self.sinks,
-            "layers that share another's cache": self.kv_sharing_target_layer_name,
-        }
-        asked = [name for name, value in absent.items() if value is not None]
-        if self.dcp_world_size > 1 and asked:
-            raise UnsupportedError(
-                f"under decode context parallelism slimkv has no {' or '.join(asked)}; use tensor parallelism"
-            )
+        prefill_shared = {"prefill context parallelism": self.pcp_world_size > 1}
+        refuse("slimkv", prefill_shared, "use decode context or tensor parallelism")
+        if self.dcp_world_size > 1:
+            features = {
+                "deterministic attention": self._settings.deterministic,
+                "sliding windows": self.sliding_window,
+                "attention sinks": self.sinks,
+                "layers that share another's cache": self.kv_sharing_target_layer_name,
+            }
+            refuse("slimkv under decode context parallelism", features, "use tensor parallelism")
 
     # -- after loading: the layer's name and format ------------------------------------------------------------------
 

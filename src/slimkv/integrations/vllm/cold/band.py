@@ -23,7 +23,7 @@ NO_SPREAD_LEFT = 1.0  # the error of keys over their spread
 
 @dataclass(frozen=True)
 class Band:
-    """Such layers, and the layout of their blocks in host memory."""
+    """Consecutive layers of one format, and the layout of their blocks in host memory."""
 
     layers: tuple[ColdLayer, ...]
     layout: PageLayout

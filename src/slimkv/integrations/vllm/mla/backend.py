@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from slimkv.integrations.vllm.backend import PackedBackend
 from slimkv.integrations.vllm.compat import AttentionSpec
 from slimkv.integrations.vllm.mla.compat import MLACommonBackend, call_after_loading, is_supported_spec
-from slimkv.integrations.vllm.mla.refusals import SPARSE
+from slimkv.integrations.vllm.refusals import SPARSE
 
 
 class SlimKVMLABackend(PackedBackend, MLACommonBackend):

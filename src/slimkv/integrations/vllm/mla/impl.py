@@ -14,9 +14,9 @@ from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.mla import compat
 from slimkv.integrations.vllm.mla.folding import FoldedProjections
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadata
-from slimkv.integrations.vllm.mla.refusals import refuse
 from slimkv.integrations.vllm.model import find_layer, layer_spec, served_model
 from slimkv.integrations.vllm.page_sizes import backend_for_spec
+from slimkv.integrations.vllm.refusals import check_latents
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import kernel_block, verified_tokens
@@ -53,14 +53,14 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         self._config = get_current_vllm_config()
         self._settings = parse(self._config.additional_config)
         check_engine(self._config)
-        asked = {
+        features = {
             "ALiBi": alibi_slopes,
-            "a sliding window": sliding_window,
-            "a soft cap": logits_soft_cap,
-            "a cache shared with another layer": kv_sharing_target_layer_name,
-            f"attention of type {attn_type}": None if attn_type == AttentionType.DECODER else attn_type,
+            "sliding windows": sliding_window,
+            "soft caps": logits_soft_cap or None,
+            "caches shared with another layer": kv_sharing_target_layer_name,
+            f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
         }
-        refuse(self._config, kv_cache_dtype, [name for name, value in asked.items() if value], mla)
+        check_latents(self._config, kv_cache_dtype, features, mla)
         compat.forbid_fused_cache_updates(self._config)
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
@@ -157,7 +157,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         output: Tensor,
         output_scale: Tensor | None = None,
     ) -> None:
-        """Prefill; with ``fresh: codes`` the new tokens see of one another what later requests see of them."""
+        """Prefill. With ``fresh: codes``, new tokens attend to one another's codes, as later requests will."""
         assert self._spec is not None
         if self._fresh_codes and not self._spec.is_lossless_for(str(kv_c_normed.dtype)):
             first = attn_metadata.num_decode_tokens
@@ -171,7 +171,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
     def _compute_prefill_context(
         self, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: SlimKVMLAMetadata, k_scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention of prefill's queries on what is cached: chunks of it are decoded into vLLM's workspace."""
+        """Attention of prefill queries to cached tokens, which are decoded in chunks into vLLM's workspace."""
         assert attn_metadata.prefill is not None
         context, backend = attn_metadata.prefill.chunked_context, attn_metadata.prefill.prefill_backend
         kv = self._packed(kv_c_and_k_pe_cache)
