@@ -18,6 +18,7 @@ from slimkv.integrations.transformers.calibration import samples as sampling
 from slimkv.integrations.transformers.calibration.sensitivity import layer_gains
 from slimkv.integrations.transformers.decoded_attention import probabilities
 from slimkv.integrations.transformers.plugin import observed_attention
+from slimkv.integrations.transformers.stock_attention import layer_number
 
 _SAMPLED = 32  # queries per pass and head whose full attention is computed
 _PROBED = 128  # tokens on which the sensitivity of layers is measured
@@ -72,9 +73,7 @@ def gather_calibration(
     gains: dict[int, float] = {}
     if costs and recorder.costs.keys() == recorder.sums.keys():
         ids = windows[:1, :_PROBED].to(model.device)
-        gains = layer_gains(
-            model, ids, layers, layer_number, lambda number: progress("sensitivity of layers", number, len(layers))
-        )
+        gains = layer_gains(model, ids, layers, progress)
     progress("calibrated", 1, 1)
     statistics = {number: recorder.with_costs(number, gains.get(number)) for number in layers}
     held = gather.common_range(recorder.measured, wanted, declared or wanted, read)
@@ -99,7 +98,7 @@ def _checked_range(config: Any, wanted: int | None, declared: int | None) -> int
 
 def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress: sampling.Progress) -> None:
     """Measures the rotary embedding of every layer's queries."""
-    ids = sampling.random_windows(model.config, 1, min(gather.PROBE_TOKENS, declared)).to(model.device)
+    ids = sampling.random_window(model.config, gather.PROBE_TOKENS).to(model.device)
     shifts = (0, *(gather.probe_shifts(declared) if declared > gather.PROBE_TOKENS else ()))
     for number, shift in enumerate(shifts):
         progress("measuring positions", number, len(shifts))
@@ -201,13 +200,6 @@ class _Recorder(QueryListener):
                 gram = by_head.mT @ by_head
             self._grams[id(module)] = gram
         return self._grams[id(module)]
-
-
-def layer_number(module: Any) -> int:
-    """The layer whose cache a module reads: its own, or an earlier layer's if they share one."""
-    if getattr(module, "is_kv_shared_layer", False):
-        return int(module.kv_shared_layer_index)
-    return int(module.layer_idx)
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None, at: Tensor, kwargs: Any) -> Tensor:

@@ -29,6 +29,12 @@ def random_windows(config: Any, count: int = WINDOWS, tokens: int = TOKENS, seed
     return ids
 
 
+def random_window(config: Any, tokens: int) -> Tensor:
+    """``random_windows``: one of ``tokens`` ids, or of as many as the model reads."""
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
+    return random_windows(config, 1, min(tokens, longest))
+
+
 @torch.no_grad()
 def sampled_windows(
     model: Any,
