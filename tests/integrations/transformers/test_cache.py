@@ -9,8 +9,9 @@ from transformers import Cache, DynamicCache
 
 import slimkv
 from slimkv.errors import InputError, SpecError, UnsupportedError
-from slimkv.integrations.transformers.layers import PackedLayer, PackedSlidingLayer
+from slimkv.integrations.transformers.layers import PackedLayer
 from slimkv.integrations.transformers.lazy_kv import PackedStates
+from slimkv.integrations.transformers.sliding import PackedSlidingLayer
 from slimkv.spec import CodecSpec, PageLayout
 
 HEADS, DIM = 2, 32

@@ -56,11 +56,11 @@ KINDS = {
 def queries_at(model, ids, shift: int) -> dict[int, torch.Tensor]:
     """Queries [tokens * heads, dim] of every layer."""
     recorder = _Recorder()
-    recorder.probe = {}
+    recorder.probe(0, ids.shape[1])
     positions = torch.arange(ids.shape[1])[None] + shift
     with observed_attention(model, recorder.observe), torch.no_grad():
         model.base_model(ids, position_ids=positions, use_cache=False)
-    return recorder.probe
+    return recorder._probes[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from queue import Queue
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,20 +30,19 @@ from slimkv.codec.key_offset import offset_of_keys
 from slimkv.codec.query_aware import query_aware_matrix
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.layer import ServedLayer
+from slimkv.integrations.serving.versions import check_tested
 from slimkv.integrations.vllm import compat
 from slimkv.integrations.vllm.backend import SlimKVBackend
 from slimkv.integrations.vllm.context_parallel import DCPConfig
 from slimkv.integrations.vllm.impl import SlimKVImpl
 from slimkv.integrations.vllm.metadata import SlimKVMetadataBuilder
 from slimkv.integrations.vllm.page_sizes import backend_for_spec, slot_bytes
-from slimkv.integrations.vllm.warmup import kernel_block, profile_run
+from slimkv.integrations.vllm.warmup import compile_ahead, kernel_block, profile_run
 from slimkv.ops import PackedKV, Rounding
 from slimkv.ops.warmup import LayerKind, Step
 from slimkv.spec import CodecSpec, PageLayout
-from slimkv.versions import version_numbers
 
 pytestmark = pytest.mark.vllm
-named_layouts = pytest.mark.skipif(compat._head_major_layouts() is None, reason="this vLLM shapes caches itself")
 
 
 def full(block_size=64, heads=8, dim=128, kind=FullAttentionSpec, **more):
@@ -98,7 +99,6 @@ def test_layers_with_one_format_share_a_class():
     )
 
 
-@named_layouts
 @pytest.mark.parametrize("name", ["LBHNC", "BLHNC", "LHBNC", "BHLNC"])
 def test_views_of_every_accepted_layout_are_pages(name):
     """Two layers of five blocks in one buffer: pages are contiguous, aligned, and nobody else's."""
@@ -117,7 +117,6 @@ def test_views_of_every_accepted_layout_are_pages(name):
     assert bool((raw == 1).all())
 
 
-@named_layouts
 def test_a_state_space_models_pages_fit_attentions():
     """A hybrid: vLLM enlarges attention's blocks to the state's page; the kernels get them cut to their own size."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
@@ -219,7 +218,7 @@ def test_graphs_hold_uniform_batches(monkeypatch):
     assert SlimKVMetadataBuilder.get_cudagraph_support(alone, full()) == AttentionCGSupport.UNIFORM_BATCH
     shared.parallel_config.decode_context_parallel_size = 2
     group = type("Group", (), {"world_size": 2, "rank_in_group": 0})()
-    monkeypatch.setattr(compat, "dcp_group", lambda: group)
+    monkeypatch.setattr(compat, "get_dcp_group", lambda: group)
     assert SlimKVMetadataBuilder.get_cudagraph_support(shared, full()) == AttentionCGSupport.NEVER
     exact = VllmConfig(additional_config={"slimkv": {"deterministic": True}})
     assert SlimKVMetadataBuilder.get_cudagraph_support(exact, full()) == AttentionCGSupport.NEVER
@@ -294,14 +293,37 @@ def test_what_a_model_asks_and_slimkv_does_not_do(how, message):
         impl(**how)
 
 
-@pytest.mark.parametrize("version", ["0.27.1", "dev"])
-def test_an_old_vllm_is_refused(version):
-    assert version_numbers(version, 2) < compat.OLDEST
+@pytest.mark.parametrize("version", ["0.27.1", "0.31.2", "0.33.0", "dev"])
+def test_an_untested_vllm_is_refused(version, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", version)
+    with pytest.raises(UnsupportedError, match=f"tested with vLLM 0.32 and runs in no other release; {version}"):
+        check_tested("vLLM", "vllm", compat.TESTED)
 
 
-def test_this_vllm_is_supported():
-    assert version_numbers("0.32.0rc1", 2) == (0, 32)
-    assert version_numbers(compat.VERSION, 2) >= compat.OLDEST
+@pytest.mark.parametrize("version", ["0.32.0rc1", "0.32.4+cu130"])
+def test_a_build_of_the_tested_release_is_accepted(version, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", version)
+    assert check_tested("vLLM", "vllm", compat.TESTED) == version
+
+
+def test_kernels_are_compiled_while_vllm_compiles_the_model(monkeypatch):
+    """Once per kind of layer, in a thread: the steps that will run."""
+    asked = Queue()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr("slimkv.integrations.vllm.warmup.start_compiling", lambda *given: asked.put(given))
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512), speculative_config=None,
+        model_config=SimpleNamespace(max_model_len=4096),
+    )  # fmt: skip
+    for _ in range(2):
+        compile_ahead(("a kind", "of layer"), lambda device: device, config)
+    device, steps = asked.get(timeout=10)
+    assert device == torch.device("cuda", 3)
+    assert steps[0] == Step(1, 512, 4096)
+    assert {1, 33} <= {step.queries for step in steps}
+    assert asked.empty()
 
 
 def test_each_kind_of_step_runs_before_serving(monkeypatch):

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("vllm")
 
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm import compat, prompt_connector, startup
+from slimkv.integrations.vllm import compat, prompt_pages, startup
 from slimkv.integrations.vllm.backend import SlimKVBackend
 from slimkv.integrations.vllm.compat import CONNECTORS, CROSS_LAYER_LAYOUT, FOLDER_KEYS, Rule
 from slimkv.integrations.vllm.connectors import (
@@ -21,7 +21,7 @@ from slimkv.integrations.vllm.connectors import (
     wants_cross_layer_blocks,
 )
 from slimkv.integrations.vllm.page_sizes import backend_for_spec
-from slimkv.integrations.vllm.prompt_connector import Load, Save, _Worker
+from slimkv.integrations.vllm.prompt_pages import Load, PromptPages, Save
 from slimkv.spec import CodecSpec, LatentSpec, page_layout
 from slimkv.wire import Fingerprint
 from slimkv.wire.prompt_file import read_header
@@ -147,14 +147,14 @@ def test_latents_have_one_fingerprint_on_every_rank():
 
 def test_a_prompt_file_holds_latents_and_the_keys_of_their_indexer(tmp_path, monkeypatch):
     """What one worker saves another one loads, byte for byte, into other blocks."""
-    monkeypatch.setattr(prompt_connector, "tensor_parallel_rank", lambda: (0, 1))
+    monkeypatch.setattr(prompt_pages, "tensor_parallel_rank", lambda: (0, 1))
     config = sparse_engine("SlimKVPromptConnector", slimkv_weights="a", shared_storage_path=str(tmp_path))
     size = page_layout(latents(True).attn_backend.codec_spec, 16, True).page_bytes // 16
 
     def worker(fill: bool):
         sizes = {"model.layers.0.self_attn.indexer.k_cache": 132}
         sizes |= {f"model.layers.{i}.self_attn.attn": size for i in range(2)}
-        made = _Worker(SimpleNamespace(_vllm_config=config, _folder=tmp_path))
+        made = PromptPages(config, tmp_path)
         caches = {
             name: torch.randint(0, 256 if fill else 1, (6, 1, 16, n), dtype=torch.uint8) for name, n in sizes.items()
         }
@@ -294,7 +294,7 @@ def test_the_backend_then_accepts_that_layout_only():
     assert names[0] == "LBHNC"
     assert len(names) == 4
     packed = backend_for_spec(SlimKVBackend, spec, cross_layer_blocks=True)
-    assert [x.name for x in packed.supported_kv_cache_layouts()] == [CROSS_LAYER_LAYOUT]
+    assert packed.supported_kv_cache_layouts() == (CROSS_LAYER_LAYOUT,)
 
 
 def test_vllm_offloads_such_a_block_as_one_piece():

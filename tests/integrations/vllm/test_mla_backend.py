@@ -20,8 +20,8 @@ from slimkv.integrations.vllm.mla import compat
 from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
 from slimkv.integrations.vllm.mla.folding import FoldedProjections
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadataBuilder, chunk_slots
-from slimkv.integrations.vllm.mla.refusals import refuse
 from slimkv.integrations.vllm.page_sizes import backend_for_spec, slot_bytes
+from slimkv.integrations.vllm.refusals import check_latents
 from slimkv.ops.latent.folding import fold_key_projection, fold_value_projection
 from slimkv.spec import LatentSpec, page_layout
 
@@ -180,28 +180,32 @@ def engine(settings="c4", hybrid=False, connector=None, **parallel):
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
-        (engine(), {"mla": {"indexer": object()}}, "configuration has index_topk"),
-        (engine(), {"mla": {"topk_indices_buffer": None}}, "sparse"),
-        (engine(), {"mla": {"sinks": 1}}, "does not know what this model asks of latent attention: sinks"),
-        (engine(), {"asked": ["a sliding window"]}, "latent attention has no a sliding window"),
+        (engine(), {"arguments": {"indexer": object()}}, "configuration has index_topk"),
+        (engine(), {"arguments": {"topk_indices_buffer": None}}, "sparse"),
+        (
+            engine(),
+            {"arguments": {"sinks": 1}},
+            "latent attention does not support the argument sinks; serve",
+        ),
+        (engine(), {"features": {"sliding windows": 8}}, "latent attention does not support sliding windows; serve"),
         (engine(), {"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be left at auto, not 'fp8'"),
         (engine(hybrid=True), {}, "beside state-space or linear-attention layers"),
-        (engine(decode_context_parallel_size=2), {}, "does not run under decode context parallelism"),
-        (engine(prefill_context_parallel_size=2), {}, "does not run under prefill context parallelism"),
+        (engine(decode_context_parallel_size=2), {}, "does not support decode context parallelism; use tensor"),
+        (engine(prefill_context_parallel_size=2), {}, "does not support prefill context parallelism; use tensor"),
         (engine({"calibration": "auto"}), {}, "latent attention does not support calibration='auto'"),
     ],
 )
 def test_what_a_model_or_engine_asks_in_vain(config, arguments, message):
-    given = {"kv_cache_dtype": "auto", "asked": [], "mla": {}, **arguments}
+    given = {"kv_cache_dtype": "auto", "features": {}, "arguments": {}, **arguments}
     with pytest.raises(SlimKVError, match=message):
-        refuse(config, **given)
-    refuse(engine(connector="OffloadingConnector"), "auto", [], {"kv_lora_rank": 512, "indexer": None})
+        check_latents(config, **given)
+    check_latents(engine(connector="OffloadingConnector"), "auto", {}, {"kv_lora_rank": 512, "indexer": None})
 
 
 def test_the_example_connector_needs_the_default_layout(monkeypatch):
     """It reshapes a layer's cache, which copies it where a block of all layers lies in one piece."""
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
-    refuse(engine(connector="ExampleConnector"), "auto", [], {})
+    check_latents(engine(connector="ExampleConnector"), "auto", {}, {})
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
     with pytest.raises(UnsupportedError, match="unset VLLM_KV_CACHE_LAYOUT"):
-        refuse(engine(connector="ExampleConnector"), "auto", [], {})
+        check_latents(engine(connector="ExampleConnector"), "auto", {}, {})

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from slimkv.config import KVCacheConfig
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.vllm import choice
+from slimkv.integrations.vllm import plugin
 from slimkv.integrations.vllm.mla import compat, sparse
 from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
 from slimkv.spec import LatentSpec, page_layout
@@ -44,7 +44,7 @@ def test_what_it_tells_vllm():
 def test_a_model_with_an_indexer_gets_it():
     for config, expected in (({}, SlimKVMLABackend), ({"index_topk": 2048}, sparse.SlimKVSparseMLABackend)):
         model = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**config)))
-        assert choice._backend(True, model) is expected
+        assert plugin._backend(True, model) is expected
 
 
 def layer(format: str, buffer: torch.Tensor) -> sparse.SlimKVSparseMLAImpl:
@@ -138,9 +138,6 @@ def test_a_layer_that_would_write_unpacked_latents_hands_them_over():
     assert stored == [("latent", "rope", "cache", "slots", "auto", "scale")]
     with pytest.raises(UnsupportedError, match="not Fused of this model"):
         compat.check_layer(Fused(), SimpleNamespace(is_sparse=False))
-    Fused.forward = lambda self: "unpacked"
-    with pytest.raises(UnsupportedError, match="stores latents in a way that slimkv does not know"):
-        compat.check_layer(Fused(), impl)
 
 
 def test_vllms_layer_has_the_path_that_is_used():

@@ -77,7 +77,7 @@ def test_the_engine_takes_the_file_and_rounds_by_position(folder, observed):
 
 
 def test_the_index_is_that_of_positions():
-    from slimkv.integrations.vllm.calibration import MatrixIndex
+    from slimkv.integrations.vllm.metadata import MatrixIndex
 
     index = MatrixIndex((4, 8, 16), 32, torch.device("cpu"))
     starts = torch.tensor([0, 1, 4, 9], dtype=torch.int32)  # a decode, 3 more tokens, a whole prompt
@@ -95,7 +95,7 @@ def test_auto_says_what_to_run_and_takes_what_was_kept(folder, observed, tmp_pat
 
     from slimkv.calibration.cache import cached_path
     from slimkv.errors import InputError
-    from slimkv.integrations.vllm.calibration import served_model
+    from slimkv.integrations.vllm.model import served_model
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = SimpleNamespace(

@@ -23,7 +23,7 @@ class ServedLayer:
     codec: Codec
     matrices: Tensor | None = None  # of query-aware rounding: one per KV head, or several by position
     offset: LayerOffset | None = None  # of keys; it may still be learnt
-    backend: str | None = None  # of store and gather, by name
+    backend: str | None = None  # of store, by name
 
     def packed(self, pages: Tensor, layout: PageLayout) -> PackedKV:
         """The layer's pages uint8 [blocks, num_kv_heads, page_bytes]."""
@@ -61,7 +61,7 @@ class ServedLayer:
             return
 
         def stored(chosen: Tensor) -> Tensor:
-            return ops.gather_kv(kv, slots[rows[chosen]], backend=self.backend)[0]
+            return ops.gather_kv(kv, slots[rows[chosen]])[0]
 
         guard.compare(name, query[: len(slots)], key[rows], stored, scale)
 

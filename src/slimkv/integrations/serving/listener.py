@@ -44,22 +44,22 @@ class QueryListener:
     def __init__(self) -> None:
         self.layers: dict[int, ObservedLayer] = {}
         self.positions = torch.zeros(0, dtype=torch.int64)  # of the tokens that the model is reading
-        self._shift = 0
+        self.measured: dict[int, gather.MeasuredRotary] = {}
+        self.sums: dict[int, gather.LayerSums] = {}
+        self._shift = self._probe_tokens = 0
         self._probes: dict[int, dict[int, Tensor]] = {}
-        self._measured: dict[int, gather.MeasuredRotary] = {}
-        self._sums: dict[int, gather.LayerSums] = {}
         self._probing = True
 
-    def probe(self, shift: int) -> None:
-        """The next tokens are read ``shift`` positions later, and their queries are kept."""
-        self._shift = shift
+    def probe(self, shift: int, tokens: int = gather.PROBE_TOKENS) -> None:
+        """The next ``tokens`` tokens are read ``shift`` positions later, and their queries are kept."""
+        self._shift, self._probe_tokens = shift, tokens
         self._probes[shift] = {}
 
     def measure(self) -> None:
         """Fits the rotary embeddings; from now on, inputs are summed."""
         plain, shifted = self._probes.pop(0), self._probes
         for number, queries in plain.items():
-            self._measured[number] = gather.rotary_of_layer(queries, {s: x[number] for s, x in shifted.items()})
+            self.measured[number] = gather.rotary_of_layer(queries, {s: x[number] for s, x in shifted.items()})
         self._probes, self._probing, self._shift = {}, False, 0
 
     def shifted(self, positions: Tensor) -> Tensor:
@@ -74,30 +74,34 @@ class QueryListener:
         query [tokens, num_heads * dim] and key [tokens, num_kv_heads * dim], flat or by head.
         """
         layer = self.layers[number]
-        query = query.reshape(len(query), -1, layer.dim)[:count]
-        key = key.reshape(len(key), layer.num_kv_heads, layer.dim)[:count]
+        query, key = (x.reshape(len(x), -1, layer.dim)[:count] for x in (query, key))
         if self._probing:
-            if self._shift in self._probes and count == gather.PROBE_TOKENS:
-                self._probes[self._shift][number] = query.flatten(0, 1).float().clone()
+            if self._shift in self._probes and count == self._probe_tokens:
+                self._probes[self._shift].setdefault(number, query.flatten(0, 1).float().clone())
             return
-        if number not in self._sums:
-            self._sums[number] = gather.LayerSums(
-                layer.num_kv_heads, layer.dim, self._measured[number].rotary, query.device
-            )
-        self._sums[number].add(query, key, self.positions[:count])
+        if number not in self.sums:
+            rotary = self.measured[number].rotary
+            self.sums[number] = gather.LayerSums(layer.num_kv_heads, layer.dim, rotary, query.device)
+        self.sums[number].add(query, key, self.positions[:count])
+
+    def statistics(self, number: int) -> LayerStatistics:
+        """The statistics of a layer's heads in this process."""
+        layer, sums = self.layers[number], self.sums[number]
+        return LayerStatistics(
+            sums.query_moment(), layer.value_dim, rotary=sums.rotary, sliding_window=layer.sliding_window,
+            key_mean=sums.key_mean(), first_key=sums.first_key(),
+        )  # fmt: skip
 
     def collect(self, rank: int, ranks: int) -> bytes:
         """This process's sums by layer; the layers' heads are divided over ``ranks`` processes."""
         layers = {}
-        for number, sums in self._sums.items():
-            layer, measured = self.layers[number], self._measured[number]
+        for number, sums in self.sums.items():
+            own = self.statistics(number)
             layers[number] = {
-                **{name: getattr(sums, name)() for name in _BY_HEAD},
-                "value_dim": layer.value_dim,
-                "sliding_window": layer.sliding_window,
-                "planes": measured.rotary.planes,
-                "frequencies": measured.rotary.frequencies,
-                "max_positions": measured.max_positions,
+                **{name: getattr(own, name) for name in (*_BY_HEAD, "value_dim", "sliding_window")},
+                "planes": sums.rotary.planes,
+                "frequencies": sums.rotary.frequencies,
+                "max_positions": self.measured[number].max_positions,
             }
         file = BytesIO()
         torch.save({"rank": rank, "ranks": ranks, "layers": layers}, file)

@@ -115,7 +115,7 @@ class ServedModel:
         return rank_heads(self.calibration.statistics(layer).num_kv_heads, held, *self.ranks())
 
     def matrices(self, layer: int | None, codec: Codec, held: int) -> Tensor | None:
-        """``Calibration.query_aware_matrices`` for the ``held`` KV heads that this rank has; None: to the nearest."""
+        """``Calibration.query_aware_matrices`` for the ``held`` KV heads that this rank has; None: plain rounding."""
         known = self.calibration
         if known is None or layer is None or layer not in known.layers:
             return None

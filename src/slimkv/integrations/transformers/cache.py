@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,44 +13,19 @@ from torch import Tensor
 
 from slimkv.arguments import describe, typed
 from slimkv.config import AUTO, KVCacheConfig
-from slimkv.errors import InputError, SlimKVError, UnsupportedError
-from slimkv.integrations.transformers import compat
+from slimkv.errors import InputError, SlimKVError
+from slimkv.integrations.transformers import choices, compat
 from slimkv.integrations.transformers.calibration.cached import find_calibration
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
-from slimkv.integrations.transformers.choices import STOCK_FORMATS, check_formats, formats_of, guard_of, seen_keys_of
-from slimkv.integrations.transformers.ladder import in_tiers, make_ladder, tier_formats
-from slimkv.integrations.transformers.layers import LayerSettings, PackedLayer, PackedSlidingLayer
+from slimkv.integrations.transformers.ladder import make_ladder, tier_formats
+from slimkv.integrations.transformers.layer_settings import LayerSettings
+from slimkv.integrations.transformers.layers import PackedLayer
 from slimkv.integrations.transformers.lazy_kv import PackedStates
 from slimkv.integrations.transformers.prompt_cache import load_prompt, save_prompt
-from slimkv.integrations.transformers.stateful_layers import (
-    PackedHybridLayer,
-    PackedHybridSlidingLayer,
-    PackedIndexedLayer,
-)
+from slimkv.integrations.transformers.size import CacheSize
+from slimkv.integrations.transformers.sliding import PackedSlidingLayer
 from slimkv.integrations.transformers.tables import TableSet
 from slimkv.integrations.transformers.tiers import TieredLayer
-from slimkv.spec import BF16_BYTES
-
-
-@dataclass(frozen=True)
-class CacheSize:
-    """The size of a cache."""
-
-    allocated_bytes: int  # keys and values of every layer, as allocated
-    bf16_bytes: int  # the same tokens in bfloat16
-    tokens: int  # positions, of one sequence
-    batch: int
-
-    @property
-    def compression_ratio(self) -> float:
-        """bf16 bytes over allocated bytes; 0 for an empty cache."""
-        return self.bf16_bytes / self.allocated_bytes if self.allocated_bytes else 0.0
-
-    def __str__(self) -> str:
-        if not self.allocated_bytes:
-            return "empty"
-        bf16 = f"bf16 takes {self.bf16_bytes:,} ({self.compression_ratio:.2f}x)"
-        return f"{self.tokens:,} tokens in {self.allocated_bytes:,} bytes; {bf16}"
 
 
 class SlimKVCache(compat.Cache):
@@ -89,36 +63,36 @@ class SlimKVCache(compat.Cache):
         offsets: Mapping[int, Tensor] | None = None,
         **fields: Any,
     ) -> None:
-        self.settings = _settings(format, fields)
+        self.settings = choices.settings_of(format, fields)
         self.block_size = block_size
         self._tables = TableSet(block_size)
         self._broken: str | None = None
         model = config if isinstance(config, torch.nn.Module) else None
-        config = _checked_config(config)
+        config = choices.config_of(config)
         compat.refuse_without_cache(config, model)
         known = find_calibration(self.settings.calibration, config, model)
         kinds = compat.layer_kinds(config)
-        formats = formats_of(self.settings, known, len(kinds), compat.caches_latents(config))
-        check_formats(config, formats, block_size)
+        formats = choices.formats_of(self.settings, known, len(kinds), compat.caches_latents(config))
+        choices.check_formats(config, formats, block_size)
         index = MatrixIndex(known) if known is not None else None
         if self.settings.tiered:
             self._tables.ladder = make_ladder(self.settings, kinds, formats, block_size, offloading)
         seen: Mapping[int, Tensor] = {}
         if offsets is None:
             narrowest = [tier_formats(self.settings, name)[0] for name in formats]
-            offsets, seen = {}, seen_keys_of(model, self.settings, known, narrowest)
-        guard = guard_of(config, self.settings, known, formats)
+            offsets, seen = {}, choices.seen_keys_of(model, self.settings, known, narrowest)
+        guard = choices.guard_of(config, self.settings, known, formats)
         settings = LayerSettings(self.settings, block_size, self._tables, known, index, offsets, seen, guard)
         layers = [
-            _layer(kind, arguments, name, settings, number)
+            choices.make_layer(kind, arguments, name, settings, number)
             for number, ((kind, arguments), name) in enumerate(zip(kinds, formats, strict=True))
         ]
         if self.settings.deterministic:
-            _check_deterministic(layers)
+            choices.check_deterministic(layers)
         compat.Cache.__init__(
             self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
         )
-        if not self.packed_layers and any(name not in STOCK_FORMATS for name in formats):
+        if not self.packed_layers and any(name not in choices.STOCK_FORMATS for name in formats):
             warnings.warn(
                 f"nothing is packed: the layers of this model are {', '.join(sorted({kind for kind, _ in kinds}))}, "
                 "which slimkv does not pack; the cache takes as much memory as the stock one",
@@ -127,7 +101,7 @@ class SlimKVCache(compat.Cache):
 
     def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> SlimKVCache:
         """For an encoder-decoder model, a cache that also holds the stock cache of its cross-attention."""
-        if cls is SlimKVCache and getattr(_checked_config(config), "is_encoder_decoder", False):
+        if cls is SlimKVCache and getattr(choices.config_of(config), "is_encoder_decoder", False):
             cls = cls.encoder_decoder_class
         return super().__new__(cls)
 
@@ -219,22 +193,7 @@ class SlimKVCache(compat.Cache):
 
     def size(self) -> CacheSize:
         """Allocated bytes, and the bytes the same tokens take in bfloat16."""
-        allocated = plain = tokens = batch = 0
-        for layer in self.layers:
-            if isinstance(layer, PackedLayer):
-                if layer.is_initialized:
-                    spec, kept = layer.pool.layout.spec, layer.tokens
-                    if layer.window is not None:
-                        kept = min(kept, layer.window - 1)
-                    batch, tokens = layer.tables.batch, layer.tokens
-                    allocated += layer.nbytes
-                    numbers = batch * layer.num_kv_heads * kept * (spec.key_dim + spec.value_dim)
-                    plain += BF16_BYTES * numbers
-            else:
-                held = [x for x in vars(layer).values() if isinstance(x, Tensor) and x.is_floating_point()]
-                allocated += sum(x.numel() * x.element_size() for x in held)
-                plain += sum(x.numel() * BF16_BYTES for x in held)
-        return CacheSize(allocated, plain, tokens, batch)
+        return CacheSize.of(self.layers)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -347,51 +306,3 @@ class SlimKVCache(compat.Cache):
 def _outside_the_graph(cache: SlimKVCache, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """``update`` for a model that ``torch.compile`` is tracing: pages grow and tables change, so the graph breaks."""
     return cache.update(*args, **kwargs)
-
-
-def _checked_config(given: Any) -> Any:
-    """The config of a model, or the config that was given."""
-    config = given.config if isinstance(given, torch.nn.Module) and hasattr(given, "config") else given
-    if not hasattr(config, "get_text_config"):
-        raise InputError(f"SlimKVCache takes a model or its config, not {type(given).__name__}")
-    return config
-
-
-def _layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSettings, number: int) -> Any:
-    """The packed layer that replaces the stock layer of ``kind``, or the stock layer itself."""
-    stock = compat.stock_layer(kind, arguments)
-    if type(stock) is compat.DynamicLayer and kind != "cross_attention" and in_tiers(settings.config, format):
-        return TieredLayer(format, settings, number)
-    if format in STOCK_FORMATS or kind == "cross_attention" or not isinstance(stock, compat.DynamicLayer):
-        return stock
-    if isinstance(stock, compat.LinearAttentionCacheLayerMixin):
-        hybrid = PackedHybridSlidingLayer if "sliding_window" in arguments else PackedHybridLayer
-        return hybrid(format, settings, number, arguments)
-    if type(stock) is compat.DynamicSlidingWindowLayer:
-        return PackedSlidingLayer(format, settings, arguments["sliding_window"], kind == "chunked_attention", number)
-    # It must treat keys and values as a full-attention layer does, whatever other state it keeps.
-    methods = ("update", "lazy_initialization", "get_mask_sizes", "get_seq_length", "get_max_length")
-    if any(getattr(type(stock), name) is not getattr(compat.DynamicLayer, name) for name in methods):
-        return stock
-    if type(stock) is not compat.DynamicLayer:
-        return PackedIndexedLayer(format, settings, number, stock)
-    return PackedLayer(format, settings, number)
-
-
-def _check_deterministic(layers: list[Any]) -> None:
-    """Raises for layers whose attention would depend on more than a token's own sequence."""
-    for number, layer in enumerate(layers):
-        if isinstance(layer, compat.CacheLayerMixin) and type(layer) not in (PackedLayer, PackedHybridLayer):
-            raise UnsupportedError(
-                f"in transformers, deterministic supports packed layers with full attention, and layer {number} is a "
-                f"{type(layer).__name__}; vLLM and SGLang also support sliding windows"
-            )
-
-
-def _settings(format: object, fields: dict[str, Any]) -> KVCacheConfig:
-    """The cache's configuration from the arguments of ``SlimKVCache``."""
-    if not isinstance(format, KVCacheConfig):
-        return KVCacheConfig.parse({"format": format, **fields})
-    if fields:
-        raise InputError(f"{', '.join(fields)}: give them inside the KVCacheConfig, or a format and fields, not both")
-    return format

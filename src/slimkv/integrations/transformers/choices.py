@@ -1,18 +1,30 @@
-"""The parts of a cache: the format of each layer, key offsets, and the guard that compares scores."""
+"""The parts of a cache: its settings, the layers and their formats, key offsets, and the guard."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration, ModelIdentity
 from slimkv.calibration.guard import Guard
 from slimkv.config import AUTO, CALIBRATED, RAW, RAW_LATENT, KVCacheConfig
-from slimkv.errors import InputError
+from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import is_latent_format
+from slimkv.integrations.transformers import compat
 from slimkv.integrations.transformers.calibration.offsets import seen_keys
+from slimkv.integrations.transformers.ladder import in_tiers
+from slimkv.integrations.transformers.layer_settings import LayerSettings
+from slimkv.integrations.transformers.layers import PackedLayer
+from slimkv.integrations.transformers.sliding import PackedSlidingLayer
+from slimkv.integrations.transformers.stateful_layers import (
+    PackedHybridLayer,
+    PackedHybridSlidingLayer,
+    PackedIndexedLayer,
+)
+from slimkv.integrations.transformers.tiers import TieredLayer
 from slimkv.spec import PageLayout, parse_spec
 
 STOCK_FORMATS = (RAW, RAW_LATENT)  # of stock layers
@@ -75,3 +87,53 @@ def check_formats(config: Any, formats: list[str], block_size: int) -> None:
         head_dim = 64  # sizes that differ between K and V or by layer are checked on first use
     for format in dict.fromkeys(formats):
         PageLayout(parse_spec(format, head_dim), block_size)
+
+
+def config_of(given: Any) -> Any:
+    """The config of a model, or the config that was given."""
+    config = given.config if isinstance(given, torch.nn.Module) and hasattr(given, "config") else given
+    if not hasattr(config, "get_text_config"):
+        raise InputError(f"SlimKVCache takes a model or its config, not {type(given).__name__}")
+    return config
+
+
+def make_layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSettings, number: int) -> Any:
+    """The packed layer that replaces the stock layer of ``kind``, or the stock layer itself."""
+    stock = compat.stock_layer(kind, arguments)
+    if type(stock) is compat.DynamicLayer and kind != "cross_attention" and in_tiers(settings.config, format):
+        return TieredLayer(format, settings, number)
+    if format in STOCK_FORMATS or kind == "cross_attention" or not isinstance(stock, compat.DynamicLayer):
+        return stock
+    if isinstance(stock, compat.LinearAttentionCacheLayerMixin):
+        states = compat.LinearAttentionLayer(**{k: v for k, v in arguments.items() if k != "sliding_window"})
+        if "sliding_window" in arguments:
+            return PackedHybridSlidingLayer(states, format, settings, arguments["sliding_window"], False, number)
+        return PackedHybridLayer(states, format, settings, number)
+    if type(stock) is compat.DynamicSlidingWindowLayer:
+        return PackedSlidingLayer(format, settings, arguments["sliding_window"], kind == "chunked_attention", number)
+    # It must treat keys and values as a full-attention layer does, whatever other state it keeps.
+    methods = ("update", "lazy_initialization", "get_mask_sizes", "get_seq_length", "get_max_length")
+    if any(getattr(type(stock), name) is not getattr(compat.DynamicLayer, name) for name in methods):
+        return stock
+    if type(stock) is not compat.DynamicLayer:
+        return PackedIndexedLayer(stock, format, settings, number)
+    return PackedLayer(format, settings, number)
+
+
+def check_deterministic(layers: list[Any]) -> None:
+    """Raises for layers whose attention would depend on more than a token's own sequence."""
+    for number, layer in enumerate(layers):
+        if isinstance(layer, compat.CacheLayerMixin) and type(layer) not in (PackedLayer, PackedHybridLayer):
+            raise UnsupportedError(
+                f"in transformers, deterministic supports packed layers with full attention, and layer {number} is a "
+                f"{type(layer).__name__}; vLLM and SGLang also support sliding windows"
+            )
+
+
+def settings_of(format: object, fields: dict[str, Any]) -> KVCacheConfig:
+    """The cache's configuration from the arguments of ``SlimKVCache``."""
+    if not isinstance(format, KVCacheConfig):
+        return KVCacheConfig.parse({"format": format, **fields})
+    if fields:
+        raise InputError(f"{', '.join(fields)}: give them inside the KVCacheConfig, or a format and fields, not both")
+    return format

@@ -15,8 +15,9 @@ import torch
 
 from slimkv.config import AUTO, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.transformers.cache import CacheSize, SlimKVCache
+from slimkv.integrations.transformers.cache import SlimKVCache
 from slimkv.integrations.transformers.calibration.matrix_index import note_positions
+from slimkv.integrations.transformers.size import CacheSize
 from slimkv.integrations.transformers.switching import Counts, counting, switch_off, switch_on, warn_if_decoded
 
 STOCK = "stock"  # the layers that are not packed

@@ -218,7 +218,7 @@ class Ladder:
 
 
 def in_tiers(settings: KVCacheConfig, format: str) -> bool:
-    """Whether a full-attention layer of ``format`` has several kinds of tokens."""
+    """Whether a full-attention layer of ``format`` is stored in tiers."""
     return settings.tiered and (format not in (RAW, RAW_LATENT) or len(tier_formats(settings, format)) > 1)
 
 

@@ -1,10 +1,8 @@
-"""Packed cache layers: full attention, and sliding or chunked attention."""
+"""A packed cache layer of full attention, the base of the other packed layers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,45 +10,16 @@ import torch
 from torch import Tensor
 
 from slimkv.cache import PagedPool
-from slimkv.calibration import Calibration
-from slimkv.calibration.guard import Guard
-from slimkv.codec.key_offset import OFFSET_DTYPE, offset_of_keys, wants_offset
-from slimkv.config import KVCacheConfig
+from slimkv.codec.key_offset import offset_of_keys, wants_offset
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import is_latent_format
-from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
 from slimkv.integrations.transformers.compat import CacheLayerMixin
+from slimkv.integrations.transformers.layer_settings import LayerSettings
 from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates, PagedKV, token_rows
-from slimkv.integrations.transformers.tables import Step, TableSet, lasting
+from slimkv.integrations.transformers.tables import Step, lasting
 from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from slimkv.ops.plan import AttendPlan, plan_attend
 from slimkv.spec import CodecSpec, Kind, parse_spec
-
-RAW_FRESH_ABOVE = 8  # up to this many new tokens (decoding, verifying a draft) attention reads codes only
-
-
-@dataclass(frozen=True)
-class LayerSettings:
-    """State shared by the layers of a cache."""
-
-    config: KVCacheConfig
-    block_size: int
-    tables: TableSet
-    calibration: Calibration | None = None
-    matrix_index: MatrixIndex | None = None  # of its matrices
-    offsets: Mapping[int, Tensor] = field(default_factory=dict)  # of keys, by layer
-    # mean key and first key of a short pass [2, num_kv_heads, key_dim], by layer; other layers learn from their tokens
-    seen_keys: Mapping[int, Tensor] = field(default_factory=dict)
-    guard: Guard | None = None  # shared by the caches of a model
-
-    def attends_raw(self, new: int) -> bool:
-        """Whether a pass of ``new`` tokens attends those unquantised."""
-        return new > RAW_FRESH_ABOVE and self.config.reads_fresh_raw(shared_pages=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
-        """A copied cache has its own tables; immutable state is shared."""
-        return memo.setdefault(id(self), replace(self, tables=copy.deepcopy(self.tables, memo)))
-
 
 _unchecked: WeakValueDictionary[int, PackedLayer] = WeakValueDictionary()  # by the id of the keys they returned
 
@@ -115,7 +84,7 @@ class PackedLayer(CacheLayerMixin):
             self.pool.query_aware = self.settings.calibration.query_aware_matrices(self.number, self.pool.codec)
         self._learns_offset = False
         if config.center_keys and not is_latent_format(self.format) and wants_offset(spec):
-            self.pool.key_offset = self._known_offset()
+            self.pool.key_offset = self.settings.known_offset(self.number, self.pool.codec, self.num_kv_heads)
             self._learns_offset = self.pool.key_offset is None
             if self._learns_offset and config.deterministic:
                 raise InputError(
@@ -136,31 +105,11 @@ class PackedLayer(CacheLayerMixin):
         )  # fmt: skip
         return spec.with_raw_dtype(str(key_states.dtype).removeprefix("torch."))
 
-    def _known_offset(self) -> Tensor | None:
-        """The key offset of this layer before its first keys: from a file, the calibration or the model."""
-        settings = self.settings
-        known = settings.offsets.get(self.number)
-        if known is None and settings.calibration is not None:
-            known = settings.calibration.key_offset(self.number, self.pool.codec)
-        if known is None and self.number in settings.seen_keys:
-            mean, first = settings.seen_keys[self.number]
-            known = offset_of_keys(mean, first, self.pool.codec)
-        if known is not None and known.shape != (self.num_kv_heads, self.pool.codec.spec.key_dim):
-            raise InputError(
-                f"the key offset of layer {self.number} is {list(known.shape)}, but its keys have {self.num_kv_heads} "
-                f"heads of {self.pool.codec.spec.key_dim} dimensions"
-            )
-        with lasting():
-            return None if known is None else known.to(self.device, OFFSET_DTYPE).contiguous()
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores K and V [batch, num_kv_heads, new, dim]; returns the tensors for attention. These are the new tensors
         themselves if nothing else is cached and the mode allows it; otherwise ``PackedStates``.
         """
-        check_no_grad(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self._check(key_states, value_states)
+        self._prepare(key_states, value_states)
         new, past = key_states.shape[2], self.tokens
         raw = self.settings.attends_raw(new)
         step = self.tables.advance(past, new, needs_past=past > 0 or not raw)
@@ -213,7 +162,15 @@ class PackedLayer(CacheLayerMixin):
         assert slots is not None
         self.pool.store(token_rows(key), token_rows(value), slots, chosen)
 
-    def _check(self, key_states: Tensor, value_states: Tensor) -> None:
+    def _prepare(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Initializes the layer from its first keys and values; raises for tensors that do not fit it."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise UnsupportedError(
+                "a packed cache does not pass gradients to its keys and values; run the model under torch.no_grad() or "
+                "torch.inference_mode(), or train with use_cache=False"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         batch, heads, new, _ = key_states.shape
         if batch != self.tables.batch:
             raise InputError(
@@ -341,77 +298,3 @@ class PackedLayer(CacheLayerMixin):
         self._plan = None
         with lasting():
             self.pool.rearrange(source, target, blocks)
-
-    def move_tokens(self, source: Tensor, target: Tensor) -> None:
-        """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
-        self.pool.move_tokens(source, target)
-
-    def select_sequences(self, rows: int, batch: int, index: Tensor) -> None:
-        """Makes sequence ``index[i]`` of ``batch`` sequence i."""
-        self._plan = None
-        chosen = torch.arange(rows, device=index.device)[:, None] * batch + index
-        with lasting():
-            self.pool.rearrange(chosen.flatten(), torch.arange(chosen.numel(), device=index.device), chosen.numel())
-
-
-def check_no_grad(key_states: Tensor, value_states: Tensor) -> None:
-    """Raises if a gradient would have to pass through the codes."""
-    if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-        raise UnsupportedError(
-            "a packed cache does not pass gradients to its keys and values; run the model under torch.no_grad() or "
-            "torch.inference_mode(), or train with use_cache=False"
-        )
-
-
-class PackedSlidingLayer(PackedLayer):
-    """A layer that attends to the last ``sliding_window`` tokens (or a chunk of that size) and stores no more."""
-
-    is_sliding = True
-
-    def __init__(
-        self, format: str, settings: LayerSettings, sliding_window: int, chunked: bool = False, number: int = 0
-    ) -> None:
-        super().__init__(format, settings, number)
-        self.window = self.sliding_window = sliding_window
-        self.chunked = chunked
-        self.record_past = False
-
-    @property
-    def cumulative_length(self) -> int:
-        """Positions seen so far, under the stock layer's name."""
-        return self.tokens
-
-    def activate_past_recording(self) -> None:
-        """Keeps old tokens until ``crop`` from now on, so that tokens can be removed."""
-        self.record_past = True
-        if self.is_initialized:
-            self.tables.record_past = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """See ``PackedLayer``."""
-        super().lazy_initialization(key_states, value_states)
-        self.tables.record_past |= self.record_past
-
-    def _visible(self, new: int) -> int:
-        past = self.tokens - new
-        return min(past, self.sliding_window - 1) + new
-
-    def get_max_length(self) -> int:
-        """The window."""
-        return self.sliding_window
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """See ``PackedLayer``."""
-        kept = min(self.tokens, self.sliding_window - 1)
-        return kept + query_length, self.tokens - kept
-
-    def check_crop(self, tokens: int) -> None:
-        """See ``PackedLayer``."""
-        if not tokens or not self.is_initialized or self.tokens < self.sliding_window:
-            return
-        needed = max(self.tokens - tokens - self.sliding_window + 1, 0)
-        if not self.record_past or needed < self.tables.kept_from:
-            raise RuntimeError(
-                f"a sliding layer of {self.sliding_window} tokens that has seen {self.tokens} cannot remove {tokens}: "
-                "the tokens before its window are gone; call cache.activate_past_recording() before the forward passes"
-            )

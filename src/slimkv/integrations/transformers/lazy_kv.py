@@ -20,7 +20,7 @@ from slimkv.integrations.transformers.tables import SequenceTables, Step
 from slimkv.ops import AttentionBatch, PackedKV
 
 if TYPE_CHECKING:
-    from slimkv.integrations.transformers.tiers import TieredKV
+    from slimkv.integrations.transformers.tiered_kv import TieredKV
 
 LazyKV: TypeAlias = "PagedKV | TieredKV"  # a layer's keys and values at one step
 AttendCodes = Callable[[Tensor, PackedKV, AttentionBatch, ops.AttendOptions], Tensor]

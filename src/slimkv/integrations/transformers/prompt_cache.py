@@ -14,8 +14,10 @@ from slimkv.calibration.identity import parameter_digest, weights_digest
 from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import RAW, RAW_LATENT
+from slimkv.integrations.transformers.choices import config_of
 from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, caches_latents, layer_kinds
-from slimkv.integrations.transformers.layers import PackedLayer, PackedSlidingLayer
+from slimkv.integrations.transformers.layers import PackedLayer
+from slimkv.integrations.transformers.sliding import PackedSlidingLayer
 from slimkv.integrations.transformers.stateful_layers import PackedIndexedLayer
 from slimkv.spec import parse_spec
 from slimkv.wire import Fingerprint, LayerFingerprint, LayerPages, PromptCache
@@ -41,8 +43,8 @@ def model_weights(model: Any) -> str:
         return digest
     if not isinstance(model, torch.nn.Module):
         raise InputError(
-            "the configuration does not say which folder its weights are in, so that nobody can tell which model the "
-            "cache belongs to: give the model itself"
+            "the configuration does not name the folder of its weights, which identifies the model of the cache: give "
+            "the model itself"
         )
     return parameter_digest(model.named_parameters())
 
@@ -53,7 +55,7 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
     tokens = _one_sequence(input_ids)
     if count == 0 or len(tokens) < count:
         raise InputError(f"the cache holds {count} tokens, input_ids has {len(tokens)}: give all that the cache holds")
-    config = _config(model)
+    config = config_of(model)
     layers: dict[int, LayerPages] = {}
     marks = []
     dtype = None
@@ -88,14 +90,6 @@ def _one_sequence(input_ids: Any) -> list[int]:
             "cache.batch_select_indices"
         )
     return ids.tolist()
-
-
-def _config(model: Any) -> Any:
-    """The config of a model, or the config that was given."""
-    config = getattr(model, "config", model)
-    if not hasattr(config, "get_text_config"):
-        raise InputError(f"a prompt cache belongs to a model of transformers or its config, not {describe(model)}")
-    return config
 
 
 def _name(dtype: Any) -> str:
@@ -175,7 +169,7 @@ def load_prompt(
     """A cache with the file's formats, filled with its pages; see ``SlimKVCache.load``."""
     prompt = PromptCache.load(path)
     mark = prompt.fingerprint
-    config = _config(model)
+    config = config_of(model)
     own = Fingerprint.of(
         mark.layers,
         block_size=mark.block_size,

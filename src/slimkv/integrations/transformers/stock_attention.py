@@ -69,6 +69,13 @@ def stock_implementation(model: Any, name: str | None) -> str:
     return SDPA if getattr(model, "_supports_sdpa", False) else EAGER
 
 
+def layer_number(module: Any) -> int:
+    """The layer whose cache a module reads: its own, or an earlier layer's if they share one."""
+    if getattr(module, "is_kv_shared_layer", False):
+        return int(module.kv_shared_layer_index)
+    return int(module.layer_idx)
+
+
 def registered_by_user(name: str | None) -> bool:
     """Whether ``name`` is an attention function from outside transformers and slimkv (``AttentionInterface.register``).
 

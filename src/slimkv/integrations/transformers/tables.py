@@ -38,19 +38,6 @@ class Step:
     query_rows: Tensor | None  # int64: rows of [batch * new] that are real tokens; None: all
 
 
-@dataclass(frozen=True)
-class StepsAhead:
-    """The tables of AHEAD steps of one token each; the first adds position ``first``."""
-
-    rows: int  # valid while the tables have this many rows
-    bases: tuple[int, ...]  # and start there
-    first: int
-    block_table: Tensor  # int32 [batch, rows]
-    cu_seqlens_q: Tensor  # int32 [batch + 1]
-    seq_lens: tuple[Tensor, ...]  # int32 [batch] of each step
-    slot_mapping: tuple[Tensor, ...]  # int64 [batch] of each step
-
-
 def lasting() -> Any:
     """For tensors that outlive a call and are written later, so they must not be inference tensors."""
     return torch.inference_mode(False)
@@ -106,7 +93,8 @@ class SequenceTables:
         self._pad = torch.zeros(batch, dtype=torch.int64, device=device)
         self._members: list[PackedLayer] = []
         self._step: Step | None = None
-        self._ahead: StepsAhead | None = None
+        # ((rows, first position of each sequence) for which they are valid, position of the first, steps)
+        self._ahead: tuple[tuple[int, tuple[int, ...]], int, list[Step]] | None = None
         self._starts: tuple[int, Tensor] | None = None  # ``cu_seqlens_q`` of the last number of queries
         self._prefix: tuple[tuple[int, int, int], Step] | None = None  # (tokens, of the prefix, rows), its step
 
@@ -202,29 +190,22 @@ class SequenceTables:
     def _next(self) -> Step:
         """``_build(1)`` if every sequence gets a real token."""
         past = self.tokens - 1
-        bases = tuple(self._base(pad) for pad in self.pads) if self.kept_from else ()
-        ahead = self._ahead
-        if ahead is None or not 0 <= past - ahead.first < AHEAD or ahead.rows != self.rows or ahead.bases != bases:
-            ahead = self._ahead = self._build_ahead(past, bases)
-        i = past - ahead.first
-        batch = AttentionBatch(
-            block_table=ahead.block_table,
-            seq_lens=ahead.seq_lens[i],
-            cu_seqlens_q=ahead.cu_seqlens_q,
-            slot_mapping=ahead.slot_mapping[i],
-            max_query_len=1,
-            max_seq_len=self._longest(),
-        )
-        return Step(batch, self.tokens, 1, None)
+        valid = self.rows, tuple(self._base(pad) for pad in self.pads) if self.kept_from else ()
+        if self._ahead is None or self._ahead[0] != valid or not 0 <= past - self._ahead[1] < AHEAD:
+            self._ahead = valid, past, self._build_ahead(past)
+        return self._ahead[2][past - self._ahead[1]]
 
-    def _build_ahead(self, past: int, bases: tuple[int, ...]) -> StepsAhead:
+    def _build_ahead(self, past: int) -> list[Step]:
+        """AHEAD steps of one token each; the first adds position ``past``."""
         base = self._first_blocks()
         now = torch.arange(past + 1, past + 1 + AHEAD, device=self.device)
         lengths = (now[:, None] - (self._pad + base * self.block_size)[None, :]).to(torch.int32)
         slots = self.slots(past, AHEAD).t().contiguous()
-        return StepsAhead(
-            self.rows, bases, past, self._block_table(base), self.cu_seqlens_q(1), lengths.unbind(0), slots.unbind(0)
-        )
+        table, starts, longest = self._block_table(base), self.cu_seqlens_q(1), self._longest()
+        return [
+            Step(AttentionBatch(table, seq_lens, starts, 1, longest + i, slot_mapping=mapping), past + 1 + i, 1, None)
+            for i, (seq_lens, mapping) in enumerate(zip(lengths.unbind(), slots.unbind(), strict=True))
+        ]
 
     def _build(self, new: int) -> Step:
         size, past = self.block_size, self.tokens - new
@@ -282,7 +263,7 @@ class SequenceTables:
         source, target = self._slots(held, self._pad), self._slots(held, pad)
         kept = (target >= 0) & (source >= 0) & (source != target)
         for member in self._members:
-            member.move_tokens(source[kept], target[kept])
+            member.pool.move_tokens(source[kept], target[kept])
         self.pads, self._pad = list(pads), pad
         self._ahead = self._prefix = None
         self._step = self._build(self._step.new)
@@ -304,8 +285,9 @@ class SequenceTables:
     def select(self, index: Tensor) -> None:
         """Sequence ``index[i]`` becomes sequence i; the batch becomes ``len(index)``."""
         index = index.to(self.device)
+        chosen = (torch.arange(self.rows, device=self.device)[:, None] * self.batch + index).flatten()
         for member in self._members:
-            member.select_sequences(self.rows, self.batch, index)
+            member.relocate(chosen, torch.arange(len(chosen), device=self.device), len(chosen))
         if any(self.pads):
             self.pads = [self.pads[i] for i in index.tolist()]
         else:

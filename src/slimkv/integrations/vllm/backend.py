@@ -12,16 +12,24 @@ from slimkv.integrations.vllm import compat, page_sizes
 from slimkv.spec import CodecSpec
 
 
-class PackedBackend(compat.PageShape):
-    """The common part of the backends for packed K and V and for packed latents."""
+class PackedBackend:
+    """The common part of the backends for packed K and V and for packed latents.
 
-    accept_output_buffer: bool = True
+    A layer's cache is uint8 [blocks, num_kv_heads, tokens, bytes], the last two axes contiguous.
+    """
+
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = page_sizes.CACHE_DTYPES
     codec_spec: ClassVar[CodecSpec | None] = None
     held: ClassVar[str] = "cache"  # the contents of the cache, for messages
     preferred_block: ClassVar[int] = page_sizes.PREFERRED_BLOCK
+    cross_layer_blocks: ClassVar[bool] = False  # whether a block of all layers must lie side by side
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """The accepted memory orders, preferred first."""
+        return (compat.CROSS_LAYER_LAYOUT,) if cls.cross_layer_blocks else compat.LAYOUTS
 
     @staticmethod
     def get_name() -> str:

@@ -1,59 +1,46 @@
-"""The parts of vLLM (0.28 and later) that slimkv uses; no other module checks versions.
+"""The parts of vLLM that slimkv uses; no other module checks versions.
 
-Importing this module checks the installation: an unsupported one raises an error with its version.
+Importing this module checks the installation: any release but the tested one raises an error with its version.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
 from enum import Enum
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from slimkv.integrations.serving.versions import check_installed, unknown_version, warn_if_newer
-from slimkv.versions import require_parts
+from slimkv.integrations.serving.versions import check_tested
 
-OLDEST = (0, 28)
-NEWEST_TESTED = (0, 32)
+TESTED = (0, 32)
 
 logger = logging.getLogger("vllm.slimkv")  # vLLM shows the logs of its child loggers
 
-VERSION = check_installed("vLLM", "vllm", OLDEST)
+VERSION = check_tested("vLLM", "vllm", TESTED)
 
-try:
-    from vllm.config import get_current_vllm_config
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorBase_V1,
-        KVConnectorMetadata,
-        KVConnectorRole,
-    )
-    from vllm.v1.attention.backend import (
-        AttentionBackend,
-        AttentionCGSupport,
-        AttentionImpl,
-        AttentionMetadataBuilder,
-        AttentionType,
-        CommonAttentionMetadata,
-    )
-    from vllm.v1.kv_cache_interface import (
-        AttentionSpec,
-        ChunkedLocalAttentionSpec,
-        CrossAttentionSpec,
-        EncoderOnlyAttentionSpec,
-        FullAttentionSpec,
-        SlidingWindowSpec,
-    )
-
-    require_parts(AttentionBackend, "customize_spec")
-    if "state_content_bytes" not in {f.name for f in fields(AttentionSpec)}:
-        raise ImportError("AttentionSpec.state_content_bytes")
-except ImportError as error:
-    raise unknown_version("vLLM", VERSION, OLDEST, NEWEST_TESTED, error) from error
-
-warn_if_newer("vLLM", VERSION, NEWEST_TESTED, logger)
+from vllm import envs  # noqa: E402
+from vllm.config import get_current_vllm_config  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata  # noqa: E402
+from vllm.distributed.parallel_state import get_dcp_group, get_tp_group  # noqa: E402
+from vllm.forward_context import get_forward_context  # noqa: E402
+from vllm.v1.attention.backend import (  # noqa: E402
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    SlidingWindowSpec,
+)
 
 
 class Rule(Enum):
@@ -67,7 +54,7 @@ class Rule(Enum):
     REFUSED = "it cannot work"
 
 
-# Every connector of vLLM 0.32 whose code was read. The text says why one is refused.
+# The reviewed KV connectors of vLLM, and why some are refused.
 CONNECTORS: dict[str, tuple[Rule, str]] = {
     "OffloadingConnector": (Rule.IN_PROCESS, ""),
     "SimpleCPUOffloadConnector": (Rule.IN_PROCESS, ""),
@@ -109,10 +96,12 @@ def state_in_handshake(engine_id: str, fingerprint: str) -> None:
 
 FOLDER_KEYS = {"SlimKVPromptConnector": "shared_storage_path", "ExampleConnector": "shared_storage_path"}
 NATIVE_OFFLOAD = "OffloadingConnector"
-IN_MEMORY_SPECS = ("CPUOffloadingSpec",)  # of the native offload; others have tiers that outlive the engine
+IN_MEMORY_SPEC = "CPUOffloadingSpec"  # of the native offload; others have tiers that outlive the engine
 TIERING_SPEC = "TieringOffloadingSpec"
 COLD_SPEC = "SlimKVOffloadingSpec"  # slimkv's own: packs the blocks that leave vLLM's cache
-CROSS_LAYER_LAYOUT = "BLHNC"  # a block of all layers side by side, which the native offload copies as one piece
+# The tokens of a block and head lie together; preferred first.
+LAYOUTS = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.LHBNC, KVCacheLayout.BHLNC)
+CROSS_LAYER_LAYOUT = KVCacheLayout.BLHNC  # a block of all layers, which the native offload copies as one piece
 
 _DELEGATED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
 _PACKS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -126,53 +115,6 @@ def is_delegated(spec: object) -> bool:
 def is_supported_spec(spec: object) -> bool:
     """Whether slimkv knows how such layers use their cache; subclasses may use it differently."""
     return type(spec) in _PACKS
-
-
-def _head_major_layouts() -> tuple[Any, ...] | None:
-    """Every order in which the tokens of one block and head lie together; None before layouts had names."""
-    try:
-        layout = import_module("vllm.v1.kv_cache_interface").KVCacheLayout
-    except AttributeError:
-        return None
-    preferred = ("LBHNC", "BLHNC", "LHBNC", "BHLNC")
-    return tuple(layout[name] for name in preferred if name in layout.__members__)
-
-
-class PageShape:
-    """How vLLM shapes a layer's cache: uint8 [blocks, num_kv_heads, tokens, bytes], the last two axes contiguous."""
-
-    bytes_per_token: int
-    cross_layer_blocks = False  # whether a block of all layers must lie side by side
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...] | None:
-        """From vLLM 0.30 on: the accepted memory orders, best first."""
-        layouts = _head_major_layouts()
-        if layouts is None or not cls.cross_layer_blocks:
-            return layouts
-        return tuple(x for x in layouts if x.name == CROSS_LAYER_LAYOUT) or layouts
-
-    @classmethod
-    def get_kv_cache_shape(
-        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """Before 0.30: the shape."""
-        return num_blocks, num_kv_heads, block_size, cls.bytes_per_token
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Before 0.30: blocks outermost, then layers, heads, tokens, bytes."""
-        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
-
-    @classmethod
-    def get_required_kv_cache_layout(cls) -> str | None:
-        """Before 0.30: heads before tokens."""
-        return "HND"
-
-    @staticmethod
-    def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
-        """Before 0.30: no separate pass over a prefix that all requests share."""
-        return False
 
 
 def stock_backend(head_size: int, attn_type: str) -> type[AttentionBackend]:
@@ -198,42 +140,27 @@ def stock_backend(head_size: int, attn_type: str) -> type[AttentionBackend]:
 
 def layout_is_chosen() -> bool:
     """Whether the user has chosen the order of blocks and layers in memory."""
-    import vllm.envs
-
-    return getattr(vllm.envs, "VLLM_KV_CACHE_LAYOUT", None) is not None
+    return envs.VLLM_KV_CACHE_LAYOUT is not None
 
 
 def tensor_parallel_rank() -> tuple[int, int]:
     """This process's rank among those that share the layers' heads, and how many there are."""
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
-    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    group = get_tp_group()
+    return group.rank_in_group, group.world_size
 
 
 def tensor_parallel_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     """``tensor``, on the CPU, of every rank that shares the layers' heads; all of them must call it."""
-    from vllm.distributed.parallel_state import get_tp_group
-
     group = get_tp_group()
-    if group.world_size == 1:
-        return [tensor]
     found = [torch.empty_like(tensor) for _ in range(group.world_size)]
     torch.distributed.all_gather(found, tensor.contiguous(), group=group.cpu_group)
     return found
 
 
-def dcp_group() -> Any:
-    """The ranks that share the tokens of the same KV heads."""
-    from vllm.distributed.parallel_state import get_dcp_group
-
-    return get_dcp_group()
-
-
-def forward_metadata() -> Any:
-    """The metadata of the running step, by layer name; None while vLLM profiles memory."""
-    from vllm.forward_context import get_forward_context
-
-    return get_forward_context().attn_metadata
+def forward_metadata(layer_name: str) -> Any:
+    """The metadata of the running step for a layer; None while vLLM profiles memory."""
+    steps = get_forward_context().attn_metadata
+    return steps.get(layer_name) if isinstance(steps, dict) else steps
 
 
 def layer_number(name: str) -> int | None:

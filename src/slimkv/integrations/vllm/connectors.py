@@ -1,8 +1,8 @@
 """Which KV connectors may carry packed pages, checked when an engine starts.
 
-A connector moves bytes and does not know what they mean: one format's pages read as another's give wrong answers
-without an error. So whatever leaves the engine carries a fingerprint. A shared folder is marked with it, and NIXL's
-handshake compares it; for other connectors between processes the user states it on both sides.
+A connector moves bytes and does not know their format: pages read in another format give wrong answers without an
+error. So everything that leaves the engine carries a fingerprint. A shared folder is marked with it, NIXL's handshake
+compares it, and for other connectors between processes the user states it on both sides.
 """
 
 from __future__ import annotations
@@ -13,19 +13,7 @@ from typing import Any
 
 from slimkv.calibration.identity import weights_digest
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.compat import (
-    COLD_SPEC,
-    CONNECTORS,
-    FOLDER_KEYS,
-    IN_MEMORY_SPECS,
-    NATIVE_OFFLOAD,
-    TIERING_SPEC,
-    Rule,
-    layer_number,
-    layout_is_chosen,
-    logger,
-    state_in_handshake,
-)
+from slimkv.integrations.vllm import compat
 from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS
 from slimkv.spec import LatentSpec
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
@@ -38,7 +26,7 @@ WEIGHTS = "slimkv_weights"
 UNCHECKED = "slimkv_unchecked"
 # Connectors that move every cache of a layer, the keys of an indexer too; ExampleConnector leaves those behind.
 CARRY_INDEXERS = {
-    PROMPTS, NATIVE_OFFLOAD, "SimpleCPUOffloadConnector", "MultiConnector", "NixlConnector", "NixlPullConnector",
+    PROMPTS, compat.NATIVE_OFFLOAD, "SimpleCPUOffloadConnector", "MultiConnector", "NixlConnector", "NixlPullConnector",
     "NixlPushConnector",
 }  # fmt: skip
 
@@ -53,7 +41,7 @@ def connectors(vllm_config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _with_children(name: str, extra: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield name, extra
-    if CONNECTORS.get(name, (None, ""))[0] is Rule.CHILDREN:
+    if compat.CONNECTORS.get(name, (None, ""))[0] is compat.Rule.CHILDREN:
         for child in extra.get("connectors", ()):
             yield from _with_children(child["kv_connector"], child.get("kv_connector_extra_config") or {})
 
@@ -62,8 +50,8 @@ def check_connectors(vllm_config: Any) -> None:
     """Raises for connectors that cannot carry packed pages, and for unknown ones unless the user vouches for them."""
     sparse = _is_sparse(vllm_config.model_config)
     for name, extra in connectors(vllm_config):
-        rule, why = CONNECTORS.get(name, (None, ""))
-        if rule is Rule.REFUSED:
+        rule, why = compat.CONNECTORS.get(name, (None, ""))
+        if rule is compat.Rule.REFUSED:
             raise UnsupportedError(f"the KV connector {name} cannot carry slimkv's packed pages: {why}")
         if sparse and rule is not None and name not in CARRY_INDEXERS:
             raise UnsupportedError(
@@ -71,26 +59,26 @@ def check_connectors(vllm_config: Any) -> None:
                 f"the latents: use {', '.join(sorted(CARRY_INDEXERS))}"
             )
         if rule is None and extra.get(UNCHECKED) is not True:
-            known = ", ".join(n for n, (r, _) in CONNECTORS.items() if r is not Rule.REFUSED)
+            known = ", ".join(n for n, (r, _) in compat.CONNECTORS.items() if r is not compat.Rule.REFUSED)
             raise UnsupportedError(
                 f"slimkv does not know the KV connector {name}: if it looks into the blocks it moves, or lets engines "
                 f"with other settings read them, answers are wrong without an error. Known are {known}. To use {name} "
                 f'all the same, put "{UNCHECKED}": true into its kv_connector_extra_config'
             )
         if rule is None:
-            logger.warning("slimkv: the KV connector %s is used unchecked, as %s says.", name, UNCHECKED)
-        if name == NATIVE_OFFLOAD and extra.get("canonical_layout"):
+            compat.logger.warning("slimkv: the KV connector %s is used unchecked, as %s says.", name, UNCHECKED)
+        if name == compat.NATIVE_OFFLOAD and extra.get("canonical_layout"):
             raise UnsupportedError(
                 "canonical_layout takes blocks apart into rows of tokens, which packed pages do not have: leave it out"
             )
-        if rule is Rule.HANDSHAKE and extra.get("enforce_handshake_compat") is False:
+        if rule is compat.Rule.HANDSHAKE and extra.get("enforce_handshake_compat") is False:
             raise InputError(
                 f"{name}: enforce_handshake_compat must stay on, because a peer with another format or other offsets "
                 "would read packed pages as its own; leave it out"
             )
-        if rule is Rule.FOLDER and FOLDER_KEYS[name] not in extra:
+        if rule is compat.Rule.FOLDER and compat.FOLDER_KEYS[name] not in extra:
             raise InputError(
-                f"{name} needs a folder of its own for packed pages: put {FOLDER_KEYS[name]!r} into its "
+                f"{name} needs a folder of its own for packed pages: put {compat.FOLDER_KEYS[name]!r} into its "
                 "kv_connector_extra_config"
             )
 
@@ -107,7 +95,7 @@ def check_fingerprints(vllm_config: Any, block_size: int) -> None:
         return
     fingerprint = engine_fingerprint(vllm_config, block_size)
     for name, extra in needing:
-        if CONNECTORS[name][0] is Rule.HANDSHAKE:
+        if compat.CONNECTORS[name][0] is compat.Rule.HANDSHAKE:
             _state_in_handshake(vllm_config, fingerprint)
             continue
         folders, rest = _places(name, extra)
@@ -123,19 +111,19 @@ def pages_leave_the_engine(vllm_config: Any) -> bool:
 
 
 def _leaves_the_engine(name: str, extra: Mapping[str, Any]) -> bool:
-    rule = CONNECTORS.get(name, (None, ""))[0]
-    if name == NATIVE_OFFLOAD and extra.get("spec_name") == COLD_SPEC:
+    rule = compat.CONNECTORS.get(name, (None, ""))[0]
+    if name == compat.NATIVE_OFFLOAD and extra.get("spec_name") == compat.COLD_SPEC:
         return bool(extra.get("secondary_tiers"))
-    if rule is Rule.IN_PROCESS:
-        return name == NATIVE_OFFLOAD and extra.get("spec_name", IN_MEMORY_SPECS[0]) not in IN_MEMORY_SPECS
-    return rule in (Rule.FOLDER, Rule.HANDSHAKE, Rule.PEERS)
+    if rule is compat.Rule.IN_PROCESS:
+        return name == compat.NATIVE_OFFLOAD and extra.get("spec_name", compat.IN_MEMORY_SPEC) != compat.IN_MEMORY_SPEC
+    return rule in (compat.Rule.FOLDER, compat.Rule.HANDSHAKE, compat.Rule.PEERS)
 
 
 def _places(name: str, extra: Mapping[str, Any]) -> tuple[list[str], bool]:
     """The folders a connector shares, and whether it reaches anything else."""
-    if name in FOLDER_KEYS:
-        return [extra[FOLDER_KEYS[name]]], False
-    if name == NATIVE_OFFLOAD and extra.get("spec_name") == TIERING_SPEC:
+    if name in compat.FOLDER_KEYS:
+        return [extra[compat.FOLDER_KEYS[name]]], False
+    if name == compat.NATIVE_OFFLOAD and extra.get("spec_name") == compat.TIERING_SPEC:
         tiers = extra.get("secondary_tiers") or []
         folders = [tier["root_dir"] for tier in tiers if tier.get("type") == "fs" and "root_dir" in tier]
         return folders, len(folders) < len(tiers)
@@ -143,21 +131,21 @@ def _places(name: str, extra: Mapping[str, Any]) -> tuple[list[str], bool]:
 
 
 def _state_in_handshake(vllm_config: Any, fingerprint: Fingerprint) -> None:
-    """Peers hold the same heads on each rank: vLLM would take blocks apart by heads otherwise, which was never run."""
+    """Requires equal tensor parallelism of peers: otherwise vLLM would split blocks by heads, which is untested."""
     formats = ",".join(sorted({layer.format for layer in fingerprint.layers}))
     ranks = vllm_config.parallel_config.tensor_parallel_size
     stated = f"slimkv {formats}, {ranks} ranks, fingerprint {fingerprint.hash}"
-    logger.info("slimkv: peers must have %s.", stated)
-    state_in_handshake(vllm_config.kv_transfer_config.engine_id, stated)
+    compat.logger.info("slimkv: peers must have %s.", stated)
+    compat.state_in_handshake(vllm_config.kv_transfer_config.engine_id, stated)
 
 
 def _check_stated(name: str, extra: Mapping[str, Any], fingerprint: Fingerprint) -> None:
     stated = extra.get(STATED)
     if stated is None:
         raise InputError(
-            f"{name} hands packed pages to other processes, which must mean the same by their bytes: start every one "
-            f'of them with "{STATED}": "{fingerprint.hash}" in its kv_connector_extra_config. This is the fingerprint '
-            "of this engine; one that differs is refused"
+            f"{name} sends packed pages to other processes, which must read them in the same format: start each of "
+            f'them with "{STATED}": "{fingerprint.hash}" in its kv_connector_extra_config. This is the fingerprint of '
+            "this engine; a process with another one is refused"
         )
     if stated != fingerprint.hash:
         raise InputError(
@@ -202,7 +190,7 @@ def packed_layers(vllm_config: Any) -> dict[str, tuple[int, Any, Any]]:
         spec = getattr(getattr(layer, "attn_backend", None), "codec_spec", None)
         if spec is None or getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             continue
-        number = layer_number(name)
+        number = compat.layer_number(name)
         if number is None or number in numbers:
             other = f", and so has {numbers[number]}" if number is not None else ""
             raise UnsupportedError(f"{name} has the layer number {number}{other}: its pages cannot be told from others")
@@ -216,7 +204,7 @@ def indexer_layers(vllm_config: Any) -> dict[str, tuple[int, int]]:
     found = {}
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         if hasattr(layer, "get_kv_cache_spec") and not hasattr(layer, "impl"):
-            spec, number = layer.get_kv_cache_spec(vllm_config), layer_number(name)
+            spec, number = layer.get_kv_cache_spec(vllm_config), compat.layer_number(name)
             if getattr(spec, "cache_role", None) == "indexer" and number is not None:
                 found[name] = number, spec.real_page_size_bytes // spec.block_size
     return found
@@ -231,7 +219,7 @@ def all_heads(vllm_config: Any, layer: Any) -> int:
     if layer.num_kv_heads != max(1, total // ranks):
         raise UnsupportedError(
             f"a layer has {layer.num_kv_heads} KV heads on each of {ranks} ranks, the model {total}: slimkv cannot "
-            "tell which are whose; run without tensor parallelism"
+            "assign heads to ranks; run without tensor parallelism"
         )
     return total
 
@@ -244,8 +232,8 @@ def engine_weights(vllm_config: Any) -> str:
     digest = weights_digest(vllm_config.model_config.model)
     if digest is None:
         raise InputError(
-            f"{vllm_config.model_config.model} holds no weight files, by which slimkv would know the model whose pages "
-            f'leave this engine: put a name for the weights into kv_connector_extra_config, as in "{WEIGHTS}": "mine-1"'
+            f"{vllm_config.model_config.model} holds no weight files, which identify the model of the pages that leave "
+            f'this engine: put a name for the weights into kv_connector_extra_config, as in "{WEIGHTS}": "mine-1"'
         )
     return digest
 
@@ -261,8 +249,8 @@ def wants_cross_layer_blocks(vllm_config: Any) -> bool:
     would write latents into a copy.
     """
     names = {name for name, _ in connectors(vllm_config)}
-    if NATIVE_OFFLOAD not in names or EXAMPLE_CONNECTOR in names:
+    if compat.NATIVE_OFFLOAD not in names or EXAMPLE_CONNECTOR in names:
         return False
     model = vllm_config.model_config
     plain = not (model.is_hybrid or model.is_encoder_decoder or _is_sparse(model))
-    return plain and vllm_config.cache_config.block_size in KERNEL_BLOCKS and not layout_is_chosen()
+    return plain and vllm_config.cache_config.block_size in KERNEL_BLOCKS and not compat.layout_is_chosen()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,22 +11,23 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.calibration.guard import Guard
+from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError, UnsupportedError
+from slimkv.errors import UnsupportedError
 from slimkv.integrations.serving.layer import ServedLayer
 from slimkv.integrations.serving.model import ServedModel, shared_codec
 from slimkv.integrations.vllm import compat
-from slimkv.integrations.vllm.calibration import served_model
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
-from slimkv.integrations.vllm.key_offset import guard_of, layer_offset, whole_offset
-from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
-from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES, backend_for_spec, supports_head_size
+from slimkv.integrations.vllm.model import find_layer, guard_of, layer_offset, layer_spec, served_model, whole_offset
+from slimkv.integrations.vllm.page_sizes import backend_for_spec, supports_head_size
+from slimkv.integrations.vllm.refusals import check_cache_dtype, refuse
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
-from slimkv.integrations.vllm.warmup import kernel_block, profile_run
+from slimkv.integrations.vllm.warmup import compile_ahead, kernel_block, profile_run
 from slimkv.ops import PackedKV
+from slimkv.ops.warmup import LayerKind
 from slimkv.spec import CodecSpec, Kind, PageLayout, page_layout
 
 
@@ -87,34 +88,20 @@ class SlimKVImpl(compat.AttentionImpl):
 
     def _refuse(self, others: dict[str, Any]) -> None:
         """Raises for attention features of the model that slimkv does not support."""
-        if self.alibi_slopes is not None:
-            raise UnsupportedError("slimkv does not support ALiBi; serve this model with vLLM's own attention backend")
-        if self.kv_cache_dtype not in CACHE_DTYPES:
-            raise InputError(
-                f"slimkv stores its own formats, so kv_cache_dtype must be left at auto, not {self.kv_cache_dtype!r}"
-            )
+        refuse("slimkv", {"ALiBi": self.alibi_slopes, **others})
+        check_cache_dtype(self.kv_cache_dtype)
         if not supports_head_size(self.head_size):
             raise UnsupportedError(f"slimkv takes head sizes that are multiples of 16 up to 512, not {self.head_size}")
-        asked = [name for name, value in others.items() if value is not None and value is not False]
-        if asked:
-            raise UnsupportedError(
-                f"slimkv does not support these arguments of the model's attention: {', '.join(asked)}"
-            )
-        if self.pcp_world_size > 1:
-            raise UnsupportedError(
-                "slimkv does not run under prefill context parallelism; use decode context or tensor parallelism"
-            )
-        absent = {
-            "deterministic attention": self._settings.deterministic or None,
-            "sliding windows": self.sliding_window,
-            "attention sinks": self.sinks,
-            "layers that share another's cache": self.kv_sharing_target_layer_name,
-        }
-        asked = [name for name, value in absent.items() if value is not None]
-        if self.dcp_world_size > 1 and asked:
-            raise UnsupportedError(
-                f"under decode context parallelism slimkv has no {' or '.join(asked)}; use tensor parallelism"
-            )
+        prefill_shared = {"prefill context parallelism": self.pcp_world_size > 1}
+        refuse("slimkv", prefill_shared, "use decode context or tensor parallelism")
+        if self.dcp_world_size > 1:
+            features = {
+                "deterministic attention": self._settings.deterministic,
+                "sliding windows": self.sliding_window,
+                "attention sinks": self.sinks,
+                "layers that share another's cache": self.kv_sharing_target_layer_name,
+            }
+            refuse("slimkv under decode context parallelism", features, "use tensor parallelism")
 
     # -- after loading: the layer's name and format ------------------------------------------------------------------
 
@@ -144,6 +131,22 @@ class SlimKVImpl(compat.AttentionImpl):
             deterministic=self._settings.deterministic,
         )
         self._variants: dict[tuple[bool, bool | None], ops.AttendOptions] = {}
+        heads, softcap = (self.num_heads, self.num_kv_heads), self._options.softcap > 0
+        key = self._spec, heads, act_dtype, self.sliding_window, softcap, self._number is None
+        compile_ahead(key, partial(self._kind_ahead, act_dtype), self._config)
+
+    def _kind_ahead(self, dtype: torch.dtype, device: torch.device) -> LayerKind:
+        """The kind of this layer, with an offset that stands for the one it will have."""
+        assert self._spec is not None
+        codec, heads = shared_codec(self._spec, device), self.num_kv_heads
+        matrices = self._model.matrices(self._number, codec, heads)
+        offset = LayerOffset(heads, codec) if self._model.centres(self._spec) else None
+        served = ServedLayer(codec, matrices, offset, self._settings.backend)
+        return served.kind(self.num_heads, heads, dtype, self._kernel_layout(), self._options)
+
+    def _kernel_layout(self) -> PageLayout:
+        assert self._spec is not None
+        return PageLayout(self._spec, kernel_block(self._config))
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -224,8 +227,7 @@ class SlimKVImpl(compat.AttentionImpl):
         if attn_metadata is None:  # vLLM profiles memory before there is a cache
             if served.offset is not None and self.kv_sharing_target_layer_name is None:
                 served.offset.provisional(key)
-            layout = PageLayout(served.codec.spec, kernel_block(self._config))
-            kind = served.kind(query.shape[1], self.num_kv_heads, query.dtype, layout, self._options)
+            kind = served.kind(query.shape[1], self.num_kv_heads, query.dtype, self._kernel_layout(), self._options)
             profile_run(kind, query.shape[0], self._config)
             return output.zero_()
         kv = self._packed(kv_cache)
@@ -261,7 +263,7 @@ class SlimKVImpl(compat.AttentionImpl):
                 batch = replace(batch, max_seq_len=held)
             if part.shard is not None:
                 attend_shards(
-                    query[rows], fresh, kv, batch, part.shard, compat.dcp_group(), options=options,
+                    query[rows], fresh, kv, batch, part.shard, compat.get_dcp_group(), options=options,
                     rounding=served.rounding(self._matrix_index(served, layer, rows)), raw=raw, out=output[rows],
                     backend=self._settings.backend,
                 )  # fmt: skip

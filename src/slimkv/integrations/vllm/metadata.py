@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from slimkv.calibration.positions import matrix_index
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.vllm import compat
-from slimkv.integrations.vllm.calibration import MatrixIndex, served_model
 from slimkv.integrations.vllm.context_parallel import DCPConfig, ShardTables, shard_tables
+from slimkv.integrations.vllm.model import served_model
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_cache
 from slimkv.integrations.vllm.warmup import verified_tokens
@@ -130,6 +131,24 @@ class SlimKVMetadataBuilder(compat.AttentionMetadataBuilder):
         return replace(part, shard=tables)
 
 
+class MatrixIndex:
+    """The matrix index of a step's new tokens, int32, in a buffer with a fixed address for captured graphs."""
+
+    def __init__(self, edges: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
+        self._edges = edges
+        self._rows = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        self.buffer = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+
+    def fill(self, cu_seqlens_q: Tensor, seq_lens: Tensor, tokens: int) -> Tensor:
+        """cu_seqlens_q int32 [requests + 1] and seq_lens int32 [requests] -> the buffer, filled up to ``tokens``."""
+        rows = self._rows[:tokens]
+        ends = cu_seqlens_q[1:].contiguous()
+        request = torch.searchsorted(ends, rows, right=True).clamp(max=len(seq_lens) - 1)
+        positions = seq_lens[request] - ends[request] + rows
+        self.buffer[:tokens] = matrix_index(positions, self._edges)
+        return self.buffer
+
+
 def _matrix_index(vllm_config: Any, device: torch.device) -> MatrixIndex | None:
     known = served_model(vllm_config).calibration
     if known is None:
@@ -140,9 +159,8 @@ def _matrix_index(vllm_config: Any, device: torch.device) -> MatrixIndex | None:
 
 
 def step_metadata(layer_name: str) -> SlimKVMetadata | None:
-    """The metadata of the step that runs, for a layer; None while vLLM measures memory."""
-    steps = compat.forward_metadata()
-    found = steps.get(layer_name) if isinstance(steps, dict) else steps
+    """The metadata of the running step for a layer; None while vLLM profiles memory."""
+    found = compat.forward_metadata(layer_name)
     return found if isinstance(found, SlimKVMetadata) else None
 
 
@@ -150,7 +168,7 @@ def _sharing(vllm_config: Any) -> DCPConfig | None:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size == 1:
         return None
-    group = compat.dcp_group()
+    group = compat.get_dcp_group()
     return DCPConfig(group.world_size, group.rank_in_group, parallel.cp_kv_cache_interleave_size)
 
 

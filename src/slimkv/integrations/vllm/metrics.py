@@ -10,16 +10,13 @@ from functools import lru_cache
 from typing import Any
 
 from prometheus_client import Gauge
-from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from slimkv.integrations.vllm.calibration import served_model
-from slimkv.integrations.vllm.layer_formats import layer_spec
+from slimkv.integrations.vllm.compat import logger
+from slimkv.integrations.vllm.model import layer_spec, served_model
 from slimkv.integrations.vllm.page_sizes import slot_bytes
 from slimkv.integrations.vllm.settings import wanted
-
-logger = init_logger("vllm.slimkv")
-BF16_BYTES = 2
+from slimkv.spec import BF16_BYTES
 
 
 @lru_cache

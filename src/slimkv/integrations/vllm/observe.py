@@ -10,14 +10,7 @@ from typing import Any
 
 from slimkv.calibration import Calibration
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.serving.listener import (
-    STEPS,
-    ListeningPlan,
-    ObservedLayer,
-    Progress,
-    QueryListener,
-    refuse_fixed,
-)
+from slimkv.integrations.serving import listener
 from slimkv.integrations.vllm.compat import AttentionType, forward_metadata, layer_number, tensor_parallel_rank
 
 EXTENSION = "slimkv.integrations.vllm.observe.Observer"
@@ -30,7 +23,7 @@ class Observer:
 
     def slimkv_attach(self) -> int:
         """Observes every decoder layer from now on; returns their number."""
-        self._slimkv_listener = QueryListener()
+        self._slimkv_listener = listener.QueryListener()
         self.model_runner.get_model().register_forward_pre_hook(self._slimkv_before_model, with_kwargs=True)
         known = self.model_runner.vllm_config.compilation_config.static_forward_context
         for name, layer in known.items():
@@ -39,7 +32,7 @@ class Observer:
             if decodes and number is not None and getattr(layer, "kv_sharing_target_layer_name", None) is None:
                 window = getattr(layer, "sliding_window", None)
                 value_dim = int(getattr(layer, "head_size_v", None) or layer.head_size)
-                self._slimkv_listener.layers[number] = ObservedLayer(
+                self._slimkv_listener.layers[number] = listener.ObservedLayer(
                     layer.num_kv_heads, layer.head_size, value_dim, window if isinstance(window, int) else None
                 )
                 layer.register_forward_pre_hook(self._slimkv_before_attention(number, name), with_kwargs=True)
@@ -61,8 +54,7 @@ class Observer:
 
     def _slimkv_before_attention(self, number: int, name: str) -> Any:
         def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            steps = forward_metadata()
-            step = steps.get(name) if isinstance(steps, dict) else None
+            step = forward_metadata(name)
             if step is None:  # vLLM profiles memory
                 return
             query = kwargs["query"] if "query" in kwargs else args[0]
@@ -79,7 +71,7 @@ def gather_calibration(
     samples: tuple[int, int] = (3, 1024),
     seed: int = 0,
     max_positions: int | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: listener.Progress = lambda what, done, total: None,
     **engine_options: Any,
 ) -> Calibration:
     """Starts vLLM with ``model`` and collects statistics while it generates windows x ids tokens (``samples``).
@@ -92,14 +84,14 @@ def gather_calibration(
     """
     from vllm import LLM, SamplingParams
 
-    progress("starting vLLM", 0, STEPS)
+    progress("starting vLLM", 0, listener.STEPS)
     fixed = {"enforce_eager": True, "enable_prefix_caching": False, "worker_extension_cls": EXTENSION}
-    refuse_fixed(fixed, engine_options)
+    listener.refuse_fixed(fixed, engine_options)
     engine = LLM(model=model, **fixed, **engine_options)
     config = engine.llm_engine.vllm_config.model_config
     if not sum(engine.collective_rpc("slimkv_attach")):
         raise UnsupportedError(f"vLLM runs no attention layer in {model} that calibration can see")
-    plan = ListeningPlan.of(config.hf_text_config, config.max_model_len, samples, seed)
+    plan = listener.ListeningPlan.of(config.hf_text_config, config.max_model_len, samples, seed)
     once = SamplingParams(max_tokens=1, temperature=0.0)
     asked = [
         SamplingParams(max_tokens=plan.fragment - 1, temperature=1.0, seed=own, ignore_eos=True, detokenize=False)

@@ -29,10 +29,5 @@ def slot_bytes(spec: CodecSpec) -> int:
 def backend_for_spec(base: type[Any], spec: CodecSpec, cross_layer_blocks: bool = False) -> type[Any]:
     """``base`` for layers whose pages hold ``spec``: vLLM groups layers by class and asks the class for sizes."""
     name = f"{base.__name__}_{spec.format}_{spec.key_dim}_{spec.value_dim}"
-    fields = {
-        "codec_spec": spec,
-        "bytes_per_token": slot_bytes(spec),
-        "cross_layer_blocks": cross_layer_blocks,
-        "__module__": base.__module__,
-    }
+    fields = {"codec_spec": spec, "cross_layer_blocks": cross_layer_blocks, "__module__": base.__module__}
     return type(name, (base,), fields)

@@ -88,7 +88,8 @@ def read_together(readers: Sequence[Reader], ids: Tensor) -> None:
     A long pass over an empty cache attends unquantised keys and values with every cache, so all caches can store those
     of the stock cache. Models with other states read the prompt once per cache.
     """
-    from slimkv.integrations.transformers.layers import RAW_FRESH_ABOVE, PackedLayer
+    from slimkv.integrations.transformers.layer_settings import RAW_FRESH_ABOVE
+    from slimkv.integrations.transformers.layers import PackedLayer
 
     stock, *packed = readers
     all_packed = all(isinstance(layer, PackedLayer) for reader in packed for layer in reader.cache.layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 from slimkv.calibration import Calibration, LayerStatistics, ModelIdentity, gather
 from slimkv.calibration.rotary import CONTEXTS
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.serving.listener import ObservedLayer, QueryListener
 from slimkv.integrations.transformers.calibration import samples as sampling
 from slimkv.integrations.transformers.calibration.sensitivity import layer_gains
 from slimkv.integrations.transformers.decoded_attention import probabilities
 from slimkv.integrations.transformers.plugin import observed_attention
+from slimkv.integrations.transformers.stock_attention import layer_number
 
 _SAMPLED = 32  # queries per pass and head whose full attention is computed
 _PROBED = 128  # tokens on which the sensitivity of layers is measured
@@ -53,8 +55,7 @@ def gather_calibration(
     wanted = _checked_range(model.config, max_positions, declared)
     recorder = _Recorder()
     with observed_attention(model, recorder.observe), torch.no_grad():
-        measured = _measure_positions(model, recorder, declared or wanted, progress)
-        recorder.rotary = measured
+        _measure_positions(model, recorder, declared or wanted, progress)
         read = sampling.FRAGMENT
         if windows is None:
             windows = sampling.sampled_windows(model, *samples, seed, progress, recorder.at)
@@ -62,22 +63,20 @@ def gather_calibration(
             recorder.moments = False
         else:
             read = windows.shape[1]
-        recorder.costs = costs
+        recorder.measures_costs = costs
         count = windows.shape[0] if costs or recorder.moments else 0
         for number in range(count):
             progress("reading", number, count)
             recorder.at(0)
             model.base_model(windows[number : number + 1].to(model.device), use_cache=False)
-    layers = dict(sorted(recorder.layers.items()))
+    layers = sorted(recorder.sums)
     gains: dict[int, float] = {}
-    if costs and all(isinstance(x.key_cost, Tensor) for x in layers.values()):
+    if costs and recorder.costs.keys() == recorder.sums.keys():
         ids = windows[:1, :_PROBED].to(model.device)
-        gains = layer_gains(
-            model, ids, layers, layer_number, lambda number: progress("sensitivity of layers", number, len(layers))
-        )
+        gains = layer_gains(model, ids, layers, progress)
     progress("calibrated", 1, 1)
-    statistics = {number: layer.statistics(gains.get(number)) for number, layer in layers.items()}
-    held = gather.common_range(measured, wanted, declared or wanted, read)
+    statistics = {number: recorder.with_costs(number, gains.get(number)) for number in layers}
+    held = gather.common_range(recorder.measured, wanted, declared or wanted, read)
     return Calibration(ModelIdentity.of(model.config), statistics, source or f"{windows.numel()} tokens", held)
 
 
@@ -97,61 +96,38 @@ def _checked_range(config: Any, wanted: int | None, declared: int | None) -> int
     return wanted
 
 
-def _measure_positions(
-    model: Any, recorder: _Recorder, declared: int, progress: sampling.Progress
-) -> dict[int, gather.MeasuredRotary]:
-    """The rotary embedding of every layer's queries."""
-    ids = sampling.random_windows(model.config, 1, min(gather.PROBE_TOKENS, declared)).to(model.device)
-    shifts = gather.probe_shifts(declared) if declared > gather.PROBE_TOKENS else ()
-    seen: dict[int, dict[int, Tensor]] = {}
-    for number, shift in enumerate((0, *shifts)):
-        progress("measuring positions", number, len(shifts) + 1)
-        recorder.probe = seen[shift] = {}
+def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress: sampling.Progress) -> None:
+    """Measures the rotary embedding of every layer's queries."""
+    ids = sampling.random_window(model.config, gather.PROBE_TOKENS).to(model.device)
+    shifts = (0, *(gather.probe_shifts(declared) if declared > gather.PROBE_TOKENS else ()))
+    for number, shift in enumerate(shifts):
+        progress("measuring positions", number, len(shifts))
+        recorder.probe(shift, ids.shape[1])
         positions = torch.arange(ids.shape[1], device=ids.device)[None] + shift
         model.base_model(ids, position_ids=positions, use_cache=False)
-    recorder.probe = None
-    if not seen[0]:
+    if not recorder.layers:
         raise UnsupportedError(f"{type(model).__name__} has no attention layers that calibration can see")
-    return {
-        layer: gather.rotary_of_layer(plain, {s: seen[s][layer] for s in shifts})
-        for layer, plain in sorted(seen[0].items())
-    }
+    recorder.measure()
 
 
 @dataclass
-class _Layer:
-    """Sums over the inputs of one layer."""
+class _Costs:
+    """The effect of noise in one layer: sums over sampled queries."""
 
-    sums: gather.LayerSums
-    value_dim: int
-    sliding_window: int | None
-    key_cost: Tensor | float = 0.0  # float64 [num_kv_heads], sums over sampled queries
-    value_cost: Tensor | float = 0.0
-    output_energy: float = 0.0  # of the attention block's output, over the same queries
-
-    def statistics(self, gain: float | None) -> LayerStatistics:
-        """``gain``: from ``layer_gains``; None if costs are unknown."""
-        known = LayerStatistics(
-            self.sums.query_moment(), self.value_dim, rotary=self.sums.rotary, sliding_window=self.sliding_window,
-            key_mean=self.sums.key_mean(), first_key=self.sums.first_key(),
-        )  # fmt: skip
-        if gain is None or not isinstance(self.key_cost, Tensor) or not isinstance(self.value_cost, Tensor):
-            return known
-        factor = gain / max(self.output_energy, 1e-30)
-        return replace(known, key_weight=(self.key_cost * factor).cpu(), value_weight=(self.value_cost * factor).cpu())
+    keys: Tensor | float = 0.0  # float64 [num_kv_heads]
+    values: Tensor | float = 0.0
+    output_energy: float = 0.0  # of the attention block's output
 
 
-@dataclass
-class _Recorder:
+class _Recorder(QueryListener):
     """Observes every attention call of a model."""
 
-    rotary: Mapping[int, gather.MeasuredRotary] = field(default_factory=dict)
-    moments: bool = True  # whether second moments are summed
-    costs: bool = False  # whether costs are summed
-    probe: dict[int, Tensor] | None = None  # by layer: queries [tokens * heads, dim] of the current pass
-    layers: dict[int, _Layer] = field(default_factory=dict)
-    _first: int = 0
-    _grams: dict[int, Tensor | None] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__()
+        self.moments, self.measures_costs = True, False  # what is summed
+        self.costs: dict[int, _Costs] = {}
+        self._first = 0
+        self._grams: dict[int, Tensor | None] = {}
 
     def at(self, position: int) -> None:
         """The next pass begins at ``position``."""
@@ -161,26 +137,31 @@ class _Recorder:
         self, out: Tensor, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
         """Sums the inputs of one call of attention; see ``observed_attention``."""
-        number = layer_number(module)
-        if self.probe is not None:
-            self.probe.setdefault(number, query[0].flatten(0, 1).float())
-            return out
+        number, new = layer_number(module), query.shape[2]
         if number not in self.layers:
-            sums = gather.LayerSums(key.shape[1], key.shape[-1], self.rotary[number].rotary, query.device)
-            self.layers[number] = _Layer(sums, value.shape[-1], kwargs.get("sliding_window"))
-        layer = self.layers[number]
+            dims = key.shape[1], key.shape[-1], value.shape[-1]
+            self.layers[number] = ObservedLayer(*dims, kwargs.get("sliding_window"))
         if self.moments:
-            positions = torch.arange(self._first, self._first + query.shape[2], device=query.device)
+            self.positions = torch.arange(self._first, self._first + new, device=query.device)
             # Heads come first, so the query heads of a KV head are adjacent. Keys may include earlier passes.
-            tokens, keys = (x.permute(2, 1, 0, 3).flatten(1, 2) for x in (query, key[:, :, -query.shape[2] :]))
-            layer.sums.add(tokens, keys, positions)
-        gram = self._gram(module, query.shape[1], value.shape[-1]) if self.costs else None
+            tokens, keys = (x.permute(2, 1, 0, 3).flatten(1, 2) for x in (query, key[:, :, -new:]))
+            self.take(number, tokens, keys, new)
+        gram = self._gram(module, query.shape[1], value.shape[-1]) if self.measures_costs else None
         if gram is not None:
-            self._costs(layer, gram, query, key, value, mask, kwargs)
+            self._add_costs(number, gram, query, key, value, mask, kwargs)
         return out
 
-    def _costs(
-        self, layer: _Layer, gram: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Any
+    def with_costs(self, number: int, gain: float | None) -> LayerStatistics:
+        """The statistics of a layer. ``gain``: from ``layer_gains``; None if costs are unknown."""
+        known, costs = self.statistics(number), self.costs.get(number)
+        if gain is None or costs is None:
+            return known
+        factor = gain / max(costs.output_energy, 1e-30)
+        key, value = (torch.as_tensor(x * factor).cpu() for x in (costs.keys, costs.values))
+        return replace(known, key_weight=key, value_weight=value)
+
+    def _add_costs(
+        self, number: int, gram: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Any
     ) -> None:
         """The effect of noise in keys and values on the block's output, from the attention of a few late queries.
 
@@ -190,7 +171,8 @@ class _Recorder:
         at = torch.linspace(tokens // 4, tokens - 1, min(_SAMPLED, tokens), device=query.device).long().unique()
         weights = _weights(query[:1, :, at], key[:1], mask, at, kwargs)[0]  # [heads, queries, tokens]
         values = value[0].float().repeat_interleave(heads // num_kv_heads, 0)
-        centre = layer.sums.rotary.mean_of_contexts(layer.sums.key_mean(), max(CONTEXTS)).to(key.device, torch.float32)
+        sums, costs = self.sums[number], self.costs.setdefault(number, _Costs())
+        centre = sums.rotary.mean_of_contexts(sums.key_mean(), max(CONTEXTS)).to(key.device, torch.float32)
         sizes = (key[0].float() - centre[:, None]).square().sum(-1).repeat_interleave(heads // num_kv_heads, 0)
         scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
         out = weights @ values  # [heads, queries, dim]
@@ -202,8 +184,8 @@ class _Recorder:
         per_number = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
         plain = (squared * values.square().sum(-1)[:, None, :]).sum((1, 2)) * per_number
         key_cost, value_cost = (x.double().reshape(num_kv_heads, -1).sum(1) for x in (keys, plain))
-        layer.key_cost, layer.value_cost = layer.key_cost + key_cost, layer.value_cost + value_cost
-        layer.output_energy += float(((out @ gram) * out).sum())
+        costs.keys, costs.values = costs.keys + key_cost, costs.values + value_cost
+        costs.output_energy += float(((out @ gram) * out).sum())
 
     def _gram(self, module: Any, heads: int, dim: int) -> Tensor | None:
         """W' W of the output projection's columns of each query head: float32 [heads, dim, dim]; None if unknown."""
@@ -218,13 +200,6 @@ class _Recorder:
                 gram = by_head.mT @ by_head
             self._grams[id(module)] = gram
         return self._grams[id(module)]
-
-
-def layer_number(module: Any) -> int:
-    """The layer whose cache a module reads: its own, or an earlier layer's if they share one."""
-    if getattr(module, "is_kv_shared_layer", False):
-        return int(module.kv_shared_layer_index)
-    return int(module.layer_idx)
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None, at: Tensor, kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which query-aware matrices round the tokens of a forward pass, by their positions."""
+"""The query-aware matrices for the tokens of a forward pass, chosen by position."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from slimkv.calibration import file
 from slimkv.calibration.learned_offset import FORMAT
 from slimkv.integrations.transformers.calibration.cached import fingerprint, load_or_make
-from slimkv.integrations.transformers.calibration.samples import random_windows
+from slimkv.integrations.transformers.calibration.samples import random_window
 from slimkv.integrations.transformers.compat import DynamicCache, EncoderDecoderCache
 from slimkv.paths import cache_dir
 
@@ -55,10 +55,9 @@ def keys_of_pass(model: Any) -> dict[int, Tensor]:
     if any(x.is_meta for x in model.parameters()):
         return {}
     text = model.config.get_text_config(decoder=True)
-    longest = getattr(text, "max_position_embeddings", None) or TOKENS
     training = model.training
     try:
-        ids = random_windows(model.config, 1, min(TOKENS, longest)).to(model.device)
+        ids = random_window(model.config, TOKENS).to(model.device)
         cache: Any = DynamicCache(config=text)
         arguments = {"input_ids": ids}
         if getattr(model.config, "is_encoder_decoder", False):

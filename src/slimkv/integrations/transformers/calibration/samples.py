@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from slimkv.errors import InputError
 
 WINDOWS, TOKENS = 8, 1024  # together one batch of fragments
 FRAGMENT = 128  # tokens per sampled fragment; a window has several
 _BATCH = 64  # sequences sampled at a time
-_BLOCK = 512  # probabilities that are summed before the sums are searched
 Progress = Callable[[str, int, int], None]  # what, done, of
 
 
@@ -29,6 +27,12 @@ def random_windows(config: Any, count: int = WINDOWS, tokens: int = TOKENS, seed
     if isinstance(text.bos_token_id, int):
         ids[:, 0] = text.bos_token_id
     return ids
+
+
+def random_window(config: Any, tokens: int) -> Tensor:
+    """``random_windows``: one of ``tokens`` ids, or of as many as the model reads."""
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
+    return random_windows(config, 1, min(tokens, longest))
 
 
 @torch.no_grad()
@@ -77,24 +81,9 @@ def draw(logits: Tensor, chance: Tensor) -> Tensor:
         logits: float [rows, vocabulary].
         chance: float64 [rows] in [0, 1).
     """
-    weights = torch.softmax(logits.float(), -1)
-    blocks = pad(weights, (0, -weights.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))  # a vocabulary is wide
-    sums = blocks.sum(-1).double()
-    block, rest = _passed(sums, chance)
-    within, _ = _passed(blocks[torch.arange(len(blocks), device=block.device), block].double(), rest)
-    return block * _BLOCK + within
-
-
-def _passed(weights: Tensor, chance: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights float64 [rows, n] -> where their running sum passes the fraction ``chance`` [rows], and the remainder.
-
-    The result never has weight 0.
-    """
-    ends = weights.cumsum(-1)
+    ends = torch.softmax(logits.float(), -1).double().cumsum(-1)
     target = chance.clamp(max=1 - 2**-40) * ends[:, -1]  # below the end despite rounding
-    found = (ends > target[:, None]).to(torch.int8).argmax(-1)
-    size, end = (x.gather(1, found[:, None])[:, 0] for x in (weights, ends))
-    return found, (1 - (end - target) / size).clamp(min=0)
+    return torch.searchsorted(ends, target[:, None], right=True)[:, 0]  # an id that has a probability
 
 
 def _checked(config: Any, count: int, tokens: int) -> Any:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from slimkv.calibration.guard import score_errors
 from slimkv.integrations.transformers.cache import SlimKVCache
-from slimkv.integrations.transformers.calibration.collect import layer_number
 from slimkv.integrations.transformers.calibration.offsets import TOKENS
-from slimkv.integrations.transformers.calibration.samples import random_windows
+from slimkv.integrations.transformers.calibration.samples import random_window
 from slimkv.integrations.transformers.layers import PackedLayer
 from slimkv.integrations.transformers.plugin import observed_attention
+from slimkv.integrations.transformers.stock_attention import layer_number
 
 
 def layer_score_errors(model: Any, cache: SlimKVCache, ids: Tensor | None = None) -> dict[int, float]:
@@ -40,8 +40,7 @@ def layer_score_errors(model: Any, cache: SlimKVCache, ids: Tensor | None = None
         return out
 
     if ids is None:
-        longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or TOKENS
-        ids = random_windows(model.config, 1, min(TOKENS, longest))
+        ids = random_window(model.config, TOKENS)
     with observed_attention(model, observe), torch.no_grad():
         model(ids[:1].to(model.device), use_cache=False)
     return dict(sorted(found.items()))

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slimkv.integrations.transformers.calibration.samples import Progress
 from slimkv.integrations.transformers.plugin import observed_attention
+from slimkv.integrations.transformers.stock_attention import layer_number
 
 NOISE = 0.1  # relative to the attention output: small enough for a linear response, large enough to measure
 
 
-def layer_gains(
-    model: Any,
-    ids: Tensor,
-    layers: Iterable[int],
-    layer_number: Callable[[Any], int],
-    step: Callable[[int], None] = lambda number: None,
-) -> dict[int, float]:
+def layer_gains(model: Any, ids: Tensor, layers: Sequence[int], progress: Progress) -> dict[int, float]:
     """KL divergence of predictions per relative squared error of a layer's attention output, for each of ``layers``.
 
     The model reads ids int64 [1, tokens] once unchanged and once per layer, with white noise in that layer's output
-    before the output projection. ``layer_number`` returns the layer of an attention module; ``step`` is called for each
-    pass.
+    before the output projection.
     """
     noisy: list[int] = []
 
@@ -40,7 +35,7 @@ def layer_gains(
     with observed_attention(model, add_noise), torch.no_grad():
         base = _log_probabilities(model, ids)
         for number, layer in enumerate(layers):
-            step(number)
+            progress("sensitivity of layers", number, len(layers))
             noisy[:] = [layer]
             other = _log_probabilities(model, ids)
             gains[layer] = max(float((base.exp() * (base - other)).sum(-1).mean()), 0.0) / NOISE**2

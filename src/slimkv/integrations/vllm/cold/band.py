@@ -23,7 +23,7 @@ NO_SPREAD_LEFT = 1.0  # the error of keys over their spread
 
 @dataclass(frozen=True)
 class Band:
-    """Such layers, and the layout of their blocks in host memory."""
+    """Consecutive layers of one format, and the layout of their blocks in host memory."""
 
     layers: tuple[ColdLayer, ...]
     layout: PageLayout
@@ -133,7 +133,7 @@ class BandCodec:
         """Decodes the pages of ``staging`` into ``blocks``."""
         key, value = self._dense(len(blocks) * self.tokens)
         taken = torch.arange(len(key), device=blocks.device)
-        ops.gather_kv(self._packed(staging), taken, out=(key, value), backend=self._settings.backend)
+        ops.gather_kv(self._packed(staging), taken, out=(key, value))
         if self._rows is not None:
             self._rows.copy(blocks, key, value, read=False)
             return
@@ -163,7 +163,7 @@ class BandCodec:
     def _check(self, key: Tensor, staging: Tensor, slots: Tensor) -> None:
         """Checks once that the error of keys is smaller than their spread."""
         self._unchecked = False
-        back, _ = ops.gather_kv(self._packed(staging), slots, backend=self._settings.backend)
+        back, _ = ops.gather_kv(self._packed(staging), slots)
         for layer, (k, b) in zip(self.band.layers, self._by_layer(key, back), strict=True):
             error, spread = (b - k.float()).norm(), (k.float() - k.float().mean(0)).norm()
             if error > NO_SPREAD_LEFT * spread and len(k) > 1 and spread > 0:

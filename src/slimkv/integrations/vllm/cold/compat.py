@@ -1,23 +1,12 @@
-"""The parts of vLLM's offloading that the cold tier uses, in their form since vLLM 0.32. Importing checks them."""
+"""The parts of vLLM's offloading that the cold tier uses."""
 
-from __future__ import annotations
-
-from slimkv.errors import UnsupportedError
-from slimkv.integrations.vllm.compat import NEWEST_TESTED, VERSION
-
-try:
-    from vllm.config import get_current_vllm_config_or_none
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
-    from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, OffloadKey, TransferResult
-    from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
-    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-    from vllm.v1.kv_offload.cpu.spec import _all_workers_barrier as all_workers_barrier
-    from vllm.v1.kv_offload.tiering.base import TransferJob
-    from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
-    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
-except ImportError as error:
-    raise UnsupportedError(
-        f"slimkv's cold tier works in vLLM {NEWEST_TESTED[0]}.{NEWEST_TESTED[1]}; vLLM {VERSION} lacks {error}: "
-        "install a tested version"
-    ) from error
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, OffloadKey, TransferResult
+from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.cpu.spec import _all_workers_barrier as all_workers_barrier
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec

@@ -17,7 +17,7 @@ from torch import Tensor
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.vllm.cold.compat import Attention, MLAAttention
-from slimkv.integrations.vllm.layer_formats import layer_spec
+from slimkv.integrations.vllm.model import layer_spec
 from slimkv.spec import BLOCK_SIZES, CodecSpec, PageLayout
 
 _DIGIT = 8  # numbers 0 to 7 are exact in every cache dtype, also in fp8 with any scale

@@ -21,14 +21,13 @@ import torch
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.model import KEY, ServedModel, parse_settings, shared_codec
-from slimkv.integrations.vllm.calibration import served_model
 from slimkv.integrations.vllm.cold import compat
 from slimkv.integrations.vllm.cold.band import Band, BandCodec, bands_of, block_bytes
 from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache, find_layers
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.integrations.vllm.compat import layer_number, logger
 from slimkv.integrations.vllm.connectors import all_heads, engine_weights
-from slimkv.integrations.vllm.key_offset import layer_offset, whole_offset
+from slimkv.integrations.vllm.model import layer_offset, served_model, whole_offset
 from slimkv.spec import LatentSpec
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
 from slimkv.wire.model import model_fields

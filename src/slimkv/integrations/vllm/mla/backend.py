@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-
 from slimkv.integrations.vllm.backend import PackedBackend
 from slimkv.integrations.vllm.compat import AttentionSpec
 from slimkv.integrations.vllm.mla.compat import MLACommonBackend, call_after_loading, is_supported_spec
-from slimkv.integrations.vllm.mla.refusals import SPARSE
+from slimkv.integrations.vllm.refusals import SPARSE
 
 
 class SlimKVMLABackend(PackedBackend, MLACommonBackend):
@@ -33,20 +31,10 @@ class SlimKVMLABackend(PackedBackend, MLACommonBackend):
         return SlimKVMLAMetadataBuilder
 
     @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: Any,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        *others: Any,
-        **more: Any,
-    ) -> str | None:
+    def supports_combination(cls, *layer: Any) -> str | None:
         """Why this kind of layer is not supported, in addition to vLLM's own reasons."""
-        return SPARSE if use_sparse else None
+        use_sparse = layer[6]
+        return SPARSE if use_sparse and not cls.is_sparse() else None
 
     @staticmethod
     def is_supported_spec(spec: AttentionSpec) -> bool:

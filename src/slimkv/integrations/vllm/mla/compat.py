@@ -1,7 +1,4 @@
-"""The parts of vLLM's latent attention that slimkv uses, in their form since vLLM 0.32.
-
-Importing this module is the check: an older vLLM, and one whose parts are other ones, is refused here by its version.
-"""
+"""The parts of vLLM's latent attention that slimkv uses."""
 
 from __future__ import annotations
 
@@ -10,44 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLAAttention,
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+    accumulate_mla_context_chunk,
+    init_mla_context_partial,
+)
+from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.vllm.compat import NEWEST_TESTED, VERSION, logger
-from slimkv.versions import require_parts, version_numbers, version_text
+from slimkv.integrations.vllm.compat import logger
 
-OLDEST = (0, 32)
-FUSED_UPDATE = "fuse_rope_kvcache_cat_mla"
 FUSED_SPARSE = "vllm.models.deepseek_v32.attention"  # DeepSeek V3.2 and GLM-5 on CUDA
-
-if version_numbers(VERSION, 2) < OLDEST:
-    raise UnsupportedError(
-        f"slimkv packs latent attention (MLA) in vLLM {version_text(OLDEST)} and later, not in {VERSION}: upgrade "
-        "vLLM, or serve this model with vLLM's own attention backend"
-    )
-
-try:
-    from vllm.model_executor.layers.attention.mla_attention import (
-        MLAAttention,
-        MLACommonBackend,
-        MLACommonDecodeMetadata,
-        MLACommonImpl,
-        MLACommonMetadata,
-        MLACommonMetadataBuilder,
-        QueryLenSupport,
-        accumulate_mla_context_chunk,
-        init_mla_context_partial,
-    )
-    from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    require_parts(MLACommonImpl, "_compute_prefill_context", "_concat_k_nope_k_pe", "do_kv_cache_update", "forward_mha")
-    require_parts(MLACommonMetadataBuilder, "_build_decode")
-    require_parts(MLAAttention, "_v_up_proj", "process_weights_after_loading", "update_kv_cache")
-except ImportError as error:
-    raise UnsupportedError(
-        f"latent attention of vLLM {VERSION} is not known to slimkv (tested is {version_text(NEWEST_TESTED)}): "
-        f"it lacks {error}; install a tested version"
-    ) from error
 
 
 def is_supported_spec(spec: Any) -> bool:
@@ -77,12 +54,6 @@ def _store_through(layer: Any, impl: Any) -> None:
 
     vLLM leaves them to ``update_kv_cache`` where the cache is in host memory.
     """
-    used = type(layer).forward.__code__.co_names
-    if "hisparse_cache" not in used or "update_kv_cache" not in used:
-        raise UnsupportedError(
-            f"{type(layer).__name__} of vLLM {VERSION} stores latents in a way that slimkv does not know; install a "
-            f"tested version ({version_text(NEWEST_TESTED)})"
-        )
 
     def update(
         latent: Tensor, rope: Tensor, cache: Tensor, slots: Tensor, step: Any, dtype: str, scale: Tensor
@@ -111,10 +82,9 @@ def global_slots(positions: Tensor, requests: Tensor, block_table: Tensor, block
 def forbid_fused_cache_updates(vllm_config: Any) -> None:
     """Switches off the compiler pass that lets the kernel of rotary embeddings write unpacked latents to the cache."""
     passes = vllm_config.compilation_config.pass_config
-    if getattr(passes, FUSED_UPDATE, None):
-        logger.info("slimkv: %s is switched off: latents are packed when they are stored.", FUSED_UPDATE)
-    if hasattr(passes, FUSED_UPDATE):
-        setattr(passes, FUSED_UPDATE, False)
+    if passes.fuse_rope_kvcache_cat_mla:
+        logger.info("slimkv: fuse_rope_kvcache_cat_mla is switched off: latents are packed when they are stored.")
+    passes.fuse_rope_kvcache_cat_mla = False
 
 
 def call_after_loading() -> None:

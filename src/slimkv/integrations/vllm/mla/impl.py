@@ -9,21 +9,14 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.integrations.serving.model import shared_codec
-from slimkv.integrations.vllm.calibration import served_model
 from slimkv.integrations.vllm.compat import AttentionType, get_current_vllm_config
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
-from slimkv.integrations.vllm.layer_formats import find_layer, layer_spec
-from slimkv.integrations.vllm.mla.compat import (
-    MLACommonImpl,
-    accumulate_mla_context_chunk,
-    check_layer,
-    forbid_fused_cache_updates,
-    init_mla_context_partial,
-)
+from slimkv.integrations.vllm.mla import compat
 from slimkv.integrations.vllm.mla.folding import FoldedProjections
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadata
-from slimkv.integrations.vllm.mla.refusals import refuse
+from slimkv.integrations.vllm.model import find_layer, layer_spec, served_model
 from slimkv.integrations.vllm.page_sizes import backend_for_spec
+from slimkv.integrations.vllm.refusals import check_latents
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import kernel_block, verified_tokens
@@ -32,7 +25,7 @@ from slimkv.ops.warmup import Step, decoding_steps
 from slimkv.spec import LatentSpec, page_layout
 
 
-class SlimKVMLAImpl(MLACommonImpl):
+class SlimKVMLAImpl(compat.MLACommonImpl):
     """Latent attention of one layer.
 
     Decoding and verification attend packed pages with absorbed queries. Prefill expands latents into K and V, as vLLM
@@ -60,15 +53,15 @@ class SlimKVMLAImpl(MLACommonImpl):
         self._config = get_current_vllm_config()
         self._settings = parse(self._config.additional_config)
         check_engine(self._config)
-        asked = {
+        features = {
             "ALiBi": alibi_slopes,
-            "a sliding window": sliding_window,
-            "a soft cap": logits_soft_cap,
-            "a cache shared with another layer": kv_sharing_target_layer_name,
-            f"attention of type {attn_type}": None if attn_type == AttentionType.DECODER else attn_type,
+            "sliding windows": sliding_window,
+            "soft caps": logits_soft_cap or None,
+            "caches shared with another layer": kv_sharing_target_layer_name,
+            f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
         }
-        refuse(self._config, kv_cache_dtype, [name for name, value in asked.items() if value], mla)
-        forbid_fused_cache_updates(self._config)
+        check_latents(self._config, kv_cache_dtype, features, mla)
+        compat.forbid_fused_cache_updates(self._config)
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, **mla,
@@ -84,7 +77,7 @@ class SlimKVMLAImpl(MLACommonImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds the layer this belongs to and binds its backend class to the layer's format."""
         name, layer = find_layer(self._config, self)
-        check_layer(layer, self)
+        compat.check_layer(layer, self)
         dims = self.kv_lora_rank, self.qk_rope_head_dim
         spec, _ = layer_spec(served_model(self._config), self._config, name, dims, act_dtype, latent=True)
         assert isinstance(spec, LatentSpec)
@@ -164,7 +157,7 @@ class SlimKVMLAImpl(MLACommonImpl):
         output: Tensor,
         output_scale: Tensor | None = None,
     ) -> None:
-        """Prefill; with ``fresh: codes`` the new tokens see of one another what later requests see of them."""
+        """Prefill. With ``fresh: codes``, new tokens attend to one another's codes, as later requests will."""
         assert self._spec is not None
         if self._fresh_codes and not self._spec.is_lossless_for(str(kv_c_normed.dtype)):
             first = attn_metadata.num_decode_tokens
@@ -178,7 +171,7 @@ class SlimKVMLAImpl(MLACommonImpl):
     def _compute_prefill_context(
         self, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: SlimKVMLAMetadata, k_scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention of prefill's queries on what is cached: chunks of it are decoded into vLLM's workspace."""
+        """Attention of prefill queries to cached tokens, which are decoded in chunks into vLLM's workspace."""
         assert attn_metadata.prefill is not None
         context, backend = attn_metadata.prefill.chunked_context, attn_metadata.prefill.prefill_backend
         kv = self._packed(kv_c_and_k_pe_cache)
@@ -192,7 +185,7 @@ class SlimKVMLAImpl(MLACommonImpl):
                 chunk=chunk, q=q[chunk.token_slice], k=self._concat_k_nope_k_pe(key, rope.unsqueeze(1)), v=value
             )
             if total is None:
-                total = init_mla_context_partial(context, *part, num_tokens=q.shape[0])
-            accumulate_mla_context_chunk(chunk, *part, *total)
+                total = compat.init_mla_context_partial(context, *part, num_tokens=q.shape[0])
+            compat.accumulate_mla_context_chunk(chunk, *part, *total)
         assert total is not None
         return total

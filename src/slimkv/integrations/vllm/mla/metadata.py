@@ -9,36 +9,32 @@ import torch
 from torch import Tensor
 
 from slimkv.integrations.vllm.compat import AttentionCGSupport, CommonAttentionMetadata
-from slimkv.integrations.vllm.mla.compat import (
-    MLACommonDecodeMetadata,
-    MLACommonMetadata,
-    MLACommonMetadataBuilder,
-    QueryLenSupport,
-)
+from slimkv.integrations.vllm.mla import compat
 from slimkv.integrations.vllm.startup import check_cache
+from slimkv.integrations.vllm.warmup import verified_tokens
 from slimkv.ops import AttentionBatch
 
 
 @dataclass
-class SlimKVMLADecodeMetadata(MLACommonDecodeMetadata):
+class SlimKVMLADecodeMetadata(compat.MLACommonDecodeMetadata):
     """The requests in decode or verification: few queries each, attended on packed pages."""
 
     batch: AttentionBatch
 
 
 @dataclass
-class SlimKVMLAMetadata(MLACommonMetadata):
+class SlimKVMLAMetadata(compat.MLACommonMetadata):
     """One step."""
 
     context_slots: list[Tensor] = field(default_factory=list)  # int64 [tokens], for each chunk of prefill's context
 
 
-class SlimKVMLAMetadataBuilder(MLACommonMetadataBuilder):
+class SlimKVMLAMetadataBuilder(compat.MLACommonMetadataBuilder):
     """Builds a step's metadata."""
 
     # A graph holds only bounds and addresses, so it serves uniform batches of few queries, speculative ones included.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
-    query_len_support: ClassVar[Any] = QueryLenSupport.VARLEN
+    query_len_support: ClassVar[Any] = compat.QueryLenSupport.VARLEN
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, SlimKVMLAMetadata)
@@ -47,9 +43,7 @@ class SlimKVMLAMetadataBuilder(MLACommonMetadataBuilder):
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
         """A graph reads query lengths on the device, up to the bound it was captured with."""
-        speculative = vllm_config.speculative_config
-        drafted = speculative.num_speculative_tokens if speculative is not None else 0
-        return 1 + (drafted or 0)
+        return verified_tokens(vllm_config)
 
     def _build_decode(
         self,

@@ -50,11 +50,6 @@ class SlimKVSparseMLABackend(SlimKVMLABackend):
         """Where there is a kernel that reads token rows."""
         return (capability.major, capability.minor) == (9, 0)
 
-    @classmethod
-    def supports_combination(cls, *layer: Any, **more: Any) -> str | None:
-        """Why this kind of layer is not supported, in addition to vLLM's own reasons."""
-        return None
-
 
 @dataclass
 class SlimKVSparseMetadata:
@@ -153,10 +148,10 @@ class SlimKVSparseMLAImpl(SharedTopkIndicesBuffer, SlimKVMLAImpl):
         return [Step(queries, 1, buffer.shape[1]) for queries in (1, QUERIES_AT_ONCE)]
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """Nothing: vLLM moves host caches here."""
+        """Does nothing; vLLM moves host caches here."""
 
     def record_logical_topk_ready(self) -> None:
-        """Nothing: indices are mapped on the stream that computed them."""
+        """Does nothing; indices are mapped on the stream that computed them."""
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any

@@ -1,4 +1,4 @@
-"""Key offsets in vLLM: engines that exchange pages, and the fidelity guard."""
+"""The model that vLLM serves and its layers: their formats, calibration, key offsets and guard."""
 
 from __future__ import annotations
 
@@ -9,13 +9,51 @@ from torch import Tensor
 
 from slimkv.calibration.guard import Guard
 from slimkv.calibration.learned_offset import LayerOffset
+from slimkv.config import KVCacheConfig
+from slimkv.errors import UnsupportedError
 from slimkv.integrations.serving.model import ServedModel, shared_codec
-from slimkv.integrations.vllm.compat import logger
+from slimkv.integrations.vllm.compat import layer_number, logger, tensor_parallel_rank
 from slimkv.integrations.vllm.connectors import pages_leave_the_engine
+from slimkv.integrations.vllm.settings import parse
 from slimkv.spec import CodecSpec
 
+_DUMMY = "dummy"  # vLLM's load format of random weights
 _guards: dict[int, tuple[Any, Guard]] = {}  # by the id of an engine's config, which is kept alive
 _told: dict[int, Any] = {}  # engines that have logged that their keys are not centred
+
+
+def served_model(vllm_config: Any, settings: KVCacheConfig | None = None) -> ServedModel:
+    """The model of an engine's configuration; ``settings``: by default those of its cache."""
+    model = vllm_config.model_config
+    return ServedModel(
+        settings or parse(vllm_config.additional_config), str(model.model), model.hf_text_config, model.max_model_len,
+        tensor_parallel_rank, vllm_config.load_config.load_format == _DUMMY,
+    )  # fmt: skip
+
+
+def find_layer(vllm_config: Any, impl: Any) -> tuple[str, Any]:
+    """The name and module of the layer that ``impl`` runs."""
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if getattr(layer, "impl", None) is impl:
+            return name, layer
+    raise UnsupportedError("vLLM does not list the layer of this attention, so slimkv cannot find its format")
+
+
+def layer_spec(
+    model: ServedModel,
+    vllm_config: Any,
+    name: str,
+    dims: tuple[int, int | None],
+    dtype: torch.dtype,
+    latent: bool = False,
+) -> tuple[CodecSpec, int | None]:
+    """The spec of layer ``name``, and its number; None for a drafter's layer, which is in no calibration. A drafter's
+    layers are numbered after the model's layers. ``dims``: of keys and values, or of latents and rope parts.
+    """
+    number = layer_number(name)
+    own = number if number is not None and number < model.config.num_hidden_layers else None
+    raw = str(dtype if dtype.is_floating_point else vllm_config.model_config.dtype)
+    return model.layer_spec(number, *dims, raw, latent=latent, name=name), own
 
 
 def layer_offset(
