@@ -9,12 +9,12 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.calibration.guard import Guard
-from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang import refusals
 from slimkv.integrations.sglang.compat import HybridLinearKVPool, SWAKVPool, logger
 from slimkv.integrations.sglang.metadata import BlockTables, Step
-from slimkv.integrations.sglang.packed_backend import PackedBackend, refuse_unknown
+from slimkv.integrations.sglang.packed_backend import PackedBackend, check_pool, refuse_unknown
 from slimkv.integrations.sglang.pool import SlimKVPool
+from slimkv.integrations.sglang.transfer import state_in_handshake
 from slimkv.ops.attention.api import SIXTEEN_BIT
 from slimkv.ops.warmup import LayerKind, run_step, serving_steps
 from slimkv.ops.warmup import Step as WarmupStep
@@ -34,6 +34,7 @@ class SlimKVAttnBackend(PackedBackend):
         if isinstance(self.token_to_kv_pool, HybridLinearKVPool):
             self.token_to_kv_pool.dtype = torch.uint8  # models ask this pool for the dtype of its pages
         self._config = plain[0].plan.config
+        state_in_handshake(model_runner, plain[0].plan)
         self._raw = self._config.reads_fresh_raw(shared_pages=True)
         self._prefill = SIXTEEN_BIT
         for pages in (pages for one in plain for pages in one.layers):  # the same for all, or an error
@@ -74,11 +75,7 @@ class SlimKVAttnBackend(PackedBackend):
         else:
             found = [pool]
         for one in found:
-            if not isinstance(one, SlimKVPool):
-                raise UnsupportedError(
-                    f"SGLang built a {type(one).__name__} where slimkv's pages should be: its hook on the pool's class "
-                    "did not take, or this model has a cache of another kind"
-                )
+            check_pool(one, SlimKVPool)
         return found
 
     # -- per layer ---------------------------------------------------------------------------------------------------
