@@ -104,7 +104,7 @@ test-vllm: $(VLLM_VENV)/.ready
 
 # Hybrids, stores shared by processes, transfers between engines, calibration inside the engine: many engines, for before a release.
 test-vllm-extended: $(VLLM_VENV)/.ready
-	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm-extended.txt
+	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/extended.txt
 	$(VLLM_PY) -m pytest tests/integrations/vllm tests/lab/suite/test_vllm_engine.py tests/lab/soak -m extended -n 2 --dist loadfile
 
 # SGLang too. On a CPU it runs with torch_native attention and a stand-in for its kernel package, which a .pth file brings.
@@ -126,7 +126,8 @@ SGLANG_TESTS ?= "not extended"
 test-sglang: $(SGLANG_VENV)/.ready
 	OMP_NUM_THREADS=1 $(SGLANG_PY) -m pytest tests/integrations/sglang tests/lab/bench/test_serve.py -m $(SGLANG_TESTS) -n 2 --dist loadfile
 
-test-sglang-extended:
+test-sglang-extended: $(SGLANG_VENV)/.ready
+	$(SGLANG_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/extended.txt
 	$(MAKE) test-sglang SGLANG_TESTS=extended
 
 # Only the environments of both engines: most of it is waiting for downloads.

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "shared")
 sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "vllm"))
 
 import transformers
-from engines import NGRAM, draft_model, engine, repeating, run_engine, run_engines, slimkv
-from prompts import long, partings, piece, ragged, run
+from engines import NGRAM, draft_model, engine, run_engine, run_engines, slimkv
+from prompts import long, partings, ragged, repeating, run, various
 from row_exact import assert_same
 
 from slimkv.ops.cuda.device import AS_DEVICE, NAMED
@@ -84,8 +84,7 @@ def test_speculation_changes_no_more_than_another_batch_does():
 
 def test_deterministic_answers_depend_on_their_prompt_alone():
     """32 prompts alone, together, from the cache, in chunks of 256, with n-gram drafts and a draft model."""
-    prompts = [piece(53 * i, 11 + (53 * i * i + 37 * i) % 600) for i in range(30)] + repeating()
-    together = {**run("together", prompts, 40), "logprobs": 3}
+    together = {**run("together", various(), 40), "logprobs": 3}
     plain = [together, {**together, "name": "cached"}, {**together, "name": "alone", "one_by_one": True, "reset": True}]
     shared = {"dtype": "bfloat16", "block_size": 64, "max_num_batched_tokens": 8192, **MEMORY, **slimkv("k4v4")}
     others = {"chunked": {"max_num_batched_tokens": 256}, "n-gram": NGRAM, "draft model": draft_model()}

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from forked import Forked
 from prompts import piece, sharing, short_model_folder
 
 ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
+    **({} if torch.version.cuda else {"SGLANG_USE_CPU_ENGINE": "1"}),
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # small functions would be compiled for minutes
 }
 PAGE = 32
 LIMIT_SECONDS = 1200  # for one engine
-_SCENARIOS = Forked(Path(__file__).with_name("scenario.py"), LIMIT_SECONDS)
+SCRIPT = Path(__file__).with_name("scenario.py")
+_SCENARIOS = Forked(SCRIPT, LIMIT_SECONDS)
 BASE: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",  # what is left to compare is the cache, not the rounding of products
@@ -62,6 +65,17 @@ def run_engine(
     return _SCENARIOS.run(request, environment(**extra))
 
 
+def run_engines(*each: tuple[dict[str, Any], list[dict[str, Any]]], **extra: str) -> list[dict[str, Any]]:
+    """Several engines with their runs, all at the same time, each started from nothing as users start theirs."""
+    requests = [
+        {"engine": {**BASE, **engine, "port": 31000 + 100 * i, "nccl_port": 32000 + i}, "runs": runs, "spawned": True}
+        for i, (engine, runs) in enumerate(each)
+    ]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        found = pool.map(lambda one: Forked(SCRIPT, LIMIT_SECONDS).run(one, environment(**extra)), requests)
+        return list(found)
+
+
 def plugin_path(folder: Path, name: str, register: str) -> str:
     """A PYTHONPATH on which SGLang finds ``folder``, and a plugin in it whose entry point is ``register``."""
     info = folder / f"{name}-1.0.dist-info"
@@ -74,6 +88,23 @@ def plugin_path(folder: Path, name: str, register: str) -> str:
 def prefixed() -> list[list[int]]:
     """Requests that share six pages and a little more."""
     return sharing(6 * PAGE + 12)
+
+
+def ngram_drafts(tokens: int = 4) -> dict[str, Any]:
+    """Drafts looked up in the text, as chains of ``tokens``."""
+    return {
+        "speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1,
+        "speculative_num_draft_tokens": tokens,
+    }  # fmt: skip
+
+
+def model_drafts(folder: str, attention: str = "torch_native", steps: int = 3) -> dict[str, Any]:
+    """Drafts of the model in ``folder``, whose own cache ``attention`` reads, as chains of ``steps`` and one."""
+    return {
+        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": folder, "speculative_num_steps": steps,
+        "speculative_eagle_topk": 1, "speculative_num_draft_tokens": steps + 1,
+        "speculative_draft_attention_backend": attention,
+    }  # fmt: skip
 
 
 def many() -> list[list[int]]:

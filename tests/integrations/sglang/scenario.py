@@ -24,6 +24,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     retracted: dict[str, int] = {}
     verified: dict[str, int] = {}
     logprobs: dict[str, list[list[dict[int, float]]]] = {}
+    prompt_logprobs: dict[str, list[list[float]]] = {}
     try:
         for run in request["runs"]:
             if run.get("reset"):
@@ -31,9 +32,13 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
             params = {"temperature": 0, "max_new_tokens": run["max_tokens"], "ignore_eos": not run.get("may_end")}
             batches = [[p] for p in run["prompts"]] if run.get("one_by_one") else [run["prompts"]]
             most = {"return_logprob": True, "top_logprobs_num": run["logprobs"]} if "logprobs" in run else {}
+            if run.get("prompt_logprobs"):
+                most |= {"return_logprob": True, "logprob_start_len": 0}
             outputs = [o for batch in batches for o in engine.generate(input_ids=batch, sampling_params=params, **most)]
             name = run["name"]
-            if most:
+            if run.get("prompt_logprobs"):
+                prompt_logprobs[name] = [[x[0] for x in o["meta_info"]["input_token_logprobs"][1:]] for o in outputs]
+            if "logprobs" in run:
                 logprobs[name] = [
                     [{token: logprob for logprob, token, _ in step} for step in o["meta_info"]["output_top_logprobs"]]
                     for o in outputs
@@ -52,6 +57,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "retracted": retracted,
         "verified": verified,  # chains of drafted tokens
         "logprobs": logprobs,  # of the most likely tokens at every place, in runs that ask for so many
+        "prompt_logprobs": prompt_logprobs,  # of the prompts' own tokens but the first
         "max_total_num_tokens": info["max_total_num_tokens"],
         "page_size": info["page_size"],
         "kv_gib": state["memory_usage"]["kvcache"],
@@ -60,10 +66,12 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+    import torch
     from forked import serve
 
     entry = ("entrypoints.engine", "managers.scheduler", "managers.detokenizer_manager", "models.llama")
-    serve(run_engine, [f"sglang.srt.{name}" for name in entry])
+    # With CUDA, importing SGLang opens the device, and no fork could use it then.
+    serve(run_engine, [] if torch.version.cuda else [f"sglang.srt.{name}" for name in entry])
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -62,7 +60,7 @@ def test_the_pool_stores_with_them():
     for calibration in (None, make_calibration()):
         pool = calibrated_pool(calibration)
         for layer in range(3):
-            pool.set_kv_buffer(SimpleNamespace(layer_id=layer), torch.arange(PAGE, 2 * PAGE), key, value)
+            pool.store(layer, torch.arange(PAGE, 2 * PAGE), key, value)
         stored.append([pool.packed(layer).pages.clone() for layer in range(3)])
     plain, calibrated = stored
     assert [torch.equal(a, b) for a, b in zip(plain, calibrated, strict=True)] == [False, False, True]
@@ -78,7 +76,7 @@ def test_tokens_are_rounded_by_their_positions():
         pages.append(pool.packed(0).pages.clone())
     assert not torch.equal(pages[0], pages[2])
     with pytest.raises(InputError, match="give its index"):
-        pool.set_kv_buffer(SimpleNamespace(layer_id=0), slots, key, value)
+        pool.store(0, slots, key, value)
 
 
 def test_a_steps_ranges_follow_the_positions():

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from engines import plugin_path, run_engine, slimkv
+from engines import model_drafts, ngram_drafts, plugin_path, run_engine, slimkv
 from prompts import run
 from row_exact import PROMPTS, assert_same, tiny_model
 
@@ -60,21 +60,13 @@ def test_chunks_change_nothing(ask, plain):
 
 
 def test_ngram_drafts_change_nothing(ask, plain):
-    drafts = {
-        "speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1, "speculative_num_draft_tokens": 4,
-    }  # fmt: skip
-    found = ask([asked("together")], **drafts)
+    found = ask([asked("together")], **ngram_drafts())
     assert_same(plain, "together", found, "together")
     assert 0 < found["verified"]["together"] < 10 * len(PROMPTS), "some were accepted"
 
 
 def test_a_draft_model_changes_nothing(ask, plain, model):
-    drafts = {
-        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": model, "speculative_num_steps": 3,
-        "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4,
-        "speculative_draft_attention_backend": "torch_native",
-    }  # fmt: skip
-    found = ask([asked("together")], **drafts)
+    found = ask([asked("together")], **model_drafts(model))
     assert_same(plain, "together", found, "together")
     assert 0 < found["verified"]["together"] < 8 * len(PROMPTS), "most were accepted"
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from engines import PAGE, plugin_path, run_engine, slimkv
+from engines import PAGE, model_drafts, plugin_path, run_engine, slimkv
 from mla_models import LAYERS, LONG, PROMPTS, deepseek_v2, deepseek_v3, saved, transformers_tokens
 from prompts import run
 
@@ -115,12 +115,9 @@ def test_drafts_change_nothing(folder, packed, tmp_path):
         "import torch_native_drafts, torch_native_latents\n"
         "def register():\n    torch_native_drafts.register()\n    torch_native_latents.register()\n"
     )
-    drafts = {
-        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": folder, "speculative_num_steps": 3,
-        "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4,
-        "speculative_draft_attention_backend": "torch_native",
-    }  # fmt: skip
     path = plugin_path(tmp_path, "both", "both:register")
-    ours = run_engine({"model_path": folder, **drafts, **slimkv("c4")}, [run("miss", SHARED, 12)], PYTHONPATH=path)
+    ours = run_engine(
+        {"model_path": folder, **model_drafts(folder), **slimkv("c4")}, [run("miss", SHARED, 12)], PYTHONPATH=path
+    )
     assert ours["tokens"]["miss"] == packed["tokens"]["miss"]
     assert 0 < ours["verified"]["miss"] < 3 * 12

@@ -250,16 +250,16 @@ def test_latents_keep_their_bytes_when_tokens_move(made):
     backend, module, slots = made("c4r8")
     pool = backend.token_to_kv_pool
     prefill(backend, module, make_step(backend, slots, "EXTEND", [0], [0], [20]), 3)
-    latent, rope = pool.get_mla_kv_buffer(module.attn_mqa, slots[0, :20].long(), torch.float32)
-    assert latent.shape == (20, 1, RANK)
-    assert rope.shape == (20, 1, ROPE)
+    latent, rope = pool.gather(0, slots[0, :20].long(), torch.float32)
+    assert latent.shape == (20, RANK)
+    assert rope.shape == (20, ROPE)
     pool.move_kv_cache(slots[1, :20].long(), slots[0, :20].long())
-    moved = pool.get_mla_kv_buffer(module.attn_mqa, slots[1, :20].long(), torch.float32)
+    moved = pool.gather(0, slots[1, :20].long(), torch.float32)
     assert torch.equal(moved[0], latent)
     assert torch.equal(moved[1], rope)
     copied = pool.get_cpu_copy(slots[0, :20].long())
     pool.load_cpu_copy(copied, slots[2, :20].long())
-    assert torch.equal(pool.get_mla_kv_buffer(module.attn_mqa, slots[2, :20].long(), torch.float32)[0], latent)
+    assert torch.equal(pool.gather(0, slots[2, :20].long(), torch.float32)[0], latent)
     with pytest.raises(UnsupportedError, match="cached tensors of layer 0"):
         pool.get_key_buffer(0)
 

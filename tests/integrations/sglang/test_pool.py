@@ -13,6 +13,7 @@ from plans import DIM, HEADS, PAGE, make_plan, make_pool
 
 from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.sglang.backend import SlimKVAttnBackend
 from slimkv.integrations.sglang.pool import bind
 
 pytestmark = pytest.mark.sglang
@@ -27,7 +28,7 @@ def filled(size: int = 8 * PAGE):
     torch.manual_seed(0)
     for layer in range(len(FORMATS)):
         key, value = torch.randn(2, len(slots), HEADS, DIM)
-        pool.set_kv_buffer(SimpleNamespace(layer_id=layer), slots, key, value)
+        pool.store(layer, slots, key, value)
     return pool, slots
 
 
@@ -50,16 +51,14 @@ def test_raw_layers_give_back_what_was_stored():
     pool = make_pool(["raw"])
     key, value = torch.randn(2, 20, HEADS, DIM)
     slots = torch.randperm(8 * PAGE)[:20]
-    pool.set_kv_buffer(SimpleNamespace(layer_id=0), slots, key, value)
+    pool.store(0, slots, key, value)
     assert torch.equal(decoded(pool, 0, slots), torch.cat([key, value], -1))
 
 
 def test_a_stage_of_a_pipeline_counts_its_layers_from_its_first():
     pool = make_pool(["raw", "raw"], start_layer=7, end_layer=9)
-    key, value = torch.randn(2, 3, HEADS, DIM)
-    pool.set_kv_buffer(SimpleNamespace(layer_id=8), torch.arange(16, 19), key, value)
-    assert decoded(pool, 1, torch.arange(16, 19)).any()
-    assert not decoded(pool, 0, torch.arange(16, 19)).any()
+    backend = SimpleNamespace(token_to_kv_pool=pool)
+    assert SlimKVAttnBackend._pool_of(backend, 8) == (pool, 1, False)
 
 
 def test_moved_tokens_are_the_same_tokens():
@@ -93,7 +92,7 @@ def test_pages_move_to_host_memory_and_back_as_rows(monkeypatch):
     pool = make_pool(["k4v4", "k4v4"])
     slots = torch.arange(PAGE, 5 * PAGE)
     for layer in range(2):
-        pool.set_kv_buffer(SimpleNamespace(layer_id=layer), slots, *torch.randn(2, len(slots), HEADS, DIM))
+        pool.store(layer, slots, *torch.randn(2, len(slots), HEADS, DIM))
     before = [decoded(pool, layer, slots) for layer in range(2)]
     (info,) = pool.get_device_pool_infos()
     host = MiniMaxM3Nvfp4MainKVPoolHost(
@@ -115,7 +114,7 @@ def test_layers_of_different_sizes_have_no_host_memory(monkeypatch):
         make_pool(FORMATS).get_device_pool_infos()
 
 
-@pytest.mark.parametrize("name", ["get_key_buffer", "get_value_buffer", "get_kv_buffer"])
+@pytest.mark.parametrize("name", ["get_key_buffer", "get_value_buffer", "get_kv_buffer", "set_kv_buffer"])
 def test_nobody_gets_tensors_to_write_past_the_codec(name):
     """Models with fused kernels write into these; the pool's dtype keeps them from trying."""
     pool = make_pool(["k4v4"])

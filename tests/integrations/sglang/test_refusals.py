@@ -68,17 +68,18 @@ def test_refused_while_arguments_are_resolved(arguments, error, message):
         resolved(**{"page_size": 32, **arguments})
 
 
-@pytest.mark.parametrize("name", [*refusals._OPTIONS])
+@pytest.mark.parametrize("name", [*refusals._OPTIONS, *refusals._TRANSFER_OPTIONS])
 def test_every_option_that_would_bypass_the_pages(name, monkeypatch):
     """Some of them SGLang itself refuses on a CPU, so these are asked without it."""
     options = SimpleNamespace(
         attention_backend="slimkv", prefill_attention_backend=None, decode_attention_backend=None, page_size=64,
-        kv_cache_dtype="auto", speculative_algorithm=None, **{name: "something"},
+        kv_cache_dtype="auto", disaggregation_mode="prefill" if name in refusals._TRANSFER_OPTIONS else "null",
+        **{"speculative_algorithm": None, name: "something"},
     )  # fmt: skip
     monkeypatch.setattr(refusals.compat, "server_options", lambda args: options)
     with pytest.raises(UnsupportedError, match=refusals.flag(name)):
         refusals.check_options(None)
-    setattr(options, name, refusals._OPTIONS[name][0][0])
+    setattr(options, name, {**refusals._OPTIONS, **refusals._TRANSFER_OPTIONS}[name][0][0])
     refusals.check_options(None)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from engines import engine, plugin_path, prefixed, run_engine, slimkv
+from engines import engine, model_drafts, plugin_path, prefixed, run_engine, slimkv
 from prompts import long, partings, ragged, run, short_model_folder
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -22,11 +22,7 @@ def test_a_draft_model_changes_no_more_than_another_batch_does(tmp_path):
     a near tie may fall the other way: tokens may part by no more than where the same prompts part when they are asked
     one by one, without a draft. A verified token that attended wrong pages would part by nats.
     """
-    drafts = {
-        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": short_model_folder(),
-        "speculative_num_steps": STEPS, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": STEPS + 1,
-        "speculative_draft_attention_backend": "torch_native",
-    }  # fmt: skip
+    drafts = model_drafts(short_model_folder(), steps=STEPS)
     prompts = [*ragged(), *long()]
     runs = [run("mixed", prompts, 24), run("miss", prefixed(), 12), run("hit", prefixed(), 12)]
     singly = run("singly", prompts, 24, one_by_one=True, reset=True)

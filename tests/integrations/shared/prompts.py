@@ -88,6 +88,16 @@ def long() -> list[list[int]]:
     return [piece(100, 301), piece(700, 203)]
 
 
+def repeating() -> list[list[int]]:
+    """Text whose continuation can be guessed from itself."""
+    return [piece(0, 40) * 3 + piece(0, 20), piece(200, 30) * 4]
+
+
+def various() -> list[list[int]]:
+    """32 prompts of 11 to 610 tokens, the last two of repeating text."""
+    return [piece(53 * i, 11 + (53 * i * i + 37 * i) % 600) for i in range(30)] + repeating()
+
+
 def sharing(tokens: int) -> list[list[int]]:
     """Three requests with ``tokens`` tokens in common, and a few of their own."""
     return [piece(100, tokens) + piece(1500 + 20 * i, 9 + i) for i in range(3)]

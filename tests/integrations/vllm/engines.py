@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import Forked
-from prompts import piece, sharing, short_model_folder
+from prompts import sharing, short_model_folder
 
 LIMIT_SECONDS = 1800  # for one engine, on a machine that does other work
 _SCENARIOS = Forked(Path(__file__).with_name("scenario.py"), LIMIT_SECONDS)
@@ -80,11 +80,6 @@ def refusals(engine: dict[str, Any], refused: dict[str, dict[str, Any]], **extra
 def prefixed() -> list[list[int]]:
     """Requests that share six blocks and a little more."""
     return sharing(6 * BASE["block_size"] + 12)
-
-
-def repeating() -> list[list[int]]:
-    """Text whose continuation can be guessed from itself."""
-    return [piece(0, 40) * 3 + piece(0, 20), piece(200, 30) * 4]
 
 
 NGRAM = {

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import NGRAM, draft_model, engine, prefixed, repeating, run_engine, slimkv
-from prompts import long, piece, ragged, run
+from engines import NGRAM, draft_model, engine, prefixed, run_engine, slimkv
+from prompts import long, piece, ragged, repeating, run
 
 from slimkv.spec import CodecSpec, PageLayout
 

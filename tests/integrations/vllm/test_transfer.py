@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ pytest.importorskip("nixl", reason="make test-vllm-extended installs it")
 
 from engines import BASE, environment, slimkv
 from mla_models import deepseek_v2, saved
+from peers import Peer, all_ready
 from test_stores import make, prompt
 
 from slimkv.lab.soak.server import free_port
@@ -32,46 +29,23 @@ FOR_A_PEER = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host
 FOR_A_PEER |= {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-class Peer:
-    """An engine in a process of its own."""
+class TransferPeer(Peer):
+    """Pages go through host memory."""
 
-    def __init__(self, folder: str, log, arguments: dict[str, Any]) -> None:
+    def __init__(self, folder: str, log: Path, arguments: dict[str, Any]) -> None:
         transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
         engine = {**BASE, "model": folder, "skip_tokenizer_init": True, "kv_transfer_config": transfer, **arguments}
         own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-        self.log, self.said = log, ""  # stderr, and what else it prints
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps(engine)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=log.open("w"), text=True,
-            env=environment(**own, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
-        )  # fmt: skip
-
-    def answer(self) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(">"):
-                return line[1:].strip()
-            self.said += line
-        raise AssertionError(f"the engine ended:\n{self.log.read_text()[-5000:]}")
+        super().__init__(SCRIPT, engine, environment(**own, VLLM_ENABLE_V1_MULTIPROCESSING="0"), log)
 
     def ask(self, max_tokens: int, transfer: dict[str, Any] | None = None) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"prompt": PROMPT, "max_tokens": max_tokens, "transfer": transfer}) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.answer())
+        return super().ask(prompt=PROMPT, max_tokens=max_tokens, transfer=transfer)
 
 
-@contextmanager
-def started_peers(folder: str, logs, formats: dict[str, str], **arguments: Any):
-    started = {name: Peer(folder, logs / name, {**slimkv(x), **arguments}) for name, x in formats.items()}
-    try:
-        for peer in started.values():
-            assert peer.answer() == "ready"
-        yield started
-    finally:
-        for peer in started.values():
-            peer.process.kill()
-            peer.process.wait()
+def started_peers(folder: str, logs: Path, formats: dict[str, str], **arguments: Any):
+    return all_ready(
+        {name: TransferPeer(folder, logs / name, {**slimkv(x), **arguments}) for name, x in formats.items()}
+    )
 
 
 @pytest.fixture(scope="module")

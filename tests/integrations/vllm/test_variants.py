@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import NGRAM, engine, repeating, run_engine, slimkv
-from prompts import long, ragged, run
+from engines import NGRAM, engine, run_engine, slimkv
+from prompts import long, ragged, repeating, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.calibration.guard import Guard
-from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang import refusals
 from slimkv.integrations.sglang.compat import HybridLinearKVPool, SWAKVPool, logger
 from slimkv.integrations.sglang.metadata import BlockTables, Step
-from slimkv.integrations.sglang.packed_backend import PackedBackend, refuse_unknown
+from slimkv.integrations.sglang.packed_backend import PackedBackend, check_pool, refuse_unknown
 from slimkv.integrations.sglang.pool import SlimKVPool
+from slimkv.integrations.sglang.transfer import state_in_handshake
 from slimkv.ops.attention.api import SIXTEEN_BIT
 from slimkv.ops.warmup import LayerKind, run_steps, serving_steps, start_compiling
 from slimkv.ops.warmup import Step as WarmupStep
@@ -34,6 +34,7 @@ class SlimKVAttnBackend(PackedBackend):
         if isinstance(self.token_to_kv_pool, HybridLinearKVPool):
             self.token_to_kv_pool.dtype = torch.uint8  # models ask this pool for the dtype of its pages
         self._config = plain[0].plan.config
+        state_in_handshake(model_runner, plain[0].plan)
         self._raw = self._config.reads_fresh_raw(shared_pages=True)
         self._prefill = SIXTEEN_BIT
         for pages in (pages for one in plain for pages in one.layers):  # the same for all, or an error
@@ -76,11 +77,7 @@ class SlimKVAttnBackend(PackedBackend):
         else:
             found = [pool]
         for one in found:
-            if not isinstance(one, SlimKVPool):
-                raise UnsupportedError(
-                    f"SGLang built a {type(one).__name__} where slimkv's pages should be: its hook on the pool's class "
-                    "did not take, or this model has a cache of another kind"
-                )
+            check_pool(one, SlimKVPool)
         return found
 
     # -- per layer ---------------------------------------------------------------------------------------------------
@@ -101,38 +98,32 @@ class SlimKVAttnBackend(PackedBackend):
         refuse_unknown(others)
         step = self.forward_metadata
         assert step is not None
-        if save_kv_cache and k is not None and v is not None:
-            self._store(layer, step, batch.out_cache_loc, k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         if query.shape[0] > step.num_queries:  # padding, which nothing else writes
             out[step.num_queries :].zero_()
-        fresh = (k, v) if self._raw and k is not None and v is not None else None
-        if save_kv_cache and k is not None:
-            self._check_scores(query, k, layer, step, batch.out_cache_loc)
-        self._attend(query, fresh, layer, step, sinks, out)
+        fresh = None if k is None or v is None else (k, v)
+        if save_kv_cache and fresh is not None:
+            self._store(query, *fresh, layer, step, batch.out_cache_loc)
+        self._attend(query, fresh if self._raw else None, layer, step, sinks, out)
         return out.view(out.shape[0], -1)
 
-    def _store(self, layer: Any, step: Step, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Writes the new tokens; prefill in pieces narrows ``slots`` to those of a piece, from the first on."""
+    def _store(self, query: Tensor, key: Tensor, value: Tensor, layer: Any, step: Step, slots: Tensor) -> None:
+        """Writes the new tokens and checks their scores (see ``ServedLayer.check_scores``).
+
+        Prefill in pieces narrows ``slots`` to those of a piece, from the first on.
+        """
         pool, index, windowed = self._pool_of(layer.layer_id)
-        count = slots.shape[0]
         if windowed:
             assert step.window_slots is not None
-            slots = step.window_slots[:count]
-        ranges = None if step.matrix_index is None else step.matrix_index[:count]
+            slots = step.window_slots[: len(slots)]
+        ranges = None if step.matrix_index is None else step.matrix_index[: len(slots)]
         starts = step.parts[0].batch.cu_seqlens_q if self._config.deterministic else None
         pool.store(index, slots, key, value, ranges, starts)
-
-    def _check_scores(self, query: Tensor, key: Tensor, layer: Any, step: Step, slots: Tensor) -> None:
-        """See ``ServedLayer.check_scores``."""
-        name, count = str(layer.layer_id), min(step.num_queries, slots.shape[0])
+        name, count = str(layer.layer_id), min(step.num_queries, len(slots))
         if self._guard.wants(name, count):
-            pool, index, windowed = self._pool_of(layer.layer_id)
-            where = step.window_slots if windowed else slots
-            assert where is not None
             kv, scale = pool.packed(index), float(layer.scaling)
-            pool.served[index].check_scores(self._guard, name, query, key, kv, where[:count], scale)
+            pool.served[index].check_scores(self._guard, name, query, key, kv, slots[:count], scale)
 
     def _attend(
         self, query: Tensor, fresh: tuple[Tensor, Tensor] | None, layer: Any, step: Step, sinks: Tensor | None,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 from slimkv.errors import UnsupportedError
@@ -28,13 +27,7 @@ try:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.mem_cache.memory_pool import (
-        HybridLinearKVPool,
-        KVCache,
-        MHATokenToKVPool,
-        MLATokenToKVPool,
-        unwrap_write_loc,
-    )
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -45,7 +38,7 @@ try:
     require_parts(HybridSWAPoolConfigurator, "_full_cell_bytes", "_swa_cell_bytes", "_recompute_cell_size")
     require_parts(KVCacheConfigurator, "_resolve_kv_pool_class")
     require_parts(MHATokenToKVPool, "_create_buffers", "_init_kv_copy_and_warmup", "move_kv_cache", "get_cpu_copy")
-    require_parts(MLATokenToKVPool, "_create_buffers", "set_mla_kv_buffer", "get_mla_kv_buffer")
+    require_parts(MLATokenToKVPool, "_create_buffers")
     for _name in ("allocation_label", "post_capture_active"):
         if _name not in inspect.signature(MHATokenToKVPool.__init__).parameters:
             raise ImportError(f"MHATokenToKVPool({_name}=...)")
@@ -65,6 +58,11 @@ def is_switched_on(server_args: Any) -> bool:
     return BACKEND in attention_backends_of(server_options(server_args))
 
 
+def is_disaggregated(server_args: Any) -> bool:
+    """Whether prefill and decode run in different engines."""
+    return getattr(server_options(server_args), "disaggregation_mode", None) not in (None, "null")
+
+
 def check_hooks(targets: tuple[str, ...]) -> None:
     """Raises unless SGLang patched all of ``targets``; SGLang itself only logs a hook that fails."""
     missing = [target for target in targets if target not in HookRegistry._patched]
@@ -79,23 +77,6 @@ def attention_tp() -> tuple[int, int]:
     """This process's rank among those that share the heads of attention, and how many there are."""
     parallel = get_parallel()
     return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
-
-
-def host_pool_parts() -> Any:
-    """The classes of SGLang's host pool for rows of pages; raises if this SGLang has none."""
-    try:
-        from sglang.srt.mem_cache.device_pool_info import DevicePoolInfo, PageRowBufferInfo
-        from sglang.srt.mem_cache.hicache_storage import PoolName
-        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _get_allocator_type, get_memory
-        from sglang.srt.mem_cache.pool_host.minimax_m3_nvfp4 import MiniMaxM3Nvfp4MainKVPoolHost
-    except ImportError as error:
-        raise UnsupportedError(
-            f"this SGLang has no host memory for packed pages ({error}): leave out --enable-hierarchical-cache"
-        ) from error
-    return SimpleNamespace(
-        DevicePoolInfo=DevicePoolInfo, PageRowBufferInfo=PageRowBufferInfo, PoolName=PoolName,
-        RowHostPool=MiniMaxM3Nvfp4MainKVPoolHost, memory=get_memory, allocator_type=_get_allocator_type,
-    )  # fmt: skip
 
 
 def full_attention_layers(kvc: Any) -> list[int] | None:

@@ -9,11 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.sglang.compat import MHATokenToKVPool, check_hooks, host_pool_parts
+from slimkv.integrations.sglang.compat import MHATokenToKVPool, check_hooks
 from slimkv.integrations.sglang.names import HOST_POOL
 
+try:
+    from sglang.srt.mem_cache.device_pool_info import DevicePoolInfo, PageRowBufferInfo
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _get_allocator_type, get_memory
+    from sglang.srt.mem_cache.pool_host.minimax_m3_nvfp4 import MiniMaxM3Nvfp4MainKVPoolHost
+except ImportError as error:
+    raise UnsupportedError(
+        f"this SGLang has no host memory for packed pages ({error}): leave out --enable-hierarchical-cache"
+    ) from error
 
-def device_pool_infos(pool: Any) -> tuple[Any, ...]:
+
+def device_pool_infos(pool: Any) -> tuple[DevicePoolInfo, ...]:
     """The interface that SGLang expects of a device pool: where its rows are."""
     check_hooks((HOST_POOL,))
     if not isinstance(pool, MHATokenToKVPool):
@@ -24,26 +34,24 @@ def device_pool_infos(pool: Any) -> tuple[Any, ...]:
             f"--enable-hierarchical-cache moves pages of one size, and layers of this cache have pages of "
             f"{sorted(sizes)} bytes: give all layers one format"
         )
-    parts = host_pool_parts()
     slab = pool._slab.view(len(pool.layers), pool.num_blocks, sizes.pop())
-    rows = parts.PageRowBufferInfo(
+    rows = PageRowBufferInfo(
         slab=slab, rows=tuple(slab.unbind(0)), row_bytes=slab.shape[2], page_size=pool.page_size,
         num_pages=pool.num_blocks,
     )  # fmt: skip
     layers = tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
-    name = parts.PoolName.KV
-    return (parts.DevicePoolInfo(pool_name=name, indices_from_pool=name, layer_ids=layers, buffer_info=rows),)
+    name = PoolName.KV
+    return (DevicePoolInfo(pool_name=name, indices_from_pool=name, layer_ids=layers, buffer_info=rows),)
 
 
 def host_pool(pool: Any, asked: dict[str, Any]) -> Any:
     """The host pool of a packed pool; ``asked``: the arguments of ``build_kv_host_pool``."""
     if asked.get("mtp_draft_device_pools"):
         raise UnsupportedError("slimkv's host pool excludes a drafter's cache: leave out --enable-hierarchical-cache")
-    parts = host_pool_parts()
-    memory, host_size = parts.memory(), asked.get("host_size")
-    return parts.RowHostPool(
+    memory, host_size = get_memory(), asked.get("host_size")
+    return MiniMaxM3Nvfp4MainKVPoolHost(
         pool.get_device_pool_infos()[0].buffer_info, memory.hicache_ratio,
         memory.hicache_size if host_size is None else host_size, asked["page_size"], memory.hicache_mem_layout,
-        allocator_type=parts.allocator_type(), device_capacity_tokens=pool.size, start_layer=pool.start_layer,
+        allocator_type=_get_allocator_type(), device_capacity_tokens=pool.size, start_layer=pool.start_layer,
         end_layer=pool.end_layer, pool_label=asked.get("pool_label", "kv"), pin_memory=pool._slab.is_cuda,
     )  # fmt: skip

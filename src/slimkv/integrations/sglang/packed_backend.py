@@ -11,6 +11,7 @@ from torch import Tensor
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.sglang.compat import AttentionBackend
 from slimkv.integrations.sglang.metadata import BlockTables, GraphTables, Step, eager_step, verified_tokens
+from slimkv.integrations.sglang.refusals import DRAFT_BACKEND
 
 
 class PackedBackend(AttentionBackend):
@@ -22,10 +23,7 @@ class PackedBackend(AttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         if model_runner.is_draft_worker:
-            raise InputError(
-                "the draft has its own cache in the model's dtype: name the backend that reads it, as in "
-                "--speculative-draft-attention-backend fa3"
-            )
+            raise InputError(DRAFT_BACKEND)
         self.device = torch.device(model_runner.device)
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._graph: GraphTables | None = None
@@ -85,6 +83,15 @@ class PackedBackend(AttentionBackend):
     def support_triton(self) -> bool:
         """SGLang's Triton helpers may run beside it on a GPU."""
         return self.device.type == "cuda"
+
+
+def check_pool(pool: Any, expected: type) -> None:
+    """Raises unless the pool that SGLang built is slimkv's."""
+    if not isinstance(pool, expected):
+        raise UnsupportedError(
+            f"SGLang built a {type(pool).__name__} where slimkv's pages should be: its hook on the pool's class did "
+            "not take, or this model has a cache of another kind"
+        )
 
 
 def refuse_unknown(others: Mapping[str, Any]) -> None:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
+from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.layer import ServedLayer
 from slimkv.integrations.serving.model import shared_codec
 from slimkv.integrations.sglang import compat
-from slimkv.integrations.sglang.host_pool import device_pool_infos, host_pool
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
 from slimkv.ops import PackedKV
 
@@ -135,16 +135,20 @@ class PackedPool(compat.KVCache):
 
     # -- access that would bypass the codes ----------------------------------------------------------------------------
 
-    def _refuse(self, layer_id: int) -> NoReturn:
+    def _refuse(self, layer: Any, *_: Any, **__: Any) -> NoReturn:
+        number = getattr(layer, "layer_id", layer)
         raise UnsupportedError(
-            f"the caller in the traceback reads the cached tensors of layer {layer_id}, but slimkv's cache holds codes "
-            "for its own attention backend: serve this model or option with SGLang's own attention backend"
+            f"the caller in the traceback reads or writes cached tensors of layer {number}, but slimkv's cache holds "
+            "codes for its own attention backend: serve this model or option with SGLang's own attention backend"
         )
 
-    get_key_buffer = get_value_buffer = get_kv_buffer = _refuse
+    get_key_buffer = get_value_buffer = get_kv_buffer = get_mla_kv_buffer = _refuse
+    set_kv_buffer = set_kv_buffer_prefix_valid = set_mla_kv_buffer = _refuse
 
     def get_device_pool_infos(self) -> tuple[Any, ...]:
         """Where the rows of pages are, for SGLang's hierarchical cache."""
+        from slimkv.integrations.sglang.host_pool import device_pool_infos
+
         return device_pool_infos(self)
 
 
@@ -161,7 +165,12 @@ class SlimKVPool(PackedPool, compat.MHATokenToKVPool):
     def _served(self, pages: LayerPages) -> ServedLayer:
         model, spec, held = self.plan.model, pages.layout.spec, pages.num_kv_heads
         codec = shared_codec(spec, self._slab.device)
-        offset = model.layer_offset(pages.layer, spec, held, codec.device) if model.centres(spec) else None
+        offset = None
+        if model.centres(spec) and not self.plan.transfers:
+            offset = model.layer_offset(pages.layer, spec, held, codec.device)
+        elif model.centres(spec):  # engines that exchange pages must subtract the same vectors
+            known = model.calibrated_offset(pages.layer, codec, held)
+            offset = None if known is None else LayerOffset(held, codec, known)
         matrices = model.matrices(pages.layer, codec, held)
         return ServedLayer(codec, matrices, offset, self.plan.config.backend)
 
@@ -176,27 +185,6 @@ class SlimKVPool(PackedPool, compat.MHATokenToKVPool):
         """The bytes of the slab; they are not split between K and V, so all are counted as K's."""
         return self._slab.nbytes, 0
 
-    def set_kv_buffer(
-        self,
-        layer: Any,
-        loc_info: Any,
-        cache_k: Tensor,
-        cache_v: Tensor,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        layer_id_override: int | None = None,
-        dcp_kv_mask: Tensor | None = None,
-    ) -> None:
-        """cache_k, cache_v [tokens, num_kv_heads, dim] -> the slots of ``loc_info``.
-
-        Scales belong to caches of 8-bit floats and are not used, as in any other dtype.
-        """
-        if dcp_kv_mask is not None:
-            raise UnsupportedError("slimkv does not run under decode context parallelism; use --tp-size")
-        slots, _, _ = compat.unwrap_write_loc(loc_info)
-        index = (layer.layer_id if layer_id_override is None else layer_id_override) - self.start_layer
-        self.store(index, slots, cache_k, cache_v)
-
     def store(
         self, index: int, slots: Tensor, key: Tensor, value: Tensor, matrix_index: Tensor | None = None,
         starts: Tensor | None = None,
@@ -207,20 +195,6 @@ class SlimKVPool(PackedPool, compat.MHATokenToKVPool):
         """
         self.served[index].store(key, value, self.packed(index), slots, matrix_index, starts)
 
-    def get_v_head_dim(self) -> int:
-        """Dimensions of a value."""
-        return self.v_head_dim
-
-    def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:
-        """The shapes that K and V would have unpacked."""
-        tokens = self.num_blocks * self.page_size
-        shapes = [torch.Size((tokens, self.head_num, dim)) for dim in (self.head_dim, self.v_head_dim)]
-        return shapes[0], shapes[1]
-
-    def set_kv_buffer_prefix_valid(self, layer: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        """Only drafts of blocks write this way."""
-        self._refuse(layer.layer_id)
-
 
 def bind(plan: CachePlan, hooks: tuple[str, ...], pool: type[PackedPool] = SlimKVPool) -> type[Any]:
     """The pool class for one model: SGLang constructs it with the arguments of its own pools."""
@@ -228,6 +202,9 @@ def bind(plan: CachePlan, hooks: tuple[str, ...], pool: type[PackedPool] = SlimK
 
 
 def build_host_pool(original: Callable[..., Any], **asked: Any) -> Any:
-    """Around ``build_kv_host_pool``."""
-    pool = asked["kv_pool"]
-    return host_pool(pool, asked) if isinstance(pool, PackedPool) else original(**asked)
+    """Around ``build_kv_host_pool``. Not every SGLang has the parts that slimkv's host pool is made of."""
+    if not isinstance(asked["kv_pool"], PackedPool):
+        return original(**asked)
+    from slimkv.integrations.sglang.host_pool import host_pool
+
+    return host_pool(asked["kv_pool"], asked)

@@ -16,6 +16,10 @@ CACHE_DTYPES = ("auto", "bf16", "bfloat16")
 # Algorithms whose drafts are chains when topk is 1, and those of them without a draft model.
 CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DSPARK", "NGRAM")
 WITHOUT_MODEL = ("NGRAM",)
+DRAFT_BACKEND = (
+    "the draft has its own cache in the model's dtype: name the backend that reads it, as in "
+    "--speculative-draft-attention-backend fa3"
+)
 HOST_LAYOUT = "layer_first"
 MAX_HEAD_DIM = 512  # limit of the kernels' registers
 
@@ -32,7 +36,6 @@ _OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lmcache": ((False, None), _MOVES_KV),
     "enable_flexkv": ((False, None), _MOVES_KV),
     "enable_unified_cache_external_linker": ((False, None), _MOVES_KV),
-    "disaggregation_mode": (("null", None), "transfers between SGLang's engines are not tested with slimkv"),
     "kv_canary": (("none", None), "it checks K and V as tensors of tokens"),
     "enable_two_batch_overlap": ((False, None), "it is not tested with slimkv"),
     "enable_pdmux": ((False, None), "it is not tested with slimkv"),
@@ -42,6 +45,20 @@ _OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "speculative_adaptive": ((False, None), "the number of verified tokens would change"),
     "enable_nvidia_megakernel": ((False, None), "it bypasses the attention backend"),
     "enable_amd_monokernel": ((False, None), "it bypasses the attention backend"),
+}
+# The same between a prefill and a decode engine.
+_UNTESTED = "it is not tested with packed pages that travel between engines"
+_TRANSFER_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "disaggregation_transfer_backend": (("nixl",), "other transports send K and V apart, or have not been tested"),
+    "disaggregation_decode_enable_offload_kvcache": ((False, None), _UNTESTED),
+    "disaggregation_decode_enable_radix_cache": ((False, None), _UNTESTED),
+    "disaggregation_decode_host_receive_threshold": ((1, None), _UNTESTED),
+    "disaggregation_enable_kv_checksum": ((False, None), _UNTESTED),
+    "enable_pd_role_switch": ((False, None), _UNTESTED),
+    "enable_hierarchical_cache": ((False, None), _UNTESTED),
+    "enable_dp_attention": ((False, None), _UNTESTED),
+    "pp_size": ((1,), _UNTESTED),
+    "speculative_algorithm": ((None,), _UNTESTED),
 }
 
 
@@ -68,10 +85,12 @@ def check_options(server_args: Any) -> None:
         raise InputError(
             f"slimkv stores its own formats, so --kv-cache-dtype must be left at auto, not {options.kv_cache_dtype!r}"
         )
-    for name, (accepted, reason) in _OPTIONS.items():
+    transfer = _TRANSFER_OPTIONS if compat.is_disaggregated(server_args) else {}
+    for name, (accepted, reason) in {**_OPTIONS, **transfer}.items():
         value = getattr(options, name, accepted[0])
         if value not in accepted:
-            raise UnsupportedError(f"slimkv does not work with {flag(name)} ({value!r}): {reason}; leave it out")
+            remedy = "leave it out" if accepted[0] in (False, None) else f"use {flag(name)} {accepted[0]}"
+            raise UnsupportedError(f"slimkv does not work with {flag(name)} ({value!r}): {reason}; {remedy}")
     if getattr(options, "enable_hierarchical_cache", False) and options.hicache_mem_layout != HOST_LAYOUT:
         raise InputError(
             f"slimkv stores its pages in host memory layer by layer: --hicache-mem-layout must be {HOST_LAYOUT}, not "
@@ -108,10 +127,7 @@ def _check_speculation(options: Any) -> None:
     if algorithm in WITHOUT_MODEL:
         return
     if options.speculative_draft_attention_backend in (None, BACKEND):
-        raise InputError(
-            "the draft has its own cache in the model's dtype: name the backend that reads it, as in "
-            "--speculative-draft-attention-backend fa3"
-        )
+        raise InputError(DRAFT_BACKEND)
 
 
 def check_parallelism() -> None:
@@ -128,6 +144,12 @@ def check_model(kvc: Any, config: KVCacheConfig) -> None:
         _check_latents(kvc, config)
     if kvc.model_config.is_encoder_decoder:
         raise UnsupportedError("slimkv does not serve encoder-decoder models in SGLang; use its own attention backend")
+    several_pools = kvc.is_hybrid_swa or compat.full_attention_layers(kvc) is not None
+    if several_pools and compat.is_disaggregated(kvc.server_args):
+        raise UnsupportedError(
+            "slimkv does not send the pages of sliding-window or linear-attention models between SGLang's engines: "
+            "leave out --disaggregation-mode"
+        )
     if kvc.post_capture_kv_active:
         raise UnsupportedError(
             "slimkv allocates its pages before graphs are captured: unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"

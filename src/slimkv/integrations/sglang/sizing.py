@@ -14,7 +14,12 @@ from slimkv.config import KVCacheConfig
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.sglang import refusals, settings
-from slimkv.integrations.sglang.compat import attention_tp, full_attention_layers, is_switched_on
+from slimkv.integrations.sglang.compat import (
+    attention_tp,
+    full_attention_layers,
+    is_disaggregated,
+    is_switched_on,
+)
 from slimkv.spec import PageLayout, page_layout
 
 FULL, WINDOW = "Full", "SWA"  # SGLang's labels of the two pools of a sliding-window model
@@ -44,6 +49,7 @@ class CachePlan:
     model: ServedModel
     page_size: int
     groups: dict[str | None, tuple[LayerPages, ...]]
+    transfers: bool = False  # whether pages travel between a prefill and a decode engine
 
     @property
     def config(self) -> KVCacheConfig:
@@ -95,7 +101,7 @@ def make_plan(kvc: Any) -> CachePlan:
     groups = {
         label: tuple(pages(layer, shape) for layer in layers) for label, (layers, shape) in _geometry(kvc).items()
     }
-    return CachePlan(model, kvc.page_size, groups)
+    return CachePlan(model, kvc.page_size, groups, is_disaggregated(kvc.server_args))
 
 
 def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:
@@ -182,38 +188,32 @@ def _unpacked_bytes(kvc: Any) -> int:
     return model.get_num_kv_heads(ranks) * (model.head_dim + model.v_head_dim) * kvc.kv_cache_dtype.itemsize
 
 
-_windowed: dict[int, tuple[Any, CachePlan]] = {}  # configurators of sliding-window models; they do not keep ``kvc``
-
-
 def windowed_init(original: Callable[..., None], configurator: Any, kvc: Any) -> None:
-    """Around ``HybridSWAPoolConfigurator.__init__``: remembers the plan for the methods below."""
-    if packs(kvc):
-        _windowed[id(configurator)] = configurator, plan_of(kvc)
+    """Around ``HybridSWAPoolConfigurator.__init__``: keeps the plan for the methods below."""
+    configurator.slimkv_plan = plan_of(kvc) if packs(kvc) else None
     original(configurator, kvc)
 
 
-def _cell_bytes(configurator: Any, label: str, draft: int) -> int | None:
-    """Bytes of a token in a packed pool and ``draft`` bytes of a draft's; None if the pool is not packed."""
-    known = _windowed.get(id(configurator))
-    return None if known is None else known[1].token_bytes(label) + draft
-
-
 def full_cell_bytes(original: Callable[..., int], configurator: Any) -> int:
-    """Around ``HybridSWAPoolConfigurator._full_cell_bytes``."""
-    found = _cell_bytes(configurator, FULL, configurator._full_per_token * configurator._draft_full_layers_num)
-    return original(configurator) if found is None else found
+    """Around ``HybridSWAPoolConfigurator._full_cell_bytes``: bytes of a token, a draft's unpacked layers included."""
+    if configurator.slimkv_plan is None:
+        return original(configurator)
+    draft: int = configurator._full_per_token * configurator._draft_full_layers_num
+    return configurator.slimkv_plan.token_bytes(FULL) + draft
 
 
 def window_cell_bytes(original: Callable[..., int], configurator: Any) -> int:
     """Around ``HybridSWAPoolConfigurator._swa_cell_bytes``."""
-    found = _cell_bytes(configurator, WINDOW, configurator._swa_per_token * configurator._draft_swa_layers_num)
-    return original(configurator) if found is None else found
+    if configurator.slimkv_plan is None:
+        return original(configurator)
+    draft: int = configurator._swa_per_token * configurator._draft_swa_layers_num
+    return configurator.slimkv_plan.token_bytes(WINDOW) + draft
 
 
 def recompute_cell_size(original: Callable[..., None], configurator: Any) -> None:
     """Around ``HybridSWAPoolConfigurator._recompute_cell_size``: without full layers it calls neither of the above."""
     original(configurator)
-    _, plan = _windowed.get(id(configurator), (None, None))
+    plan = configurator.slimkv_plan
     if plan is not None and not plan.groups[FULL]:
         unpacked = configurator._swa_per_token * configurator._swa_layers_num
         configurator._cell_size += plan.token_bytes(WINDOW) - unpacked

@@ -16,7 +16,8 @@ from slimkv.integrations.sglang.mla.compat import DeepseekV2AttentionMLA, dense_
 from slimkv.integrations.sglang.mla.folding import FoldedProjections
 from slimkv.integrations.sglang.mla.pool import SlimKVLatentPool
 from slimkv.integrations.sglang.mla.prefill import Prefill, attend_prefill, plan_prefill
-from slimkv.integrations.sglang.packed_backend import PackedBackend, refuse_unknown
+from slimkv.integrations.sglang.packed_backend import PackedBackend, check_pool, refuse_unknown
+from slimkv.integrations.sglang.transfer import state_in_handshake
 from slimkv.ops.latent.warmup import LatentKind, run_latent_steps
 from slimkv.ops.warmup import decoding_steps
 
@@ -26,16 +27,12 @@ class SlimKVLatentBackend(PackedBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
-        pool = self.token_to_kv_pool
-        if not isinstance(pool, SlimKVLatentPool):
-            raise UnsupportedError(
-                f"SGLang built a {type(pool).__name__} where slimkv's pages should be: its hook on the pool's class "
-                "did not take, or this model has a cache of another kind"
-            )
-        self._pool = pool
+        check_pool(self.token_to_kv_pool, SlimKVLatentPool)
+        self._pool = pool = self.token_to_kv_pool
         self._attention = _attention_modules(model_runner.model)
         self._dense = dense_attention(self.device)
         self._config = pool.plan.config
+        state_in_handshake(model_runner, pool.plan)
         self._fresh_codes = not self._config.reads_fresh_raw(shared_pages=True)
         self._tables = BlockTables(model_runner.req_to_token_pool.req_to_token, model_runner.page_size)
         self._prefill: tuple[Step, Prefill] | None = None

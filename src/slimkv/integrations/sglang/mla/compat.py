@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.versions import unknown_version
 from slimkv.integrations.sglang.compat import VERSION
 from slimkv.integrations.sglang.names import BACKEND
-from slimkv.integrations.sglang.versions import NEWEST_TESTED
-from slimkv.versions import require_parts, version_text
+from slimkv.integrations.sglang.versions import NEWEST_TESTED, OLDEST
+from slimkv.versions import require_parts
 
 try:
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
@@ -29,10 +30,7 @@ try:
 
     require_parts(DeepseekV2AttentionMLA, "_concat_and_cast_mha_k", "forward_normal_prepare", "forward_absorb_core")
 except ImportError as error:
-    raise UnsupportedError(
-        f"latent attention of SGLang {VERSION} is not known to slimkv (tested is {version_text(NEWEST_TESTED)}): "
-        f"it lacks {error}; install a tested version"
-    ) from error
+    raise unknown_version("latent attention of SGLang", VERSION, OLDEST, NEWEST_TESTED, error) from error
 
 
 def register_forward_methods(ours: type, drafts: str | None) -> None:

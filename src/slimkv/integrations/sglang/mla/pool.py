@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.sglang.compat import MLATokenToKVPool, unwrap_write_loc
+from slimkv.integrations.sglang.compat import MLATokenToKVPool
 from slimkv.integrations.sglang.pool import PackedPool
 
 
@@ -44,28 +44,3 @@ class SlimKVLatentPool(PackedPool, MLATokenToKVPool):
     def gather(self, index: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The latents [tokens, latent_dim] and rope parts [tokens, rope_dim] in ``slots`` of the ``index``-th layer."""
         return ops.gather_latent(self.packed(index), slots, dtype=dtype)
-
-    def set_mla_kv_buffer(
-        self,
-        layer: Any,
-        loc_info: Any,
-        cache_k_nope: Tensor,
-        cache_k_rope: Tensor,
-        layer_id_override: int | None = None,
-    ) -> None:
-        """cache_k_nope [tokens, 1, latent_dim], cache_k_rope [tokens, 1, rope_dim] -> the slots of ``loc_info``."""
-        slots, _, _ = unwrap_write_loc(loc_info)
-        number = layer.layer_id if layer_id_override is None else layer_id_override
-        self.store(number - self.start_layer, slots, cache_k_nope, cache_k_rope)
-
-    def set_kv_buffer(
-        self, layer: Any, loc_info: Any, cache_k: Tensor, cache_v: Tensor, layer_id_override: int | None = None
-    ) -> None:
-        """cache_k [tokens, 1, latent_dim + rope_dim] -> the slots of ``loc_info``."""
-        latent, rope = cache_k.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        self.set_mla_kv_buffer(layer, loc_info, latent, rope, layer_id_override)
-
-    def get_mla_kv_buffer(self, layer: Any, loc: Tensor, dst_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The latents [tokens, 1, latent_dim] and rope parts [tokens, 1, rope_dim] in the slots ``loc``."""
-        latent, rope = self.gather(layer.layer_id - self.start_layer, loc, dst_dtype or torch.bfloat16)
-        return latent.unsqueeze(1), rope.unsqueeze(1)

@@ -1,0 +1,56 @@
+"""Prefill and decode in different engines: packed pages travel, and both must mean the same by their bytes.
+
+Before a page is sent, SGLang's decode engine compares the name of its cache's dtype with that of the prefill engine,
+and stops if they differ. slimkv's name has the formats, the number of ranks and the fingerprint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slimkv.calibration.identity import weights_digest
+from slimkv.errors import InputError
+from slimkv.integrations.serving.model import shared_codec
+from slimkv.integrations.sglang.compat import attention_tp, logger
+from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
+from slimkv.wire.fingerprint import Fingerprint, LayerFingerprint
+from slimkv.wire.model import model_fields
+
+WRITER = "SGLang"
+
+
+def state_in_handshake(runner: Any, plan: CachePlan) -> None:
+    """Gives the cache of a model runner the name that peers compare, if its pages leave the engine."""
+    if not plan.transfers:
+        return
+    found = fingerprint(runner, plan)
+    formats = ",".join(sorted({layer.format for layer in found.layers}))
+    runner.kv_cache_dtype_str = f"slimkv {formats}, {attention_tp()[1]} ranks, fingerprint {found.hash}"
+    logger.info("slimkv: peers must have %s.", runner.kv_cache_dtype_str)
+
+
+def fingerprint(runner: Any, plan: CachePlan) -> Fingerprint:
+    """Of the layers of this process, with the KV heads of all ranks."""
+    served, dtype = plan.model, str(runner.dtype).removeprefix("torch.")
+    weights = weights_digest(served.name)
+    if weights is None:
+        raise InputError(
+            f"{served.name} holds no weight files, by which slimkv would know the model whose pages leave this engine: "
+            "leave out --disaggregation-mode"
+        )
+    heads = 1 if runner.use_mla_backend else runner.model_config.get_total_num_kv_heads()
+    layers = [_layer(pages, plan, heads, dtype) for pages in plan.layers.values()]
+    return Fingerprint.of(
+        layers, block_size=plan.page_size, seed=plan.config.seed, dtype=dtype,
+        model=model_fields(served.config, WRITER), weights=weights,
+    )  # fmt: skip
+
+
+def _layer(pages: LayerPages, plan: CachePlan, heads: int, dtype: str) -> LayerFingerprint:
+    spec, known = pages.layout.spec, plan.model.calibration
+    offset = None
+    if known is not None and pages.layer in known.layers and plan.model.centres(spec):
+        offset = known.key_offset(pages.layer, shared_codec(spec, torch.device("cpu")))
+    return LayerFingerprint.of(pages.layer, spec, heads, dtype, key_offset=offset)

@@ -1,0 +1,85 @@
+"""SGLang on a GPU: deterministic serving, and the quality of codes. Each engine has processes of its own.
+
+python -m pytest tests/gpu/test_sglang.py -s
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang")
+sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "shared"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "sglang"))
+
+from engines import model_drafts, ngram_drafts, plugin_path, run_engines, slimkv
+from prompts import model_folder, piece, run, various
+from row_exact import assert_same
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sglang, pytest.mark.slow]
+
+# A fixed size of the cache, because the engines of a test start beside each other. No sampler of FlashInfer and no
+# products of DeepGEMM: both are compiled for minutes.
+GPU = {
+    "device": "cuda", "dtype": "bfloat16", "page_size": 64, "disable_cuda_graph": False, "cuda_graph_max_bs_decode": 32,
+    "disable_prefill_cuda_graph": True, "max_total_tokens": 1 << 16, "mem_fraction_static": 0.9,
+    "chunked_prefill_size": 8192, "context_length": 2048, "sampling_backend": "pytorch",
+}  # fmt: skip
+ENVIRONMENT = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Key offsets that no other engine has learnt; the plugin, also where slimkv is not installed with pip."""
+    path = plugin_path(tmp_path_factory.mktemp("plugin"), "slimkv", "slimkv.integrations.sglang.plugin:register")
+    return {**ENVIRONMENT, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+
+
+def deterministic_engines(model: str) -> dict[str, tuple[dict, list[dict]]]:
+    """By name, an engine and its runs: 32 prompts alone, together, from the cache, in chunks, with drafts."""
+    together = run("together", various(), 40, logprobs=3)
+    plain = [together, {**together, "name": "cached"}, {**together, "name": "alone", "one_by_one": True, "reset": True}]
+    shared = {**GPU, "model_path": model, "enable_deterministic_inference": True, **slimkv("k4v4"), "page_size": 64}
+    others = {
+        "chunked": {"chunked_prefill_size": 256},
+        "n-gram": ngram_drafts(),
+        "draft model": model_drafts(model, "fa3"),
+    }
+    return {"plain": (shared, plain)} | {name: ({**shared, **more}, [together]) for name, more in others.items()}
+
+
+def assert_deterministic(found: dict[str, dict]) -> None:
+    """What the engines of ``deterministic_engines`` gave is the same to the last bit, and drafts were accepted."""
+    plain = found["plain"]
+    for name in ("cached", "alone"):
+        assert_same(plain, "together", plain, name)
+    assert sum(plain["cached"]["cached"]) > 1000, "the radix cache is on"
+    for name in ("chunked", "n-gram", "draft model"):
+        assert_same(plain, "together", found[name], "together")
+        assert name == "chunked" or 0 < found[name]["verified"]["together"] < 39 * len(various()), name
+
+
+def test_deterministic_answers_depend_on_their_prompt_alone(environment):
+    engines = deterministic_engines(model_folder())
+    assert_deterministic(dict(zip(engines, run_engines(*engines.values(), **environment), strict=True)))
+
+
+def perplexity(found: dict, name: str) -> float:
+    """Of the prompts of a run that asked for ``prompt_logprobs``."""
+    each = [x for prompt in found["prompt_logprobs"][name] for x in prompt]
+    return math.exp(-sum(each) / len(each))
+
+
+def test_a_text_is_about_as_likely_as_with_the_stock_cache(environment):
+    """k4v4 over English text in one prompt; the codec costs about 2%."""
+    asked = run("text", [piece(0, 2000)], 1, prompt_logprobs=True)
+    base = {**GPU, "model_path": model_folder()}
+    stock, codes = run_engines(
+        ({**base, "attention_backend": "fa3"}, [asked]), ({**base, **slimkv("k4v4"), "page_size": 64}, [asked]),
+        **environment,
+    )  # fmt: skip
+    print(f"perplexity: fa3 {perplexity(stock, 'text'):.3f}, k4v4 {perplexity(codes, 'text'):.3f}")
+    assert perplexity(codes, "text") < 1.05 * perplexity(stock, "text")
