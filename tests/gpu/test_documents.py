@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from slimkv.lab import models
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 COMMANDS = [command for need, command in commands() if need == "gpu"]
-SERVING = "--context 512 --requests 2 --arrivals 2 --memory 0.2 --eager --new-tokens 4 --most-requests 2 --rounds 1"
+SERVING = "--context 512 --requests 2 --arrivals 2 --memory 0.05 --eager --new-tokens 4 --most-requests 2 --rounds 1"
 SMALLER = {
     "serve": f"{SERVING} --offload-gib 1 --short-context 256",
     "positions": "--tokens 512",
@@ -55,7 +56,7 @@ def _run_slimkv(words: list[str], folder: Path) -> None:
         _need("sglang" if "sglang" in words else "vllm")
     small = SMALLER[words[1]].split()
     if words[1] == "serve":
-        small += ["--shape", "tiny-mla" if "deepseek-v2-lite" in words else "tiny"]
+        small += ["--shape", "tiny-mla" if "deepseek-v2-lite" in words else "smollm2-135m"]
     words = [str(folder / word) if word.endswith(".svg") else word for word in words]
     done = subprocess.run([sys.executable, "-m", "slimkv", *words, *small], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{words}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
@@ -86,7 +87,7 @@ def _serve(words: list[str], folder: Path) -> None:
 
 
 def _latent_model(folder: Path) -> str:
-    model = saved(deepseek_v2, folder)
+    model = saved(partial(deepseek_v2, qk_nope_head_dim=128, v_head_dim=128), folder)  # sizes that stock prefill has
     models.load(models.DEFAULT).tokenizer.save_pretrained(folder)
     return model
 
@@ -107,7 +108,7 @@ def _vllm(words: list[str], model: str, folder: Path) -> Iterator[str]:
         options = [word.replace("model.safetensors", str(file)) for word in options]
     if model != model_folder():
         options += ["--dtype", "bfloat16"]  # latents of float32 have no stock prefill on a GPU
-    with serving(folder, *options, "--gpu-memory-utilization", "0.2", model=model, packed=False) as (address, _):
+    with serving(folder, *options, "--gpu-memory-utilization", "0.05", model=model, packed=False) as (address, _):
         yield address
 
 

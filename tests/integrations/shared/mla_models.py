@@ -30,9 +30,9 @@ LONG = [[(5 * j * j + 11 * i) % 500 + 3 for j in range(200 + 93 * i)] for i in r
 PROMPTS = [[(7 * i + 3 * j * j) % 500 + 3 for j in range(5 + 67 * i)] for i in range(4)]
 
 
-def deepseek_v2() -> Any:
-    """Queries without a projection of their own, as in V2-Lite."""
-    config = transformers.DeepseekV2Config(**SIZES, q_lora_rank=None, topk_method="greedy")
+def deepseek_v2(**sizes: int) -> Any:
+    """Queries without a projection of their own, as in V2-Lite; ``sizes`` instead of those of ``SIZES``."""
+    config = transformers.DeepseekV2Config(**SIZES | sizes, q_lora_rank=None, topk_method="greedy")
     return transformers.DeepseekV2ForCausalLM(config)
 
 
