@@ -234,7 +234,7 @@ def test_one_long_draft_or_prompt_does_not_widen_the_rows_of_all(longest, total,
     assert found[0] == rows
 
 
-@pytest.mark.parametrize(("dim", "tokens", "stages"), [(80, 128, 3), (96, 64, 4), (112, 64, 4)])
+@pytest.mark.parametrize(("dim", "tokens", "stages"), [(80, 128, 3), (96, 64, 4), (112, 64, 4), (128, 64, 4)])
 def test_blocks_that_fit_only_twice_are_shorter(dim, tokens, stages):
     config = config_for(H200, PageLayout(CodecSpec.parse("k8v8", dim), 64), 4, 8)
     assert config is not None
@@ -251,7 +251,9 @@ def test_blocks_that_fit_only_twice_are_shorter(dim, tokens, stages):
         ("k4v4", 128, 4, 5, DecodeConfig(24, 128, 16, 4, source=PAIRS, bulk=True)),
         ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 16, 4, source=PAIRS, bulk=True)),
         ("k4v4", 128, 4, 16, DecodeConfig(64, 128, 16, 3, source=PAIRS, bulk=True)),
+        ("k5v5", 128, 4, 16, DecodeConfig(64, 64, 16, 4, source=PAIRS, bulk=True)),
         ("k4v4", 96, 4, 1, DecodeConfig(4, 64, 12, 2, bulk=True)),
+        ("k3v3", 112, 4, 1, DecodeConfig(4, 64, 12, 2, bulk=True)),
         ("k4v4", 64, 4, 1, DecodeConfig(4, 128, 12, 2, bulk=True)),
         ("k2v2", 128, 4, 1, DecodeConfig(4, 128, 12, 2, bulk=True)),
         ("k4v4", 256, 4, 1, DecodeConfig(4, 32, 12, 2)),

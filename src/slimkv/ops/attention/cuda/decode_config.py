@@ -73,8 +73,8 @@ _LUT = (_Entry(32, 12, 2), _Entry(32, 8, 2), _Entry(32, 12, 1), *_SMALLEST)
 # sequence. Beside 12 warps of large blocks nothing is left to copy ahead, unless a token has few bytes.
 _FOUR_ROWS: dict[tuple[str, int], tuple[_Entry, ...]] = {
     ("bytes", 128): (
-        *(_Entry(64, 4, 2, 3, seen_bytes=SHORT_BYTES), _Entry(128, 12, 2), _Entry(128, 8, 2, token_bytes=88)),
-        *(_Entry(64, 12, 2, token_bytes=128), *_BYTES),
+        *(_Entry(64, 4, 2, 3, seen_bytes=SHORT_BYTES), _Entry(128, 12, 2), _Entry(64, 12, 2, token_bytes=128)),
+        *_BYTES,
     ),
     ("bytes", 256): (
         *(_Entry(64, 12, 2, token_bytes=132), _Entry(64, 8, 2), _Entry(32, 8, 2, seen_bytes=SHORT_BYTES)),
@@ -84,6 +84,8 @@ _FOUR_ROWS: dict[tuple[str, int], tuple[_Entry, ...]] = {
     ("LUT", 256): _LUT,
 }
 _EIGHT_ROWS = {128: (_Entry(32, 4, 2, 2, seen_bytes=FEW_BYTES), _Entry(64, 12, 2), *_WIDE), 256: _WIDE}
+# Three long blocks are faster than four short ones, and these than two long ones, except of large heads, where short
+# blocks cost more instructions. Many rows of large heads lack registers for long ones.
 _LONG_PAIRS = (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2))
 _SHORT_PAIRS = (_Entry(64, 16, 4), _Entry(64, 16, 3), _Entry(64, 16, 2))
 _TEAMS = (_Entry(128, 8, 1, 2), _Entry(128, 8, 1, 1), _Entry(64, 4, 1, 2), _Entry(64, 4, 1, 1))
@@ -128,10 +130,9 @@ def _entries(layout: PageLayout, source: str, rows: int) -> tuple[_Entry, ...]:
         return _FOUR_ROWS["LUT" if looked_up else "bytes", head]
     if source == DECODE:
         return _EIGHT_ROWS[head] if rows == 8 else _WIDE
-    if head == 256:  # many rows lack registers for long blocks
-        return _SHORT_PAIRS if rows > 32 else (*_LONG_PAIRS, *_SHORT_PAIRS)
-    # Of 8 bits at 80, 96 and 112, four short blocks are faster than two long ones.
-    return (*_LONG_PAIRS[:2], *_SHORT_PAIRS[:2], *_LONG_PAIRS[2:]) if spec.value_dim % 64 else _LONG_PAIRS
+    if head == 128:
+        return (*_LONG_PAIRS[:2], *_SHORT_PAIRS[:2], *_LONG_PAIRS[2:])
+    return _SHORT_PAIRS if rows > 32 else (*_LONG_PAIRS, *_SHORT_PAIRS)
 
 
 @lru_cache(maxsize=256)
