@@ -117,7 +117,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("slimkv.cli.parsing.find_spec", lambda name: None)
+    monkeypatch.setattr("slimkv.lab.engine_process.find_spec", lambda name: None)
     monkeypatch.setattr("slimkv.lab.models.folder", lambda *a, **k: pytest.fail("a model is fetched"))
     return tmp_path
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from slimkv.cli.options import Device, Json, Output, Plot, Threads
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import check_folder, option, require_engine, takes
+from slimkv.cli.parsing import check_folder, option, takes
 from slimkv.config import AUTO
 from slimkv.errors import InputError
 from slimkv.lab.bench.attention import bench_attend
@@ -22,6 +22,7 @@ from slimkv.lab.bench.run import Options
 from slimkv.lab.bench.serve import ServeReport, bench_serve, notes, table_rows
 from slimkv.lab.bench.serve_settings import SESSIONS, ServeSettings
 from slimkv.lab.bench.store import bench_store
+from slimkv.lab.engine_process import require_engine
 from slimkv.lab.evals.harness import check_formats
 from slimkv.ops.cuda.device import hold_to
 

@@ -14,10 +14,11 @@ from slimkv.calibration.predict import logit_noise
 from slimkv.cli.loading import load_quietly, progress_bar
 from slimkv.cli.options import Device, Dtype, Json, ModelArgument, Threads
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import check_file, choice, count, option, require_engine
+from slimkv.cli.parsing import check_file, choice, count, option
 from slimkv.config import AUTO
 from slimkv.errors import InputError
 from slimkv.lab import models
+from slimkv.lab.engine_process import require_engine
 from slimkv.lab.evals.harness import Stopwatch
 from slimkv.lab.evals.texts import load_text, token_windows
 

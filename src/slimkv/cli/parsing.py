@@ -6,7 +6,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -14,7 +13,7 @@ import torch
 import typer
 
 from slimkv.config import AUTO
-from slimkv.errors import InputError, MissingDependencyError
+from slimkv.errors import InputError
 
 T = TypeVar("T")
 
@@ -87,12 +86,6 @@ def check_device(name: str) -> str:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"there is no {name}: torch sees {torch.cuda.device_count()} CUDA device(s)")
     return name
-
-
-def require_engine(engine: str) -> None:
-    """Raises if vLLM or SGLang is not installed."""
-    if find_spec(engine) is None:
-        raise MissingDependencyError(f"{engine} is not installed here: pip install 'slimkv[{engine}]'")
 
 
 def check_file(path: Path | None) -> Path | None:

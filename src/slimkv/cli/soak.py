@@ -11,7 +11,8 @@ from rich.table import Table
 
 from slimkv.cli.options import DEFAULT_MODEL, Json, Output
 from slimkv.cli.output import console, emit, make_table
-from slimkv.cli.parsing import check_folder, option, require_engine, takes
+from slimkv.cli.parsing import check_folder, option, takes
+from slimkv.lab.engine_process import require_engine
 from slimkv.lab.soak.run import SoakReport, soak_server
 from slimkv.lab.soak.settings import SoakSettings
 

@@ -12,8 +12,9 @@ from rich.markdown import Markdown
 from slimkv.cli.loading import check_calibration, progress_bar
 from slimkv.cli.options import DEFAULT_MODEL, Device, Json, ModelArgument, Threads
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import check_file, check_folder, option, require_engine, takes
+from slimkv.cli.parsing import check_file, check_folder, option, takes
 from slimkv.config import AUTO
+from slimkv.lab.engine_process import require_engine
 from slimkv.lab.evals.texts import load_text
 from slimkv.lab.suite import compare
 from slimkv.lab.suite.runner import run_suite

@@ -11,14 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slimkv.errors import SlimKVError
+from slimkv.errors import MissingDependencyError, SlimKVError
 
 
 class EngineError(SlimKVError, RuntimeError):
     """An engine that did not start or stopped; the text includes the end of its log."""
+
+
+def require_engine(engine: str) -> None:
+    """Raises if vLLM or SGLang is not installed."""
+    if find_spec(engine) is None:
+        raise MissingDependencyError(f"{engine} is not installed here: pip install 'slimkv[{engine}]'")
 
 
 def environment(**own: str) -> dict[str, str]:

@@ -93,7 +93,7 @@ def load(
 
     ``progress`` is called for the wheels of a packaged model; by default transformers' progress bar shows them.
     """
-    transformers = _transformers()
+    transformers = import_transformers()
     source: str | Path = name_or_path
     if name_or_path in PACKAGED:
         source = folder(name_or_path, progress=progress)
@@ -128,7 +128,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 def quiet_loading() -> None:
     """Turns the progress bars of transformers off, for this process."""
-    _transformers().utils.logging.disable_progress_bar()
+    import_transformers().utils.logging.disable_progress_bar()
 
 
 @typed
@@ -169,7 +169,8 @@ def default_cache_dir() -> Path:
     return cache_dir("models")
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
+    """The package; raises if it is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -192,7 +193,7 @@ def _check_converter(packaged: Packaged) -> None:
 
 def _convert(packaged: Packaged, gguf: Path, target: Path) -> None:
     """GGUF -> float32 transformers folder."""
-    transformers = _transformers()
+    transformers = import_transformers()
     read = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = read.config
     if hasattr(config, "quantization_config"):
@@ -249,7 +250,7 @@ def _shown(progress: Progress | None, what: str, total: int) -> Iterator[Callabl
         progress(what, 0, total)
         yield lambda: progress(what, next(done), total)
     else:
-        with _transformers().utils.logging.tqdm(total=total, desc=what, unit="wheel") as bar:
+        with import_transformers().utils.logging.tqdm(total=total, desc=what, unit="wheel") as bar:
             yield bar.update
 
 

@@ -40,14 +40,14 @@ CONTEXT = Context("t", 128, tuple(range(100, 190)), (Question((5, 9), (7, 8), 0.
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
 def test_without_vllm(bench):
-    with pytest.raises(MissingDependencyError, match=r'pip install "slimkv\[vllm\]"'):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'slimkv\[vllm\]'"):
         run_engine(bench, "raw", [CONTEXT], quiet)
 
 
 def test_an_engine_that_does_not_start_is_reported(bench, monkeypatch):
     import sys
 
-    monkeypatch.setattr("slimkv.lab.suite.vllm_engine.find_spec", lambda name: object())
+    monkeypatch.setattr("slimkv.lab.engine_process.find_spec", lambda name: object())
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(EngineError, match="vLLM with raw ended with exit code 1: it printed nothing"):
         run_engine(bench, "raw", [CONTEXT], quiet)

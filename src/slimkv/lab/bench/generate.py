@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from slimkv.calibration import Calibration
-from slimkv.errors import MissingDependencyError
 from slimkv.lab import models
 from slimkv.lab.evals.harness import SERVING, STOCK, CacheKind, attending, cache_bytes, cache_kinds
 from slimkv.lab.models import DTYPES
@@ -81,10 +80,7 @@ class GenerateReport:
 
 def random_llama(settings: GenerateSettings) -> Any:
     """A Llama with random weights and a small vocabulary, so that attention and the cache dominate."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError('this needs transformers: pip install "slimkv[transformers]"') from error
+    transformers = models.import_transformers()
     hidden = settings.num_heads * settings.head_dim
     config = transformers.LlamaConfig(
         hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=settings.layers, head_dim=settings.head_dim,

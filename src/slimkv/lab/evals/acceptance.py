@@ -69,8 +69,7 @@ def measure_acceptance(
     run, windows = Run(formats, **common), windows.to(model.device)
     kinds = [STOCK, *run.kinds]
     lengths: dict[str, float] = {}
-    for number, kind in enumerate(kinds):
-        run.progress(kind.name, number, len(kinds))
+    for kind in run.each(kinds, lambda kind: kind.name):
         with attending(model, kind.format), torch.no_grad():
             out = model.generate(
                 windows, attention_mask=torch.ones_like(windows), past_key_values=kind.new(model, run.mode),
@@ -79,6 +78,5 @@ def measure_acceptance(
         answers = out[:, windows.shape[1] :].tolist()
         steps = sum(verifications(window, answer) for window, answer in zip(windows.tolist(), answers, strict=True))
         lengths[kind.name] = sum(map(len, answers)) / steps
-    run.progress("done", len(kinds), len(kinds))
     rows = tuple(AcceptanceRow(name, length, length / lengths[STOCK.name]) for name, length in lengths.items())
     return AcceptanceReport(run.name, run.mode, len(windows), new_tokens, DRAFTED, rows, run.seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Unpack
 
 import torch
@@ -72,21 +73,14 @@ def measure_generation(
     run = Run(formats, **common)
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise InputError(f"generation needs prompts with words in them, not {list(prompts)!r}")
-    kinds = [STOCK, *run.kinds]
-    rows, raw_texts, done, total = [], [], 0, len(prompts) * len(kinds)
-    for prompt in prompts:
-        ids = prompt_ids(tokenizer, prompt)
-        expected: list[int] = []
-        for kind in kinds:
-            run.progress(kind.name, done, total)
-            tokens = greedy(model, tokenizer, kind, run.mode, ids, new_tokens)
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
-            done += 1
-            if kind is STOCK:
-                expected = tokens
-                raw_texts.append(text)
-                continue
-            first, same = compare_tokens(expected, tokens)
-            rows.append(GenerationRow(kind.name, prompt, len(expected), first, same, text))
-    run.progress("done", total, total)
+    rows, raw_texts, expected = list[GenerationRow](), list[str](), list[int]()
+    for prompt, kind in run.each(list(product(prompts, [STOCK, *run.kinds])), lambda item: item[1].name):
+        tokens = greedy(model, tokenizer, kind, run.mode, prompt_ids(tokenizer, prompt), new_tokens)
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        if kind is STOCK:
+            expected = tokens
+            raw_texts.append(text)
+            continue
+        first, same = compare_tokens(expected, tokens)
+        rows.append(GenerationRow(kind.name, prompt, len(expected), first, same, text))
     return GenerationReport(run.name, run.mode, new_tokens, tuple(raw_texts), tuple(rows), run.seconds)

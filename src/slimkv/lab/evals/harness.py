@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from itertools import product
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ RAW = "raw"
 WITH_CALIBRATION = "+cal"
 MEMORY = "memory="  # prefix of a cache whose formats follow a memory budget
 STRICT, SERVING = "strict", "serving"
+T = TypeVar("T")
 
 
 def quiet(what: str, done: int, total: int) -> None:
@@ -170,17 +172,12 @@ def each_window(
 
     ``serving`` feeds packed caches in passes of ``chunk`` tokens.
     """
-    steps = len(windows) * len(kinds)
-    for index, window in enumerate(windows):
-        ids = window.to(model.device)
-        for number, kind in enumerate(kinds):
-            run.progress(kind.name, index * len(kinds) + number, steps)
-            cache = kind.new(model, run.mode)
-            with attending(model, kind.format):
-                passes = chunk if run.mode == SERVING and kind.format != RAW else None
-                logits = window_logits(model, ids[None], cache, passes)
-            yield kind, ids, logits, bytes_per_token(cache)
-    run.progress("done", steps, steps)
+    for window, kind in run.each(list(product(windows, kinds)), lambda item: item[1].name):
+        ids, cache = window.to(model.device), kind.new(model, run.mode)
+        with attending(model, kind.format):
+            passes = chunk if run.mode == SERVING and kind.format != RAW else None
+            logits = window_logits(model, ids[None], cache, passes)
+        yield kind, ids, logits, bytes_per_token(cache)
 
 
 def greedy(model: Any, tokenizer: Any, kind: CacheKind, mode: str, ids: Tensor, new_tokens: int) -> list[int]:
@@ -258,3 +255,10 @@ class Run(Stopwatch):
         self.kinds = cache_kinds(formats, calibration)
         self.name, self.mode, self.progress = name, mode, progress
         self.source = calibration.source if calibration is not None else None  # tokens that were calibrated on
+
+    def each(self, items: Sequence[T], name: Callable[[T], str]) -> Iterator[T]:
+        """The items in order, each reported as one step of the progress."""
+        for number, item in enumerate(items):
+            self.progress(name(item), number, len(items))
+            yield item
+        self.progress("done", len(items), len(items))

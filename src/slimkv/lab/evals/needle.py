@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Unpack
 
 import torch
@@ -67,16 +68,11 @@ def measure_needle(
     """
     common.setdefault("mode", SERVING)
     run = Run(formats, **common)
-    kinds, cells, done = [STOCK, *run.kinds], [], 0
-    total = len(kinds) * len(contexts) * len(depths)
-    for context in contexts:
-        for depth in depths:
-            prompts = [(haystack(tokenizer, text, context, depth, *case, offset), str(case[1])) for case in _CASES]
-            for kind in kinds:
-                run.progress(f"{kind.name} at {context} tokens, depth {depth:.0%}", done, total)
-                said = (tokenizer.decode(greedy(model, tokenizer, kind, run.mode, ids, 6)) for ids, _ in prompts)
-                found = sum(number in text for text, (_, number) in zip(said, prompts, strict=True))
-                cells.append(NeedleCell(kind.name, context, depth, found, len(prompts)))
-                done += 1
-    run.progress("done", total, total)
+    work, cells = list(product(contexts, depths, [STOCK, *run.kinds])), []
+    for context, depth, kind in run.each(work, lambda x: f"{x[2].name} at {x[0]} tokens, depth {x[1]:.0%}"):
+        found = 0
+        for city, number in _CASES:
+            ids = haystack(tokenizer, text, context, depth, city, number, offset)
+            found += str(number) in tokenizer.decode(greedy(model, tokenizer, kind, run.mode, ids, 6))
+        cells.append(NeedleCell(kind.name, context, depth, found, len(_CASES)))
     return NeedleReport(run.name, run.mode, tuple(cells), run.seconds)

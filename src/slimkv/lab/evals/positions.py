@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Unpack
 
 import torch
@@ -61,21 +62,19 @@ def measure_positions(
     kl = torch.zeros(len(kinds), count, tokens, dtype=torch.float64)
     same = torch.zeros(len(kinds), count, tokens, dtype=torch.float64)
     edges, sizes = range_edges(tokens), [list[int]() for _ in kinds]
-    steps = count * -(-tokens // chunk)
-    for index in range(count):
-        ids = windows[index : index + 1].to(model.device)
-        stock, *caches = (kind.new(model, STRICT, tokens) for kind in (STOCK, *kinds))
-        for number, first in enumerate(range(0, tokens, chunk)):
-            run.progress(f"window {index + 1}", index * -(-tokens // chunk) + number, steps)
-            part = slice(first, first + chunk)
-            raw = model(ids[:, part], past_key_values=stock, use_cache=True).logits[0]
-            for which, (kind, cache) in enumerate(zip(kinds, caches, strict=True)):
-                with attending(model, kind.format):
-                    logits = model(ids[:, part], past_key_values=cache, use_cache=True).logits[0]
-                top, divergence = compare_logits(raw, logits)
-                kl[which, index, part], same[which, index, part] = divergence.double().cpu(), top.double().cpu()
-                sizes[which] += [cache.nbytes] * sum(first < edge <= first + chunk for edge in edges)
-    run.progress("done", steps, steps)
+    work = list(product(range(count), range(0, tokens, chunk)))
+    for index, first in run.each(work, lambda item: f"window {item[0] + 1}"):
+        if first == 0:
+            stock, *caches = (kind.new(model, STRICT, tokens) for kind in (STOCK, *kinds))
+        part = slice(first, first + chunk)
+        ids = windows[index : index + 1, part].to(model.device)
+        raw = model(ids, past_key_values=stock, use_cache=True).logits[0]
+        for which, (kind, cache) in enumerate(zip(kinds, caches, strict=True)):
+            with attending(model, kind.format):
+                logits = model(ids, past_key_values=cache, use_cache=True).logits[0]
+            top, divergence = compare_logits(raw, logits)
+            kl[which, index, part], same[which, index, part] = divergence.double().cpu(), top.double().cpu()
+            sizes[which] += [cache.nbytes] * sum(first < edge <= first + chunk for edge in edges)
     ranges = list(zip((0, *edges[:-1]), edges, strict=True))
     rows = tuple(
         PositionRow(

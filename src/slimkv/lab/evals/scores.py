@@ -38,10 +38,8 @@ def measure_scores(model: Any, ids: Tensor, formats: Sequence[str], **common: Un
     from slimkv.integrations.transformers.calibration.score_errors import layer_score_errors
 
     run, rows = Run(formats, **common), []
-    for number, kind in enumerate(run.kinds):
-        run.progress(kind.name, number, len(run.kinds))
+    for kind in run.each(run.kinds, lambda kind: kind.name):
         figures = layer_score_errors(model, kind.new(model, STRICT), ids)
         worst = max(figures.values(), default=0.0)
         rows.append(ScoreRow(kind.name, figures, worst, worst <= MAX_SCORE_ERROR))
-    run.progress("done", len(run.kinds), len(run.kinds))
     return ScoreReport(run.name, ids.shape[1], MAX_SCORE_ERROR, tuple(rows), run.seconds)

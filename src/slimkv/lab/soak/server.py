@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -16,9 +15,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from slimkv.errors import MissingDependencyError
 from slimkv.lab import engine_process
-from slimkv.lab.engine_process import EngineError, log_tail
+from slimkv.lab.engine_process import EngineError, log_tail, require_engine
 from slimkv.lab.soak.client import Client
 from slimkv.lab.soak.settings import SoakSettings
 
@@ -50,8 +48,7 @@ class Server:
 
 def platform_of_vllm() -> tuple[str, bool]:
     """The platform of the installed vLLM and whether it has sleep mode, determined in a separate process."""
-    if importlib.util.find_spec("vllm") is None:
-        raise MissingDependencyError('slimkv soak starts vllm serve: pip install "slimkv[vllm]"')
+    require_engine("vllm")
     code = (
         "from vllm.platforms import current_platform as p; "
         "print('platform:', p.device_type or 'cpu', int(p.is_sleep_mode_available()))"

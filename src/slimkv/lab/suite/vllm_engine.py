@@ -10,12 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slimkv.errors import MissingDependencyError
-from slimkv.lab.engine_process import EngineError, environment, log_tail, run_plan
+from slimkv.lab.engine_process import EngineError, environment, log_tail, require_engine, run_plan
 from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, Progress
 from slimkv.lab.suite.tasks import Context
 from slimkv.lab.suite.workbench import Workbench
@@ -43,8 +41,7 @@ def engine_arguments(bench: Workbench, format: str, longest: int | None) -> dict
 
 def run_engine(bench: Workbench, format: str, contexts: Sequence[Context], progress: Progress) -> dict[str, Any]:
     """Whether each question of each context was answered (``exact``), prefix-cache hits and seconds."""
-    if find_spec("vllm") is None:
-        raise MissingDependencyError('--engine vllm needs vLLM: pip install "slimkv[vllm]"')
+    require_engine("vllm")
     longest = max(context.length for context in contexts) + 16
     request = {
         "arguments": engine_arguments(bench, format, longest),

@@ -114,14 +114,12 @@ class Workbench:
         from slimkv.integrations.transformers.calibration.cached import auto_calibration, find_calibration
 
         if self.settings.calibration == AUTO:
-            found = auto_calibration(self.loaded.model, progress=progress)
+            self.calibration = auto_calibration(self.loaded.model, progress=progress)
         else:
-            given = find_calibration(self.settings.calibration, self.config, None)
-            assert given is not None
-            found = given
+            self.calibration = find_calibration(self.settings.calibration, self.config, None)
+        assert self.calibration is not None
         path = self.folder / "calibration.safetensors"
-        found.save(path)
-        self.calibration = found
+        self.calibration.save(path)
         return path
 
     def without_calibration(self) -> None:
