@@ -29,7 +29,7 @@ from slimkv.codec import Codec
 from slimkv.codec.key_offset import offset_of_keys
 from slimkv.codec.query_aware import query_aware_matrix
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.serving.layer import ServedLayer
+from slimkv.integrations.serving.layer import ServedLayer, warm_guard
 from slimkv.integrations.serving.versions import check_tested
 from slimkv.integrations.vllm import compat
 from slimkv.integrations.vllm.backend import SlimKVBackend
@@ -306,41 +306,67 @@ def test_a_build_of_the_tested_release_is_accepted(version, monkeypatch):
     assert check_tested("vLLM", "vllm", compat.TESTED) == version
 
 
-def test_kernels_are_compiled_while_vllm_compiles_the_model(monkeypatch):
-    """Once per kind of layer, in a thread: the steps that will run."""
+def test_kernels_are_compiled_while_vllm_loads_weights(monkeypatch):
+    """Once per kind of layer, in a thread: the steps that will run, on blocks as vLLM will choose them."""
     asked = Queue()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr("slimkv.integrations.vllm.warmup.start_compiling", lambda *given: asked.put(given))
+    monkeypatch.setattr("slimkv.integrations.vllm.warmup.warm_guard", lambda kind: asked.put(kind))
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512), speculative_config=None,
-        model_config=SimpleNamespace(max_model_len=4096),
+        model_config=SimpleNamespace(max_model_len=4096), cache_config=CacheConfig(),
     )  # fmt: skip
-    for _ in range(2):
-        compile_ahead(("a kind", "of layer"), lambda device: device, config)
-    device, steps = asked.get(timeout=10)
+    thread = compile_ahead(("a kind", "of layer"), lambda device: [device], config)
+    assert compile_ahead(("a kind", "of layer"), lambda device: [device], config) is None
+    thread.join(10)
+    device, steps = asked.get(timeout=1)
     assert device == torch.device("cuda", 3)
     assert steps[0] == Step(1, 512, 4096)
     assert {1, 33} <= {step.queries for step in steps}
+    assert asked.get(timeout=1) == device
     assert asked.empty()
+    assert kernel_block(config, 32) == 32, "vLLM's default, which the backend's preference will replace"
+    config.cache_config.block_size = 528  # a hybrid model's
+    assert kernel_block(config, 32) == 64
+    config.cache_config = CacheConfig(block_size=16)
+    assert kernel_block(config, 32) == 16
+
+
+def test_kinds_of_layers_before_they_are_named():
+    """One in each format of the model."""
+    config = VllmConfig(additional_config={"slimkv": {"format": "k4v4", "layers": {"0": "fp8", "3": "raw"}}})
+    text, config.cache_config = SimpleNamespace(num_hidden_layers=4), CacheConfig()
+    config.model_config = SimpleNamespace(
+        dtype=torch.bfloat16, hf_text_config=text, max_model_len=64, model="", is_mm_prefix_lm=False
+    )
+    with set_current_vllm_config(config):
+        made = SlimKVImpl(4, 64, 0.125, 2, sliding_window=8)
+        kinds = list(made._kinds(torch.device("cpu")))
+    assert [kind.codec.spec.format for kind in kinds] == ["fp8", "k4v4", "krawbf16vrawbf16"]
+    assert [kind.key_offset is None for kind in kinds] == [False, False, True]
+    assert {(kind.layout.block_size, kind.num_heads, kind.options.sliding_window) for kind in kinds} == {(32, 4, 8)}
+    for kind in kinds:
+        warm_guard(kind)
 
 
 def test_each_kind_of_step_runs_before_serving(monkeypatch):
-    """The largest prefill again when it grows; drafts, cached prompts and decoding once."""
+    """The largest prefill again when it grows; drafts, cached prompts, decoding and the guard's gather once."""
     ran = []
     monkeypatch.setattr("slimkv.integrations.vllm.warmup.run_steps", lambda _, steps: ran.extend(steps))
+    monkeypatch.setattr("slimkv.integrations.vllm.warmup.warm_guard", lambda kind: ran.append(Step(0, 0, 0)))
     spec = CodecSpec.parse("k4v4", 128, seed=77)
     codec = SimpleNamespace(spec=spec, device=torch.device("cuda"))
     kind = LayerKind(codec, PageLayout(spec, 64), 32, 8, torch.bfloat16, ops.AttendOptions())
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=48), model_config=SimpleNamespace(max_model_len=4096),
+        cache_config=CacheConfig(block_size=48), model_config=SimpleNamespace(max_model_len=4096),
         speculative_config=SimpleNamespace(num_speculative_tokens=4),
     )  # fmt: skip
     assert kernel_block(config) == 64
     profile_run(kind, 512, config)
     assert ran[0] == Step(1, 512, 4096)
-    assert {1, 5, 33} <= {step.queries for step in ran}
+    assert {0, 1, 5, 33} <= {step.queries for step in ran}
     count = len(ran)
     profile_run(kind, 512, config)
     profile_run(kind, 1024, config)

@@ -75,6 +75,17 @@ class ServedLayer:
         )  # fmt: skip
 
 
+def warm_guard(kind: LayerKind) -> None:
+    """Compiles the kernel with which ``check_scores`` reads keys. Triton compiles it twice: for numbers of rows that 16
+    divides, and for others.
+    """
+    device = kind.codec.device
+    pages = torch.zeros(1, kind.num_kv_heads, kind.layout.page_bytes, dtype=torch.uint8, device=device)
+    for rows in (MIN_TOKENS, MIN_TOKENS + 1):
+        slots = torch.zeros(rows, dtype=torch.int64, device=device)
+        ops.gather_kv(PackedKV(pages, kind.codec, kind.layout, kind.key_offset), slots)
+
+
 def _real(slots: Tensor, kv: PackedKV) -> Tensor:
     """bool [tokens]: which slots are a request's. Negative ones are padding; warm-up steps, also those of a draft
     model, fill the first page, which neither engine gives to a request."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
 from slimkv.integrations.vllm.model import find_layer, guard_of, layer_offset, layer_spec, served_model, whole_offset
-from slimkv.integrations.vllm.page_sizes import backend_for_spec, supports_head_size
+from slimkv.integrations.vllm.page_sizes import PREFERRED_DENSE_BLOCK, backend_for_spec, supports_head_size
 from slimkv.integrations.vllm.refusals import check_cache_dtype, refuse
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.startup import check_engine
@@ -85,6 +86,8 @@ class SlimKVImpl(compat.AttentionImpl):
             )  # fmt: skip
             return
         self._refuse(others)
+        alike = num_heads, self.num_kv_heads, head_size, sliding_window, bool(logits_soft_cap), sinks is None
+        compile_ahead((id(self._config), *alike), self._kinds, self._config)
 
     def _refuse(self, others: dict[str, Any]) -> None:
         """Raises for attention features of the model that slimkv does not support."""
@@ -122,31 +125,32 @@ class SlimKVImpl(compat.AttentionImpl):
         if self.kv_sharing_target_layer_name is None and self._spec.key.kind != Kind.RAW:
             self._guard = guard_of(self._settings.max_score_error, self._config)
             self._guard.expect(self._name)
-        self._options = ops.AttendOptions(
+        self._options = self._options_of(self._spec)
+        self._variants: dict[tuple[bool, bool | None], ops.AttendOptions] = {}
+
+    def _options_of(self, spec: CodecSpec) -> ops.AttendOptions:
+        return ops.AttendOptions(
             softmax_scale=self.scale,
             sliding_window=self.sliding_window,
             softcap=self.logits_soft_cap or 0.0,
             sinks=self.sinks,
-            prefill=self._settings.prefill_of(self._spec, shared_pages=True),
+            prefill=self._settings.prefill_of(spec, shared_pages=True),
             deterministic=self._settings.deterministic,
         )
-        self._variants: dict[tuple[bool, bool | None], ops.AttendOptions] = {}
-        heads, softcap = (self.num_heads, self.num_kv_heads), self._options.softcap > 0
-        key = self._spec, heads, act_dtype, self.sliding_window, softcap, self._number is None
-        compile_ahead(key, partial(self._kind_ahead, act_dtype), self._config)
 
-    def _kind_ahead(self, dtype: torch.dtype, device: torch.device) -> LayerKind:
-        """The kind of this layer, with an offset that stands for the one it will have."""
-        assert self._spec is not None
-        codec, heads = shared_codec(self._spec, device), self.num_kv_heads
-        matrices = self._model.matrices(self._number, codec, heads)
-        offset = LayerOffset(heads, codec) if self._model.centres(self._spec) else None
-        served = ServedLayer(codec, matrices, offset, self._settings.backend)
-        return served.kind(self.num_heads, heads, dtype, self._kernel_layout(), self._options)
+    def _kinds(self, device: torch.device) -> Iterator[LayerKind]:
+        """A layer like this one in each format of the model: before loading, no layer knows its number."""
+        model, dtype, heads = self._model, self._config.model_config.dtype, self.num_kv_heads
+        layers = range(model.config.num_hidden_layers)
+        numbers = {model.layer_spec(number, self.head_size, None, str(dtype)): number for number in layers}
+        for spec, number in numbers.items():
+            codec = shared_codec(spec, device)
+            offset = LayerOffset(heads, codec) if model.centres(spec) else None  # of any value
+            served = ServedLayer(codec, model.matrices(number, codec, heads), offset, self._settings.backend)
+            yield served.kind(self.num_heads, heads, dtype, self._kernel_layout(spec), self._options_of(spec))
 
-    def _kernel_layout(self) -> PageLayout:
-        assert self._spec is not None
-        return PageLayout(self._spec, kernel_block(self._config))
+    def _kernel_layout(self, spec: CodecSpec) -> PageLayout:
+        return PageLayout(spec, kernel_block(self._config, PREFERRED_DENSE_BLOCK))
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -227,7 +231,9 @@ class SlimKVImpl(compat.AttentionImpl):
         if attn_metadata is None:  # vLLM profiles memory before there is a cache
             if served.offset is not None and self.kv_sharing_target_layer_name is None:
                 served.offset.provisional(key)
-            kind = served.kind(query.shape[1], self.num_kv_heads, query.dtype, self._kernel_layout(), self._options)
+            kind = served.kind(
+                query.shape[1], self.num_kv_heads, query.dtype, self._kernel_layout(served.codec.spec), self._options
+            )
             profile_run(kind, query.shape[0], self._config)
             return output.zero_()
         kv = self._packed(kv_cache)
@@ -238,7 +244,7 @@ class SlimKVImpl(compat.AttentionImpl):
         self._attend(layer, query, key, value, kv, attn_metadata, output)
         return output
 
-    def _options_of(self, causal: bool, prompt: bool | None) -> ops.AttendOptions:
+    def _variant(self, causal: bool, prompt: bool | None) -> ops.AttendOptions:
         """The layer's options: for blocks of drafted tokens with bidirectional attention, or for one kind of rows."""
         found = self._variants.get((causal, prompt))
         if found is None:
@@ -256,7 +262,7 @@ class SlimKVImpl(compat.AttentionImpl):
         served = self._served(query.device)
         raw = self._settings.reads_fresh_raw(shared_pages=True) and self.kv_sharing_target_layer_name is None
         for part in step.parts:
-            options = self._options_of(step.causal, part.prompt)
+            options = self._variant(step.causal, part.prompt)
             rows, batch, fresh = part.rows, part.batch, (key[part.rows], value[part.rows])
             held = batch.block_table.shape[1] * kv.layout.block_size
             if batch.max_seq_len > held:

@@ -6,22 +6,28 @@ kernels would compile during the first requests, so the steps run here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from threading import Thread
 from typing import Any
 
 import torch
 
+from slimkv.errors import SlimKVError
+from slimkv.integrations.serving.layer import warm_guard
 from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS, PREFERRED_BLOCK
 from slimkv.ops.warmup import LayerKind, Step, run_steps, serving_steps, start_compiling
 
+_PREFILL = 1024  # tokens; longer passes run the same kernels
 _largest: dict[tuple[Any, ...], int] = {}
 _ahead: set[tuple[Any, ...]] = set()
 
 
-def kernel_block(config: Any) -> int:
-    """The block size that kernels will see."""
-    block = config.cache_config.block_size
+def kernel_block(config: Any, preferred: int = PREFERRED_BLOCK) -> int:
+    """The block size that kernels will see. vLLM chooses one after loading, by the backend's preference."""
+    cache = config.cache_config
+    chosen = cache.user_specified_block_size or cache.block_size != cache.DEFAULT_BLOCK_SIZE
+    block = cache.block_size if chosen else preferred
     return block if block in KERNEL_BLOCKS else PREFERRED_BLOCK
 
 
@@ -31,21 +37,30 @@ def verified_tokens(config: Any) -> int:
     return 1 + (drafted or 0)
 
 
-def compile_ahead(key: tuple[Any, ...], kind: Callable[[torch.device], LayerKind], config: Any) -> None:
-    """Starts to compile the kernels of a kind of layer, known by ``key``, while vLLM compiles the model.
+def compile_ahead(
+    key: tuple[Any, ...], kinds: Callable[[torch.device], Iterable[LayerKind]], config: Any
+) -> Thread | None:
+    """Starts to compile the kernels of the ``kinds`` of layers known by ``key``, while vLLM loads weights.
 
-    A thread makes ``kind``: vLLM's own is in the memory pool of weights, which sleep mode discards.
+    A thread makes them: tensors of vLLM's own are in the memory pool of weights, which sleep mode discards.
     """
     if not torch.cuda.is_available() or key in _ahead:
-        return
+        return None
     _ahead.add(key)
-    device, tokens = torch.device("cuda", torch.cuda.current_device()), config.scheduler_config.max_num_batched_tokens
+    device = torch.device("cuda", torch.cuda.current_device())
+    tokens = min(config.scheduler_config.max_num_batched_tokens, _PREFILL)
 
-    def compile_steps() -> None:
-        with torch.cuda.device(device):
-            start_compiling(kind(device), _steps(tokens, config))
+    def compile_kinds() -> None:
+        with torch.cuda.device(device), suppress(SlimKVError):  # which the layer itself will raise
+            found = list(kinds(device))
+            for kind in found:
+                start_compiling(kind, _steps(tokens, config))
+            for kind in found:
+                warm_guard(kind)
 
-    Thread(target=compile_steps, name="slimkv-warmup", daemon=True).start()
+    thread = Thread(target=compile_kinds, name="slimkv-warmup", daemon=True)
+    thread.start()
+    return thread
 
 
 def _steps(tokens: int, config: Any) -> list[Step]:
@@ -56,7 +71,7 @@ def _steps(tokens: int, config: Any) -> list[Step]:
 
 def profile_run(kind: LayerKind, tokens: int, config: Any) -> None:
     """Stores and attends ``tokens`` new tokens for each kind of layer and each new maximum; then runs the other kinds
-    of steps once per kind of layer.
+    of steps, and the guard's, once per kind of layer.
     """
     if kind.codec.device.type == "cpu":  # nothing to compile, and the cache size is a setting
         return
@@ -66,3 +81,5 @@ def profile_run(kind: LayerKind, tokens: int, config: Any) -> None:
     _largest[kind.signature] = tokens
     steps = _steps(tokens, config)
     run_steps(kind, steps[:1] if before else steps)
+    if not before:
+        warm_guard(kind)
