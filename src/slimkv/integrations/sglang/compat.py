@@ -11,7 +11,6 @@ from typing import Any
 
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.serving.versions import unknown_version, warn_if_newer
-from slimkv.integrations.sglang.names import BACKEND
 from slimkv.integrations.sglang.versions import NEWEST_TESTED, OLDEST, installed_version
 from slimkv.versions import require_parts
 
@@ -53,11 +52,6 @@ def server_options(server_args: Any) -> Any:
     return resolved_view(server_args)
 
 
-def is_switched_on(server_args: Any) -> bool:
-    """Whether slimkv is the attention backend of prefill or decode."""
-    return BACKEND in attention_backends_of(server_options(server_args))
-
-
 def is_disaggregated(server_args: Any) -> bool:
     """Whether prefill and decode run in different engines."""
     return getattr(server_options(server_args), "disaggregation_mode", None) not in (None, "null")
@@ -77,6 +71,12 @@ def attention_tp() -> tuple[int, int]:
     """This process's rank among those that share the heads of attention, and how many there are."""
     parallel = get_parallel()
     return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
+
+
+def window_of(layer: Any) -> int | None:
+    """The tokens that a layer's queries attend, their own included, which SGLang does not count; None: all."""
+    window = layer.sliding_window_size
+    return window + 1 if window is not None and window > -1 else None
 
 
 def full_attention_layers(kvc: Any) -> list[int] | None:
