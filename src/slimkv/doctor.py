@@ -13,7 +13,7 @@ from importlib import metadata, util
 from slimkv.errors import InputError
 from slimkv.versions import version_numbers
 
-_VERSION_NEEDED = {"triton": (3, 3), "transformers": (5, 17), "vllm": (0, 32), "sglang": (0, 5, 22)}
+_VERSION_NEEDED = {"triton": (3, 3), "transformers": (5, 17), "vllm": (0, 32), "sglang": (0, 5, 23)}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
-from slimkv.errors import InputError, MissingDependencyError, SlimKVError, SpecError, UnsupportedError
+from slimkv.errors import InputError, SlimKVError, SpecError, UnsupportedError
 from slimkv.integrations.sglang import plugin, refusals, settings, versions
 from slimkv.integrations.sglang.compat import HookRegistry, server_options
 
@@ -155,7 +155,8 @@ def test_settings_come_from_the_model_override_args():
     assert settings.parse(SimpleNamespace(json_model_override_args='{"slimkv": "k6v4"}')).format == "k6v4"
 
 
-def test_an_old_sglang_is_refused_with_its_version(monkeypatch):
-    monkeypatch.setattr("sglang.version.__version__", "0.5.21")
-    with pytest.raises(MissingDependencyError, match=r"0\.5\.22 and later, not in 0\.5\.21"):
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24"])
+def test_another_release_is_refused_with_its_version(version, monkeypatch):
+    monkeypatch.setattr("sglang.version.__version__", version)
+    with pytest.raises(UnsupportedError, match=f"tested with SGLang 0.5.23 and runs in no other release; {version} is"):
         versions.installed_version()

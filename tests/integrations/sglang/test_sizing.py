@@ -55,7 +55,7 @@ def make_kvc(settings: str | None = None, **others: Any) -> SimpleNamespace:
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
     """One rank, slimkv chosen, no linear-attention layers; options are checked elsewhere."""
-    monkeypatch.setattr(sizing, "is_switched_on", lambda args: True)
+    monkeypatch.setattr(sizing, "is_chosen", lambda args: True)
     monkeypatch.setattr(sizing, "attention_tp", lambda: (0, 1))
     monkeypatch.setattr(sizing, "full_attention_layers", lambda kvc: None)
     monkeypatch.setattr(refusals, "check_options", lambda args: None)
@@ -155,7 +155,7 @@ def windowed(kvc: Any, full_layers: int, drafts: int) -> Any:
 
 
 def test_other_configurators_are_left_alone(monkeypatch):
-    monkeypatch.setattr(sizing, "is_switched_on", lambda args: False)
+    monkeypatch.setattr(sizing, "is_chosen", lambda args: False)
     assert sizing.cell_size(stock, None, make_kvc(), 6) == 12345
     configurator = windowed(make_kvc(is_hybrid_swa=True), 3, 0)
     assert sizing.full_cell_bytes(stock, configurator) == sizing.window_cell_bytes(stock, configurator) == 12345

@@ -10,7 +10,7 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.calibration.guard import Guard
 from slimkv.integrations.sglang import refusals
-from slimkv.integrations.sglang.compat import HybridLinearKVPool, SWAKVPool, logger
+from slimkv.integrations.sglang.compat import HybridLinearKVPool, SWAKVPool, logger, window_of
 from slimkv.integrations.sglang.metadata import BlockTables, Step
 from slimkv.integrations.sglang.packed_backend import PackedBackend, check_pool, refuse_unknown
 from slimkv.integrations.sglang.pool import SlimKVPool
@@ -151,13 +151,12 @@ class SlimKVAttnBackend(PackedBackend):
         return pool, layer_id - pool.start_layer, False
 
     def _attend_options(self, layer: Any, sinks: Tensor | None, prompt: bool | None = None) -> ops.AttendOptions:
-        """The attention options of a layer. SGLang's windows do not count the query's own token."""
+        """The attention options of a layer."""
         found = self._options.get((id(layer), prompt))
         if found is None or found.sinks is not sinks:
-            window = layer.sliding_window_size
             found = self._options[id(layer), prompt] = ops.AttendOptions(
                 softmax_scale=float(layer.scaling),
-                sliding_window=window + 1 if window is not None and window > -1 else None,
+                sliding_window=window_of(layer),
                 softcap=float(layer.logit_cap or 0.0),
                 sinks=sinks,
                 prefill=self._prefill,

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.mem_cache.device_pool_info import DevicePoolInfo, PageRowBufferInfo
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _get_allocator_type, get_memory
+from sglang.srt.mem_cache.pool_host.minimax_m3_nvfp4 import MiniMaxM3Nvfp4MainKVPoolHost
+
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.sglang.compat import MHATokenToKVPool, check_hooks
 from slimkv.integrations.sglang.names import HOST_POOL
-
-try:
-    from sglang.srt.mem_cache.device_pool_info import DevicePoolInfo, PageRowBufferInfo
-    from sglang.srt.mem_cache.hicache_storage import PoolName
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _get_allocator_type, get_memory
-    from sglang.srt.mem_cache.pool_host.minimax_m3_nvfp4 import MiniMaxM3Nvfp4MainKVPoolHost
-except ImportError as error:
-    raise UnsupportedError(
-        f"this SGLang has no host memory for packed pages ({error}): leave out --enable-hierarchical-cache"
-    ) from error
 
 
 def device_pool_infos(pool: Any) -> tuple[DevicePoolInfo, ...]:

@@ -138,14 +138,19 @@ def _parts(
         own = lengths[requests]
         if not own:
             continue
-        starts = torch.tensor([0, *own], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         rows = slice(first, first + sum(own))
         batch = AttentionBatch(
-            table[requests], seq_lens[requests], starts.to(table.device, non_blocking=True), max(own), longest, min(own)
+            table[requests], seq_lens[requests], starts_of(own, table.device), max(own), longest, min(own)
         )
         parts.append(_part(rows, batch, None if window_table is None else window_table[requests], prompt))
         first = rows.stop
     return tuple(parts)
+
+
+def starts_of(lengths: list[int], device: torch.device) -> Tensor:
+    """Where the tokens of each request begin, and where the last ones end: int32 [requests + 1]."""
+    counted = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return counted.to(device, non_blocking=True)
 
 
 def _part(rows: slice, batch: AttentionBatch, window_table: Tensor | None, prompt: bool | None) -> Part:

@@ -40,19 +40,14 @@ class Observer(QueryListener):
 
     def attach(self) -> None:
         """Observes every decoder layer from now on."""
-        from slimkv.integrations.sglang.compat import AttentionType, RadixAttention
+        from slimkv.integrations.sglang.compat import AttentionType, window_of
+        from slimkv.integrations.sglang.refusals import attention_layers
 
-        for layer in self._model.modules():
-            if not isinstance(layer, RadixAttention):
-                continue
+        for layer in attention_layers(self._model):
             if layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
                 continue
-            window = layer.sliding_window_size  # does not count the query's own token
             self.layers[layer.layer_id] = ObservedLayer(
-                layer.tp_k_head_num,
-                layer.qk_head_dim,
-                layer.v_head_dim,
-                window + 1 if window is not None and window > -1 else None,
+                layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, window_of(layer)
             )
             layer.register_forward_pre_hook(self._before_attention, with_kwargs=True)
         if not self.layers:

@@ -62,7 +62,8 @@ def register() -> None:
         HookRegistry.register(target, _lazy(name), HookType.AROUND)
 
 
-def _is_chosen(server_args: Any) -> bool:
+def is_chosen(server_args: Any) -> bool:
+    """Whether slimkv is the attention backend of prefill or decode."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
     return BACKEND in attention_backends_of(resolved_view(server_args))
@@ -74,7 +75,7 @@ def _defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.configs.model_config import AttentionArch
 
     previous(server_args)
-    if not _is_chosen(server_args):
+    if not is_chosen(server_args):
         return
     if resolved_view(server_args).page_size is None:
         declare_resolution(server_args, BACKEND, page_size=DEFAULT_PAGE_SIZE)
@@ -97,7 +98,7 @@ def _prefill_without_graphs(server_args: Any) -> None:
 def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:
     """While SGLang resolves its arguments, before it starts any process: raises for unsupported options."""
     previous(server_args)
-    if _is_chosen(server_args):
+    if is_chosen(server_args):
         from slimkv.integrations.sglang import refusals, settings
 
         config = settings.parse(server_args)

@@ -202,7 +202,7 @@ def bind(plan: CachePlan, hooks: tuple[str, ...], pool: type[PackedPool] = SlimK
 
 
 def build_host_pool(original: Callable[..., Any], **asked: Any) -> Any:
-    """Around ``build_kv_host_pool``. Not every SGLang has the parts that slimkv's host pool is made of."""
+    """Around ``build_kv_host_pool``."""
     if not isinstance(asked["kv_pool"], PackedPool):
         return original(**asked)
     from slimkv.integrations.sglang.host_pool import host_pool

@@ -14,12 +14,8 @@ from slimkv.config import KVCacheConfig
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.sglang import refusals, settings
-from slimkv.integrations.sglang.compat import (
-    attention_tp,
-    full_attention_layers,
-    is_disaggregated,
-    is_switched_on,
-)
+from slimkv.integrations.sglang.compat import attention_tp, full_attention_layers, is_disaggregated
+from slimkv.integrations.sglang.plugin import is_chosen
 from slimkv.spec import PageLayout, page_layout
 
 FULL, WINDOW = "Full", "SWA"  # SGLang's labels of the two pools of a sliding-window model
@@ -131,7 +127,7 @@ _plans: dict[int, tuple[Any, CachePlan]] = {}  # by the id of a configurator, wh
 
 def packs(kvc: Any) -> bool:
     """Whether this configurator's cache is slimkv's: it is switched on, and this is not a draft's cache."""
-    return not kvc.is_draft_worker and is_switched_on(kvc.server_args)
+    return not kvc.is_draft_worker and is_chosen(kvc.server_args)
 
 
 def plan_of(kvc: Any) -> CachePlan:

@@ -1,7 +1,4 @@
-"""The parts of SGLang's latent attention that slimkv uses.
-
-Importing this module is the check: a version whose parts are other ones is refused here.
-"""
+"""The parts of SGLang's latent attention that slimkv uses."""
 
 from __future__ import annotations
 
@@ -9,28 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.models.deepseek_common.attention_backend_handler import (
+    AttentionBackendRegistry,
+    AttnForwardMethod,
+    get_attn_backend,
+    is_in_breakable_cuda_graph,
+    is_in_tc_piecewise_cuda_graph,
+)
+from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.serving.versions import unknown_version
-from slimkv.integrations.sglang.compat import VERSION
 from slimkv.integrations.sglang.names import BACKEND
-from slimkv.integrations.sglang.versions import NEWEST_TESTED, OLDEST
-from slimkv.versions import require_parts
-
-try:
-    from sglang.srt.models.deepseek_common.attention_backend_handler import (
-        AttentionBackendRegistry,
-        AttnForwardMethod,
-        get_attn_backend,
-        is_in_breakable_cuda_graph,
-        is_in_tc_piecewise_cuda_graph,
-    )
-    from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
-    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
-
-    require_parts(DeepseekV2AttentionMLA, "_concat_and_cast_mha_k", "forward_normal_prepare", "forward_absorb_core")
-except ImportError as error:
-    raise unknown_version("latent attention of SGLang", VERSION, OLDEST, NEWEST_TESTED, error) from error
 
 
 def register_forward_methods(ours: type, drafts: str | None) -> None:

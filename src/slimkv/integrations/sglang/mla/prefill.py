@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
-from slimkv.integrations.sglang.metadata import Step
+from slimkv.integrations.sglang.metadata import Step, starts_of
 
 Lengths = tuple[Tensor, int]  # where each request's tokens begin, int32 [requests + 1], and the most of one
 
@@ -44,7 +44,7 @@ def plan_prefill(new: list[int], cached: list[int], step: Step, page_size: int, 
     chunks = []
     for first in range(0, max(cached, default=0), share):
         lengths = [min(max(count - first, 0), share) for count in cached]
-        starts = _starts(lengths, device)
+        starts = starts_of(lengths, device)
         total = sum(lengths)
         request = torch.repeat_interleave(
             torch.arange(len(lengths), device=device), starts.diff().long(), output_size=total
@@ -52,12 +52,7 @@ def plan_prefill(new: list[int], cached: list[int], step: Step, page_size: int, 
         position = torch.arange(total, device=device) - starts[request] + first
         slots = step.block_table[request, position // page_size].long() * page_size + position % page_size
         chunks.append(Chunk(slots, starts, max(lengths)))
-    return Prefill(_starts(new, device), max(new), tuple(chunks))
-
-
-def _starts(lengths: list[int], device: torch.device) -> Tensor:
-    counted = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return counted.to(device, non_blocking=True)
+    return Prefill(starts_of(new, device), max(new), tuple(chunks))
 
 
 def attend_prefill(
