@@ -19,21 +19,11 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def rotate_rows(x_ptr, x_mask, signs, norm, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KB: tl.constexpr):
-    """x [M, D] @ signs [D, D] * norm -> float32 [M, DP]; x_ptr: pointers [M] to the rows; KB columns of x at a time."""
-    out = tl.zeros([M, DP], tl.float32)
-    col = tl.arange(0, DP)
-    for k0 in range(0, D, KB):
-        k = k0 + tl.arange(0, KB)
-        x = tl.load(x_ptr[:, None] + k[None, :], mask=x_mask[:, None] & (k < D)[None, :], other=0.0)
-        r = tl.load(signs + k[:, None] * D + col[None, :], mask=(k < D)[:, None] & (col < D)[None, :], other=0.0)
-        out = dot(x, r.to(x.dtype), out)
-    return out * norm
-
-
-@triton.jit
 def rotate_columns(x_ptr, x_mask, signs, norm, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KB: tl.constexpr):
-    """The transpose of ``rotate_rows``, float32 [DP, M]: a product with few columns instead of few rows."""
+    """signs [D, D]^T @ x [D, M] * norm -> float32 [DP, M]; x_ptr: pointers [M] to the columns; KB rows at a time.
+
+    Queries are columns, because there may be fewer of them than a tensor-core tile has rows.
+    """
     out = tl.zeros([DP, M], tl.float32)
     row = tl.arange(0, DP)
     for k0 in range(0, D, KB):

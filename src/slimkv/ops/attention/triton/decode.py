@@ -53,6 +53,18 @@ def first_query(starts_ptr, sequences, block, BLOCK_Q: tl.constexpr, ONE_BLOCK: 
 
 
 @triton.jit
+def query_rows(first, start, queries, head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
+    """The M rows of a program: their query of the sequence, their query head, whether they exist, their row of the
+    query tensor, and their number among all (query, head) rows."""
+    row = tl.arange(0, M)
+    query = first + row // GROUP
+    q_head = head * GROUP + row % GROUP
+    row_valid = (row < M // GROUP * GROUP) & (query < queries)
+    q_row = (start + query).to(tl.int64)
+    return query, q_head, row_valid, q_row, q_row * (HEADS * GROUP) + q_head
+
+
+@triton.jit
 def power_below(top):
     """For magnitudes top [N]: 1 / 2^e, 2^e and e with top / 2^e in [1, 2), float32 [N] each."""
     exponent = (top.to(tl.int32, bitcast=True) >> 23) & 0xFF
@@ -236,12 +248,7 @@ def attend_kernel(
         return
     length = tl.load(lens_ptr + sequence)
 
-    row = tl.arange(0, M)
-    query = first + row // GROUP
-    q_head = head * GROUP + row % GROUP
-    row_valid = (row < BLOCK_Q * GROUP) & (query < queries)
-    q_row = (start + query).to(tl.int64)
-    row_at = q_row * (HEADS * GROUP) + q_head
+    query, q_head, row_valid, q_row, row_at = query_rows(first, start, queries, head, HEADS, GROUP, M)
     position = length - queries + query  # of each row's query in its sequence
 
     begin, end, packed_end, seen_from, clear_begin, clear_end = keys_to_read(

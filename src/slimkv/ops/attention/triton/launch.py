@@ -286,9 +286,8 @@ def _attend_prefill(request: AttendRequest, fresh: Fresh) -> None:
             step * chunk, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
             request.softmax_scale * LOG2E, options.softcap * LOG2E, k.orthonormal, v.orthonormal,
             options.sliding_window or 0,
-            HEADS=num_kv_heads, GROUP=request.group, M=rows, BN=tokens_per_step, KD=spec.key_dim, VD=spec.value_dim,
-            KDP=triton.next_power_of_2(spec.key_dim), VDP=triton.next_power_of_2(spec.value_dim), FIRST=step == 0,
-            LAST=step == passes - 1, CAUSAL=options.causal, WINDOW=options.sliding_window is not None,
-            SOFTCAP=options.softcap > 0, SINK_STRIDE=_sink_stride(request), STAGES=stages,
-            num_warps=4 if wide else 8, num_stages=stages,
+            K=side_of(layout.key), V=side_of(layout.value), HEADS=num_kv_heads, GROUP=request.group, M=rows,
+            BN=tokens_per_step, FIRST=step == 0, LAST=step == passes - 1, CAUSAL=options.causal,
+            WINDOW=options.sliding_window is not None, SOFTCAP=options.softcap > 0, SINK_STRIDE=_sink_stride(request),
+            STAGES=stages, num_warps=4 if wide else 8, num_stages=stages,
         )  # fmt: skip

@@ -14,8 +14,17 @@ import triton
 import triton.language as tl
 
 from slimkv.codec import scale16
-from slimkv.ops.attention.triton.decode import _LOG2E, finish, first_query, hide, keys_to_read, power_below, soft_cap
-from slimkv.ops.triton.rotate import dot, rotate_rows
+from slimkv.ops.attention.triton.decode import (
+    _LOG2E,
+    finish,
+    first_query,
+    hide,
+    keys_to_read,
+    load_queries,
+    query_rows,
+    soft_cap,
+)
+from slimkv.ops.triton.rotate import dot
 from slimkv.ops.triton.side import RAW, UNIFORM
 from slimkv.ops.triton.unpack import (
     as_keys,
@@ -167,25 +176,10 @@ def _softmax_rows(s, factor, m, z, acc):
 
 
 @triton.jit
-def _load_query_rows(q_ptrs, row_valid, key_rotation, key_norm, scale_log2, M: tl.constexpr, KD: tl.constexpr,
-                     KDP: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """The queries, rotated, [M, KDP] in the keys' dtype, and what their scores are to be multiplied by [M]."""
-    if key_rotation is not None:
-        q = rotate_rows(q_ptrs, row_valid, key_rotation, key_norm, M, KD, KDP, 64 if KDP >= 64 else KDP)
-    else:
-        dim = tl.arange(0, KDP)
-        mask = row_valid[:, None] & (dim < KD)[None, :]
-        q = tl.load(q_ptrs[:, None] + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    # Rows are scaled by powers of two, which loses nothing; the rest of the scale waits for the float32 scores.
-    down, up, _ = power_below(tl.max(tl.abs(q), 1))
-    # A negative scale becomes the queries' sign: the factor is taken to be positive.
-    down = tl.where(scale_log2 < 0, -down, down)
-    return (q * down[:, None]).to(DTYPE), up * tl.abs(scale_log2)
-
-
-@triton.jit
-def _load_dense(ptr, row, valid, D: tl.constexpr, DP: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Unpacked vectors: rows [N] -> [N, DP], or [DP, N]; zeros where not valid [N]."""
+def _load_dense(ptr, row, valid, S: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Unpacked vectors: rows [N] -> [N, 16 SP], or [16 SP, N]; zeros where not valid [N]."""
+    D: tl.constexpr = S.D
+    DP: tl.constexpr = 16 * S.SP
     dim = tl.arange(0, DP)
     if TRANSPOSED:
         mask = valid[None, :]
@@ -205,9 +199,9 @@ def prefill_kernel(
     lse_ptr, state_ptr, key_rotation, value_rotation,
     sequences, most_queries, chunk, first_token, q_stride, q_head_stride, out_stride, out_head_stride,
     scale_log2, softcap, key_norm, value_norm, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
-    KDP: tl.constexpr, VDP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINK_STRIDE: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINK_STRIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries of one sequence, one KV head, the keys [first_token, first_token + chunk).
 
@@ -215,6 +209,8 @@ def prefill_kernel(
     the state of a row is its output, maximum and sum: float32 [total_queries, num_heads, VD + 2].
     """
     BLOCK_Q: tl.constexpr = M // GROUP
+    VD: tl.constexpr = V.D
+    VDP: tl.constexpr = 16 * V.SP
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows of a causal mask first
     head = tl.program_id(1)
     sequence, start, first = first_query(starts_ptr, sequences, block, BLOCK_Q, False)
@@ -224,23 +220,21 @@ def prefill_kernel(
     length = tl.load(lens_ptr + sequence)
     rank = tl.load(rank_ptr + sequence).to(tl.int64)
 
-    row = tl.arange(0, M)
-    query = first + row // GROUP
-    q_head = head * GROUP + row % GROUP
-    row_valid = (row < BLOCK_Q * GROUP) & (query < queries)
-    q_row = (start + query).to(tl.int64)
-    row_at = q_row * (HEADS * GROUP) + q_head
+    query, q_head, row_valid, q_row, row_at = query_rows(first, start, queries, head, HEADS, GROUP, M)
     position = length - queries + query
     begin, end, _, _, clear_begin, clear_end = keys_to_read(
         length, queries, first, window, BLOCK_Q, BN, CAUSAL, WINDOW, False
     )
     begin = tl.maximum(begin, first_token)
     end = tl.minimum(end, first_token + chunk)
-    qh, up = _load_query_rows(
-        q_ptr + q_row * q_stride + q_head * q_head_stride, row_valid, key_rotation, key_norm, scale_log2, M, KD, KDP,
-        dense_k_ptr.dtype.element_ty,
-    )  # fmt: skip
-    factor = tl.maximum(up * _dense_scale(exponent_ptr, sequence, head, 0, HEADS, True), 1e-30)
+    # Rows are scaled by powers of two, which loses nothing; the rest of the scale waits for the float32 scores. A
+    # negative scale becomes the queries' sign: the softmax takes the factor to be positive.
+    qh, _, _, up = load_queries(
+        q_ptr + q_row * q_stride + q_head * q_head_stride, row_valid, key_rotation, key_norm, M, K
+    )
+    qh = tl.trans(tl.where(scale_log2 < 0, -qh, qh))
+    factor = up * tl.abs(scale_log2) * _dense_scale(exponent_ptr, sequence, head, 0, HEADS, True)
+    factor = tl.maximum(factor, 1e-30)
     shift = tl.zeros([M], tl.float32)
     if shift_ptr is not None:
         shift = tl.load(shift_ptr + row_at, mask=row_valid, other=0.0) * _LOG2E
@@ -260,7 +254,7 @@ def prefill_kernel(
     base = (rank * HEADS + head) * chunk - first_token
     for token0 in tl.range(begin, end, BN, num_stages=STAGES):
         token = token0 + tl.arange(0, BN)
-        kt = _load_dense(dense_k_ptr, base + token, token < end, KD, KDP, True)
+        kt = _load_dense(dense_k_ptr, base + token, token < end, K, True)
         s = dot(qh, kt, tl.zeros([M, BN], tl.float32))
         if SOFTCAP:
             s = soft_cap(s * factor[:, None] + shift[:, None], softcap)
@@ -270,7 +264,7 @@ def prefill_kernel(
             p, m, z, acc = _softmax_rows(s, tl.full([M], 1.0, tl.float32), m, z, acc)
         else:
             p, m, z, acc = _softmax_rows(s, factor, m, z, acc)
-        v = _load_dense(dense_v_ptr, base + token, token < end, VD, VDP, False)
+        v = _load_dense(dense_v_ptr, base + token, token < end, V, False)
         acc = dot(p.to(v.dtype), v, acc)
 
     if LAST:
