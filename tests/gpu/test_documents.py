@@ -28,9 +28,9 @@ from slimkv.lab import models
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 COMMANDS = [command for need, command in commands() if need == "gpu"]
-SERVING = "--context 512 --requests 2 --arrivals 2 --memory 0.05 --eager --new-tokens 4 --most-requests 2 --rounds 1"
+SERVING = "--context 512 --requests 2 --arrivals 2 --memory 0.05 --eager --new-tokens 4 --rounds 1"
 SMALLER = {
-    "serve": f"{SERVING} --offload-gib 1 --short-context 256",
+    "serve": f"{SERVING} --most-requests 2 --offload-gib 1 --short-context 256 --users 2 --turns 2 --think 0.1",
     "positions": "--tokens 512",
     "generate": "--context 256 --new-tokens 4 --rounds 1 --layers 2",
 }
