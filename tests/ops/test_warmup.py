@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions, AttendRequest
+from slimkv.ops.attention.cuda import decode as decode_cuda
 from slimkv.ops.attention.cuda import prefill as prefill_cuda
 from slimkv.ops.attention.cuda import prefill_config
 from slimkv.ops.attention.cuda.decode import _prepare, reachable_kernels
@@ -143,6 +145,42 @@ def test_every_prompt_runs_kernels_that_warm_up_compiles(format, prefill, device
 
             prefill_cuda.attend_prefill(request, launch, budget=1 << 24)
     assert len(sources) == 2
+
+
+@pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "99 KB"])
+@pytest.mark.parametrize("page", [16, 32, 64])
+def test_every_step_of_an_engine_runs_kernels_that_warm_up_compiles(page, device, monkeypatch):
+    """Any number of requests with any number of new tokens, up to 8,192 in a step, as prefix hits leave them."""
+    for module in (decode_cuda, prefill_cuda, prefill_config):
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+    monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda _: device.multiprocessors)
+    monkeypatch.setattr(prefill_cuda, "attend_prefill", partial(prefill_cuda.attend_prefill, budget=1 << 22))
+    ran: set[tuple[object, ...]] = set()
+
+    def launch(source, defines):
+        ran.add((source, *defines.items()))
+
+    monkeypatch.setattr(decode_cuda, "_launcher", lambda _: lambda call: launch(call.source, call.defines))
+    monkeypatch.setattr(prefill_cuda, "launcher", lambda _: lambda source, name, defines, *_: launch(source, defines))
+    codec, group, heads, options = Codec(parse_spec("k4v4", 128)), 4, 8, AttendOptions()
+    layout = PageLayout(codec.spec, page)
+    pages = torch.empty(1, heads, layout.page_bytes, dtype=torch.uint8)
+    for sequences in (1, 2, 7, 16, 33, 64, 256):
+        for queries in (1, 2, 3, 5, 8, 12, 16, 17, 24, 31, 32, 33, 48, 64, 100, 192, 300, 600, 2048, 8192):
+            if sequences * queries > 8192:
+                continue
+            query = torch.empty(1, dtype=torch.bfloat16).expand(sequences * queries, heads * group, 128)
+            ints = torch.zeros(sequences + 1, dtype=torch.int32)
+            request = AttendRequest(
+                query, pages, ints[:-1, None], ints[:-1], ints, queries, max(2048, queries), codec, layout, options,
+                None, query, None, None, None,
+            )  # fmt: skip
+            decode_cuda.run(request)
+    kernels = reachable_kernels(device, layout, group, torch.bfloat16, options)
+    kernels += prefill_cuda.reachable_kernels(device, layout, torch.bfloat16, options)
+    assert ran <= {(source, *defines.items()) for source, defines in kernels}
+    assert len({source for source, *_ in ran}) == 4  # decode, verification, unpacking, prefill
+    assert len(ran) > 8
 
 
 class Loaded:
