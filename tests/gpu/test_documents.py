@@ -28,7 +28,7 @@ from slimkv.lab import models
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 COMMANDS = [command for need, command in commands() if need == "gpu"]
-SERVING = "--context 512 --requests 2 --arrivals 2 --memory 0.05 --eager --new-tokens 4 --rounds 1"
+SERVING = "--context 512 --requests 2 --arrivals 2 --memory 0.03 --eager --new-tokens 4 --rounds 1"
 SMALLER = {
     "serve": f"{SERVING} --most-requests 2 --offload-gib 1 --short-context 256 --users 2 --turns 2 --think 0.1",
     "positions": "--tokens 512",
@@ -108,7 +108,7 @@ def _vllm(words: list[str], model: str, folder: Path) -> Iterator[str]:
         options = [word.replace("model.safetensors", str(file)) for word in options]
     if model != model_folder():
         options += ["--dtype", "bfloat16"]  # latents of float32 have no stock prefill on a GPU
-    with serving(folder, *options, "--gpu-memory-utilization", "0.05", model=model, packed=False) as (address, _):
+    with serving(folder, *options, "--gpu-memory-utilization", "0.03", model=model, packed=False) as (address, _):
         yield address
 
 
