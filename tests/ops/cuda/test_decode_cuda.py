@@ -145,7 +145,10 @@ GROUPS_QUERIES_COLUMNS = (
 )
 DRAFTS = replace(LONG, dim=128, lens=(700, 290, 33), queries=(8, 6, 8))
 WARPGROUP_CASES = [
-    *(replace(DRAFTS, format=f, page=page) for f, page in (("k4v4", 64), ("k5v6", 16), ("ku4vur8", 64))),
+    *(
+        replace(DRAFTS, format=f, page=page)
+        for f, page in (("k4v4", 64), ("k5v6", 16), ("ku4vur8", 64), ("k4vfp8", 64))
+    ),
     replace(DRAFTS, dim=80, value_dim=64, **EVERYTHING),
     replace(DRAFTS, dim=64, group=32, num_kv_heads=2, lens=(33, 300, 40, 1, 70), queries=(1,) * 5),
     replace(DRAFTS, dim=64, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"),

@@ -13,9 +13,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from slimkv.ops.attention.cuda.level_bytes import in_bytes
-from slimkv.ops.attention.cuda.shared_memory import DECODE, VERIFY, VERIFY_WARPS, shared_bytes
+from slimkv.ops.attention.cuda.shared_memory import (
+    DECODE,
+    VERIFY,
+    VERIFY_WARPS,
+    shared_bytes,
+    team_registers,
+    values_in_parts,
+    writes_whole_items,
+)
 from slimkv.ops.cuda.device import Device
-from slimkv.spec import SLICE_DIMS, Kind, PageLayout
+from slimkv.spec import Kind, PageLayout
 
 # Bytes of a KV head that a query may see: configurations are told apart by these bounds.
 FEW_BYTES, SHORT_BYTES, UNBOUNDED = BOUNDS = (1 << 16, 3 << 19, 1 << 50)
@@ -191,12 +199,6 @@ def takes_whole_tiles(device: Device, layout: PageLayout, config: DecodeConfig, 
     return config.source == DECODE and writes_whole_items(layout) and tokens <= most
 
 
-def writes_whole_items(layout: PageLayout) -> bool:
-    """Whether a block writes the output of what it has all keys of: if queries leave the memory to rotate back."""
-    dim = layout.spec.value_dim
-    return not layout.spec.value.rotated or (dim & (dim - 1) == 0 and dim >= 32) or dim <= 2 * layout.spec.key_dim
-
-
 def _head_class(layout: PageLayout) -> int:
     return 128 if max(layout.spec.key_dim, layout.spec.value_dim) <= 128 else 256
 
@@ -206,27 +208,8 @@ def _fits(device: Device, layout: PageLayout, config: DecodeConfig) -> bool:
     if shared > device.shared_of_block or (shared + 1024) * config.blocks_per_sm > available:
         return False
     if config.source == VERIFY:
-        return device.warpgroups and config.bulk and _values_in_parts(layout, 4)
+        return device.warpgroups and config.bulk and values_in_parts(layout, 4)
     if config.source == VERIFY_WARPS:
         most = _REGISTERS_OF_TWO_TEAMS if config.warps * config.blocks_per_sm > 8 else _REGISTERS_OF_A_TEAM
-        return _values_in_parts(layout, config.warps) and _registers(layout, config) <= most
+        return values_in_parts(layout, config.warps) and team_registers(layout, config) <= most
     return True
-
-
-def _registers(layout: PageLayout, config: DecodeConfig) -> float:
-    """Of a thread of a team: codes, those of values twice; of all rows, outputs, scores, maxima and sums."""
-    spec = layout.spec
-    codes = (spec.key_dim * spec.key.bits + 2 * spec.value_dim * spec.value.bits) / 64
-    return codes + config.rows * (spec.value_dim / (32 * config.warps) + 1.25)
-
-
-def _values_in_parts(layout: PageLayout, parts: int) -> bool:
-    """Whether so many warps can share the value slices, each with whole words of every plane or a fraction of one.
-
-    The last ones may have fewer or none, but products are made of as many: at least five of eight are to be there.
-    """
-    slices = layout.spec.value_dim // SLICE_DIMS
-    each = -(-slices // parts)
-    slices_of_words = [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4]
-    whole = all(n % each == 0 or (each % n == 0 and slices % n == 0) for n in slices_of_words)
-    return whole and 8 * slices >= 5 * parts * each

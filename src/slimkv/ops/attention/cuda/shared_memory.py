@@ -1,4 +1,7 @@
-"""Shared memory of a block of the CUDA decode kernels; the sources count the same and do not compile otherwise."""
+"""What a block of the CUDA decode kernels takes: shared memory, registers, parts of the values.
+
+The sources count shared memory as well and do not compile if they count otherwise.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +74,31 @@ def verify_warps_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     if spec.value.rotated and not (_is_power_of_two(spec.value_dim) and spec.value_dim >= 32):
         total += 4 * spec.value_dim * warps  # the output is rotated back there
     return total
+
+
+def writes_whole_items(layout: PageLayout) -> bool:
+    """Whether a block writes the output of what it has all keys of: if queries leave the memory to rotate back."""
+    dim = layout.spec.value_dim
+    return not layout.spec.value.rotated or (dim & (dim - 1) == 0 and dim >= 32) or dim <= 2 * layout.spec.key_dim
+
+
+def team_registers(layout: PageLayout, config: DecodeConfig) -> float:
+    """Of a thread of a team: codes, those of values twice; of all rows, outputs, scores, maxima and sums."""
+    spec = layout.spec
+    codes = (spec.key_dim * spec.key.bits + 2 * spec.value_dim * spec.value.bits) / 64
+    return codes + config.rows * (spec.value_dim / (32 * config.warps) + 1.25)
+
+
+def values_in_parts(layout: PageLayout, parts: int) -> bool:
+    """Whether so many warps can share the value slices, each with whole words of every plane or a fraction of one.
+
+    The last ones may have fewer or none, but products are made of as many: at least five of eight are to be there.
+    """
+    slices = layout.spec.value_dim // SLICE_DIMS
+    each = -(-slices // parts)
+    slices_of_words = [4 // plane.bits for plane in layout.value.planes if plane.bits <= 4]
+    whole = all(n % each == 0 or (each % n == 0 and slices % n == 0) for n in slices_of_words)
+    return whole and 8 * slices >= 5 * parts * each
 
 
 def padded_value_dim(layout: PageLayout) -> int:

@@ -35,6 +35,9 @@ DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, co
       u32 a[PRODUCTS][4];
       UNROLL_FOR (int k = 0; k < PRODUCTS; k++)
         value_halves(codes[(first + k) / OUT_SLICES], (first + k) % OUT_SLICES, tables, a[k]);
+      // Computed later, behind a branch, they would make every product wait for the one before.
+      if (V_KIND == FP8)
+        UNROLL_FOR (int k = 0; k < PRODUCTS; k++) wgmma_fence_operand(a[k]);
       const int unpacked = first + PRODUCTS, ahead = unpacked / OUT_SLICES - AT_ONCE + LOADED;
       if (unpacked % OUT_SLICES == 0 && ahead < NT)
         PartCodes::load_parts<AT_ONCE>(
