@@ -1,10 +1,10 @@
-"""Acceptance length of drafts with a packed cache over the stock one's: n-grams, and the model's own first layers.
+"""Acceptance length of drafts with a packed cache, relative to the stock cache: n-grams, and the model's first layers.
 
     python benchmarks/acceptance.py --model qwen2.5-coder-1.5b-instruct --device cuda --prompts 768
 
-Half of the prompts are Python source, half prose. Greedy verification accepts a drafted token where it is what the
-model says next, so answers generated without drafts tell how many would have been accepted. Ratios have the standard
-error of 400 resamples of the prompts.
+Half of the prompts are Python source, half prose. Greedy verification accepts a drafted token if the model would
+generate it, so answers generated without drafts show how many would be accepted. Ratios have the standard error of 400
+resamples of the prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slimkv.lab.evals.texts import load_text
 
 
 def matching_steps(matches: list[bool], drafted: int = DRAFTED) -> int:
-    """Verifications of an answer. ``matches``: where a draft model that has read it so far says its next token."""
+    """Verification steps of an answer. ``matches``: which of its tokens a draft model predicts from those before."""
     steps, done = 0, 0
     while done < len(matches):
         accepted = 0
@@ -61,7 +61,7 @@ def answers_of(model: Any, prompts: list[list[int]], kind: CacheKind, new: int, 
 
 
 def steps_with_first_layers(model: Any, prompts: list[list[int]], answers: list[list[int]], kept: int) -> list[int]:
-    """Drafts come from the first ``kept`` layers and the model's head."""
+    """Verification steps of the answers, with drafts from the first ``kept`` layers and the model's head."""
     layers, start, found = model.model.layers, len(prompts[0]), []
     model.model.layers = layers[:kept]
     try:
@@ -76,7 +76,7 @@ def steps_with_first_layers(model: Any, prompts: list[list[int]], answers: list[
 
 
 def ratio_of(stock: list[int], own: list[int]) -> tuple[float, float]:
-    """Of acceptance lengths, and its standard error."""
+    """The ratio of acceptance lengths, and its standard error."""
 
     def ratio(rows: list[int]) -> float:
         return sum(stock[i] for i in rows) / sum(own[i] for i in rows)

@@ -3,9 +3,9 @@
     python benchmarks/eight_bit_divergence.py [--model NAME] [--format k4v4+cal] [--text FILE] [--windows 16] [--json F]
         [--device cuda]
 
-A change in one layer moves the keys and values of those behind it, and some of them to other codes. That draws most of
-the codes' error anew, whatever the change was. What 8 bits cost shows where later layers read the codes of the pass in
-16 bits. Strict, reference arithmetic; windows are those of ``slimkv eval agreement``.
+Any change in one layer flips some codes of the later layers, which draws most of their quantization error anew. The
+cost of 8 bits alone therefore shows only where later layers read the codes of the 16-bit pass. Strict, reference
+arithmetic; windows are those of ``slimkv eval agreement``.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ EIGHT, SIXTEEN, SAME = "8bit", "16bit", "8bit, same codes"
 
 @contextmanager
 def reading(name: str, pages: list[Tensor]):
-    """Long passes of the reference attend as ``name`` says; ``pages`` are those of each, kept or put back."""
+    """Inside, long passes use the arithmetic ``name`` of the reference; ``pages`` keeps the pages of each pass, or
+    restores them.
+    """
     in_eight_bits, in_sixteen, left = reference._in_eight_bits, reference._one_sequence, list(pages)
-    select = REGISTRY.select  # stores are the device's own: their bytes are the reference's
+    select = REGISTRY.select  # store keeps its own backend, which writes the same bytes
 
     def attend(request: Any, *rest: Any) -> None:
         if name == SIXTEEN:

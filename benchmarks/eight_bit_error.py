@@ -2,7 +2,8 @@
 
     python benchmarks/eight_bit_error.py [--model NAME] [--text FILE] [--tokens 1024] [--layers 20] [--json FILE]
 
-Prints, plain and calibrated, the squared error against unquantised attention of each rounding, over the codes' own.
+Prints the squared error of each rounding step over that of the codes alone, both against unquantised attention, plain
+and calibrated.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from slimkv.ops.attention.eight_bit import LOG2E, TOP, operands, rounded_queries
 from slimkv.ops.gather.reference import decode_slots
 from slimkv.spec import CodecSpec, PageLayout
 
-# What is rounded: queries to int8, values and weights to e4m3; whether the denominator has the rounded weights.
+# What is rounded: queries to int8, values and probabilities to e4m3; whether the denominator sums rounded ones.
 STEPS = {
     "codes": (False, False, False, True),
     "int8 queries": (True, False, False, True),

@@ -22,9 +22,9 @@ from slimkv.codec import Codec
 from slimkv.lab.report.page import table_line
 from slimkv.spec import Kind, LatentSpec, PageLayout
 
-SCORE_SPREAD = 1.5  # of the latent's and of the rope part's share of scores alike
+SCORE_SPREAD = 1.5  # standard deviation of the scores, for the latent's part and for the rope part's
 ROPE_BASE = 10000.0
-SHARED_PART = 2.0  # what all tokens of "shared" have in common, over the rest
+SHARED_PART = 2.0  # norm of the vector that all tokens of "shared" have in common, over that of the rest
 KINDS = ("random", "heavy", "shared")
 
 

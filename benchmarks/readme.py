@@ -2,7 +2,7 @@
 
     python benchmarks/readme.py        # rewrites docs/images/serving.svg and the table in README.md
 
-Which report says what is written here and nowhere else; ``tests/test_docs.py`` fails when they are out of date.
+Only this script chooses the reports; ``tests/test_docs.py`` fails when the README is out of date.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ text { font: 13px system-ui, sans-serif; fill: #1c2330; } .soft { fill: #5d6879;
 .bar { fill: #a9b4c4; } .ours { fill: #1f6feb; } .ground { fill: #fff; }
 @media (prefers-color-scheme: dark) { text { fill: #e6eaf2; } .soft { fill: #9aa5b8; } .bar { fill: #4a5568; }
   .ours { fill: #6ea8ff; } .ground { fill: #1e2129; } }
-"""  # with a background of its own: pages may have another scheme than the one that browsers give to an image
+"""  # with its own background: a page may have another colour scheme than the browser gives to an image
 _WIDTH, _PANEL, _LABEL, _BAR, _GAP = 860, 420, 104, 26, 10
 
 
@@ -63,7 +63,7 @@ def _attention_speed() -> dict[str, float]:
 
 
 def _tokens_that_fit(systems: dict[str, Any]) -> dict[str, float]:
-    """As the engines reported them; vLLM's 4-bit cache, where it did not run, by the bytes it takes for a token."""
+    """As the engines reported them; for vLLM's 4-bit cache, where it did not run, from its bytes per token."""
     fits = {SYSTEMS[key]: float(systems[key]["kv_tokens"]) for key in SYSTEMS if key in systems}
     stock = load("stock-4bit-bytes")
     by_bytes = fits["bf16"] * stock["bf16_bytes_per_token"] / stock["bytes_per_token"]

@@ -1,7 +1,7 @@
 """Lossless pages against SGLang's own attention, token by token: ``python benchmarks/sglang_tokens.py RESULT``.
 
-Both run at the same time, each in a process of its own, with a model shaped like Llama-3.1-8B and dummy weights. Where
-answers part, the result says how far apart the stock engine found its two best tokens there.
+Both run at the same time in separate processes, with a model shaped like Llama-3.1-8B and dummy weights. Where answers
+diverge, the result has the gap between the stock engine's two best tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENS = 1 << 16  # of each cache: all prompts and answers
 
 
 def prompts(shape: str) -> list[list[int]]:
-    """Random tokens; the last third repeats the first, so that the radix cache answers it."""
+    """Random tokens; the last third repeats the first, so that it hits the radix cache."""
     config, source = shape_config(shape), random.Random(0)
     vocabulary, longest = text_field(config, "vocab_size"), text_field(config, "max_position_embeddings") - OUTPUT
     lengths = [length for length in LENGTHS if length < longest]
@@ -52,7 +52,7 @@ def run_one(system: str, shape: str, eager: bool, target: Path) -> None:
 
 
 def answer(output: dict[str, Any]) -> dict[str, Any]:
-    """Tokens, and by how much the best was better than the second best."""
+    """Tokens, and the margin of the best over the second best."""
     best = output["meta_info"]["output_top_logprobs"]
     return {
         "tokens": output["output_ids"],
@@ -62,7 +62,7 @@ def answer(output: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many requests got the same tokens, and where the others part."""
+    """How many requests got the same tokens, and where the others diverge."""
     partings = []
     for number, (theirs, mine) in enumerate(zip(stock, ours, strict=True)):
         places = [i for i, (a, b) in enumerate(zip(theirs["tokens"], mine["tokens"], strict=True)) if a != b]

@@ -2,10 +2,10 @@
 
     python benchmarks/sparse_engine.py [--layers 6 --requests 32 --context 8192 --systems c4,fp8_ds_mla,files,offload]
 
-Weights are dummies, layers are dense and few: what is compared is the cache and attention. `files` and `offload` ask
-the same prompts twice, with `SlimKVPromptConnector` and host offload: the second answers, which read packed latents
-and the keys of the indexer from there, must be the first ones. Where vLLM has no DeepGEMM, `stand_in/` computes the
-indexer's scores for all systems.
+Weights are dummies, and the few layers are dense: this compares the cache and attention. `files` and `offload` ask the
+same prompts twice, with `SlimKVPromptConnector` and with host offload. The second answers read packed latents and the
+indexer's keys from there, and must equal the first. Where vLLM has no DeepGEMM, `stand_in/` computes the indexer's
+scores for all systems.
 """
 
 from __future__ import annotations

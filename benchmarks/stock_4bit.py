@@ -1,4 +1,4 @@
-"""Bytes a token that vLLM's own 4-bit cache takes, by its own configuration: needs vLLM installed, and no GPU.
+"""Bytes per token of vLLM's own 4-bit cache, from its configuration. Needs vLLM, but no GPU.
 
     python benchmarks/stock_4bit.py > benchmarks/results/stock-4bit-bytes.json
 
@@ -18,7 +18,7 @@ DTYPE, SHAPE = "turboquant_4bit_nc", "llama-3.1-8b"
 
 
 def bytes_per_token() -> dict[str, object]:
-    """Of all layers and heads: vLLM's 4-bit cache, and bf16."""
+    """Over all layers and heads: of vLLM's 4-bit cache, and of bf16."""
     import vllm
     from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
 

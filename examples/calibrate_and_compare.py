@@ -1,4 +1,4 @@
-"""Calibrate a model and see what it brings: the same bytes, closer to the unquantised cache.
+"""Calibrate a model and measure the gain: the same bytes, closer to the unquantised cache.
 
     python examples/calibrate_and_compare.py
     python examples/calibrate_and_compare.py --model gemma-3-270m --format k4v4,k4v4+cal,k5v4+cal --windows 4
@@ -21,7 +21,7 @@ parser.add_argument("--out", help="keep the calibration in this file")
 arguments = parser.parse_args()
 
 model, tokenizer, name = models.load(arguments.model)
-# 512 tokens are enough to see the effect; slimkv calibrate has the model say 8,192.
+# 512 tokens are enough to see the effect; slimkv calibrate samples 8,192.
 calibration = slimkv.calibrate_model(model, arguments.out, samples=(1, 512))
 
 text = token_windows(tokenizer, load_text(), arguments.windows, 256)

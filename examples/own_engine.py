@@ -2,8 +2,8 @@
 
     python examples/own_engine.py
 
-Two prompts of different lengths share a prefix block, are prefilled together, and decode a few steps. What attention
-gives is compared with torch's attention on the unquantised keys and values.
+Two prompts of different lengths share a prefix block, are prefilled together, and decode a few steps. The output is
+compared with torch's attention on the unquantised keys and values.
 """
 
 import argparse
@@ -24,7 +24,7 @@ generator = torch.Generator().manual_seed(0)
 
 
 def states(tokens: int, heads: int) -> torch.Tensor:
-    """What a model's projections would give: [tokens, heads, DIM]."""
+    """Random stand-ins for a model's projections: [tokens, heads, DIM]."""
     return torch.randn(tokens, heads, DIM, generator=generator).to(arguments.device)
 
 

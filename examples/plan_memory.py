@@ -1,4 +1,4 @@
-"""How many tokens fit: a model's cache in so much memory, under each format. No weights are needed.
+"""How many tokens of a model's cache fit into a given memory, in each format. No weights are needed.
 
     python examples/plan_memory.py
     python examples/plan_memory.py --config path/to/config.json --memory 40GiB --sequences 16

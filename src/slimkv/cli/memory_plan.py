@@ -21,7 +21,7 @@ def plan(
     head_dim: Annotated[int | None, option("Without --config: head size.")] = None,
     memory: Annotated[str, option("Memory for the cache, such as 40GiB.")] = "16GiB",
     formats: Annotated[
-        str | None, option("Formats, such as k4v4,k3v3, or c4,c4r8 of latents (MLA). Default: a choice.", "--format")
+        str | None, option("Formats, such as k4v4,k3v3, or c4,c4r8 of latents (MLA). Default: a selection.", "--format")
     ] = None,
     sequences: Annotated[int, option("Sequences that share the memory.")] = 1,
     block: Annotated[int, option("Tokens per page: 1, 16, 32, 64 or 128.")] = 16,

@@ -23,8 +23,8 @@ def plot_sessions(report: ServeReport, path: Path) -> None:
         ("tokens per second of all users", "output_tokens_per_second", "{:,.0f}"),
     ]
     drawn = [
-        bars(told, [Bar(name, x[key], fmt.format(x[key]), is_stock(name)) for name, x in found.items()])
-        for told, key, fmt in panels
+        bars(caption, [Bar(name, x[key], fmt.format(x[key]), is_stock(name)) for name, x in found.items()])
+        for caption, key, fmt in panels
         if any(x[key] > 0 for x in found.values())
     ]
     write_plots("Multi-turn sessions in less memory than they need", drawn, path)

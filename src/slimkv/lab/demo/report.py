@@ -61,8 +61,8 @@ def _tiles(showcase: Showcase) -> str:
     ]
     for other in ("k4v4", "turboquant_4bit_nc"):
         if other in rows and other != best.format and best.kl > 0:
-            told = f"the KL divergence of {best.format} over that of {other} ({rows[other].bytes_per_token:,.0f} bytes)"
-            tiles.append(tile(f"{best.kl / rows[other].kl:.2f}x", told))
+            note = f"the KL divergence of {best.format} over that of {other} ({rows[other].bytes_per_token:,.0f} bytes)"
+            tiles.append(tile(f"{best.kl / rows[other].kl:.2f}x", note))
     tiles.append(tile(f"{best.top1:.1%}", f"same next token as the stock cache ({showcase.quality.mode})"))
     return "".join(tiles)
 
@@ -81,12 +81,12 @@ def quality_rows(quality: AgreementReport) -> list[list[str]]:
 
 def _quality_table(quality: AgreementReport) -> str:
     stock = ["bf16", f"{quality.raw_bytes_per_token:,.0f}", "1.00x", f"{quality.raw_perplexity:.3f}", "", "", ""]
-    told = (
+    note = (
         f"{quality.mode}: attention reads every key and value through the codec; {quality.windows} windows of "
         f"{quality.window_tokens} tokens. +cal: keys are rounded with the model's calibration."
     )
     rows = [[td(cell) for cell in row] for row in (stock, *quality_rows(quality))]
-    return table(QUALITY, rows, "quality", note=told)
+    return table(QUALITY, rows, "quality", note=note)
 
 
 def html(showcase: Showcase) -> str:

@@ -176,10 +176,10 @@ def intervals(title: str, rows: Sequence[Estimate]) -> str:
             parts.append(_text("tick", px(share), end + 19, "middle", f"{share:.0%}"))
     parts.append(_text("axis", (left + WIDTH - right) / 2, height - 4, "middle", title))
     for number, row in enumerate(rows):
-        y, told = _ROW_TOP + _ROW * (number + 0.5), f"{row.name}: {row.value:.1%} ({row.low:.1%} to {row.high:.1%})"
+        y, tip = _ROW_TOP + _ROW * (number + 0.5), f"{row.name}: {row.value:.1%} ({row.low:.1%} to {row.high:.1%})"
         parts.append(_text("row", left - 10, y + 4, "end", row.name))
         parts.append(_element("line", f"whisker {row.tone}", x1=px(row.low), x2=px(row.high), y1=y, y2=y))
-        parts.append(_element("circle", row.tone, told, cx=px(row.value), cy=y, r=5))
+        parts.append(_element("circle", row.tone, tip, cx=px(row.value), cy=y, r=5))
         parts.append(_text("figure", WIDTH - 6, y + 4, "end", f"{row.value:.1%}"))
     return _svg(title, height, parts)
 

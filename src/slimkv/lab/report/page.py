@@ -30,9 +30,9 @@ def tile(big: str, small: str) -> str:
     return f'<div class="card"><div class="big">{escape(big)}</div><div class="sub">{escape(small)}</div></div>'
 
 
-def td(value: Any, shape: str = "{}") -> str:
+def td(value: Any, fmt: str = "{}") -> str:
     """A cell of a table; empty for None."""
-    return f"<td>{'' if value is None else escape(shape.format(value))}</td>"
+    return f"<td>{'' if value is None else escape(fmt.format(value))}</td>"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], name: str, style: str = "", note: str = "") -> str:
@@ -54,8 +54,8 @@ def table_of_lines(head: Sequence[str], lines: Sequence[str], name: str, style: 
 def plot_cards(plots: Sequence[Plot]) -> str:
     """Charts side by side, each in a card."""
     cards = "".join(
-        f'<div class="card"><h3>{escape(title)}</h3><p class="sub small">{escape(told)}</p>{svg}</div>'
-        for title, told, svg in plots
+        f'<div class="card"><h3>{escape(title)}</h3><p class="sub small">{escape(caption)}</p>{svg}</div>'
+        for title, caption, svg in plots
     )
     return f'<div class="plots after">{cards}</div>'
 

@@ -31,8 +31,10 @@ def _answers_plot(results: Document) -> list[Plot]:
         found.append(Estimate(row["format"], share["value"], share["low"], share["high"], tone))
     if not found:
         return []
-    told = "Share of questions answered exactly, with 95% intervals; shaded: raw's. Grey: not distinguishable from raw."
-    return [("Synthetic tasks", told, intervals("exact match over all tasks and lengths", found))]
+    caption = (
+        "Share of questions answered exactly, with 95% intervals; shaded: raw's. Grey: not distinguishable from raw."
+    )
+    return [("Synthetic tasks", caption, intervals("exact match over all tasks and lengths", found))]
 
 
 def _position_plot(results: Document) -> list[Plot]:
@@ -67,12 +69,12 @@ def _speed_plots(results: Document) -> list[Plot]:
             for row in decoded
         ]  # fmt: skip
         context = next(iter(parts_of(results, "generate")))["settings"]["context"]
-        told = f"Tokens per second of generate with {context:,} tokens in the cache, and over the stock cache."
-        plots.append(("Decoding", told, bars("tokens per second", lines)))
+        caption = f"Tokens per second of generate with {context:,} tokens in the cache, and over the stock cache."
+        plots.append(("Decoding", caption, bars("tokens per second", lines)))
     if fitting := _rows(results, "tokens_fit"):
         lines = [Bar(r["format"], r["tokens_fit"], f"{r['tokens_fit']:,}", r["format"] == RAW) for r in fitting]
-        told = f"Tokens of one sequence in {results['settings']['memory']}, scales and page padding included."
-        plots.append(("Tokens that fit", told, bars("tokens", lines)))
+        caption = f"Tokens of one sequence in {results['settings']['memory']}, scales and page padding included."
+        plots.append(("Tokens that fit", caption, bars("tokens", lines)))
     return plots
 
 
@@ -84,8 +86,8 @@ def _cell(column: Column, row: Document) -> str:
     test = row.get(column.key)
     if not column.is_test or test is None:
         return td(column.text(row))
-    told = f"{column.shape.format(test['low'])} to {column.shape.format(test['high'])}, p {test['p_corrected']:.2g}"
-    return f'<td title="{escape(told)}">{escape(column.shape.format(test["difference"]))}{_verdict(test)}</td>'
+    tip = f"{column.fmt.format(test['low'])} to {column.fmt.format(test['high'])}, p {test['p_corrected']:.2g}"
+    return f'<td title="{escape(tip)}">{escape(column.fmt.format(test["difference"]))}{_verdict(test)}</td>'
 
 
 def _costs(results: Document) -> str:
@@ -102,12 +104,12 @@ def _costs(results: Document) -> str:
     for name in dict.fromkeys([*order, *rows]):
         style = ' class="same-bytes"' if name in firsts else ""
         body.append(f"<tr{style}>{td(name)}{''.join(_cell(column, rows[name]) for column in kept)}</tr>")
-    told = (
+    caption = (
         "A line separates caches of different bytes. Hover for intervals and corrected p-values. "
         "Perplexity is tested by a paired bootstrap over blocks of tokens; answers by McNemar's test and a paired "
         "bootstrap over contexts, whichever p-value is larger; both are corrected for the number of caches (Holm)."
     )
-    return table_of_lines(["cache", *(column.title for column in kept)], body, "costs", note=told)
+    return table_of_lines(["cache", *(column.title for column in kept)], body, "costs", note=caption)
 
 
 def _grid(title: str, head: list[str], lines: list[list[str]], name: str, style: str = "") -> str:
@@ -168,12 +170,12 @@ def _tiles(results: Document) -> str:
     ]
     if lossless:
         best = max(lossless, key=lambda row: (row["smaller"], -row.get("kl", 0.0)))
-        told = f"smaller than bf16: {best['format']}, answers to the tasks {NOT_DISTINGUISHABLE} from raw"
-        tiles.append(tile(f"{best['smaller']:.2f}x", told))
+        caption = f"smaller than bf16: {best['format']}, answers to the tasks {NOT_DISTINGUISHABLE} from raw"
+        tiles.append(tile(f"{best['smaller']:.2f}x", caption))
     for calibrated, other in (("k4v4+cal", "turboquant_4bit_nc"), ("k3v3+cal", "turboquant_3bit_nc")):
         if rows.get(calibrated, {}).get("kl") and rows.get(other, {}).get("kl"):
-            told = f"the KL divergence of {calibrated} over that of {other}, at about equal bytes"
-            tiles.append(tile(f"{rows[calibrated]['kl'] / rows[other]['kl']:.2f}x", told))
+            caption = f"the KL divergence of {calibrated} over that of {other}, at about equal bytes"
+            tiles.append(tile(f"{rows[calibrated]['kl'] / rows[other]['kl']:.2f}x", caption))
     asked = rows[RAW].get("answers")
     if asked:
         tiles.append(tile(f"{asked['asked']} questions", f"asked of every cache; raw answers {asked['value']:.0%}"))
@@ -192,7 +194,7 @@ def html(results: Document) -> str:
     """The page."""
     plots = [*_quality_plot(results), *_answers_plot(results), *_position_plot(results), *_length_plot(results),
              *_speed_plots(results)]  # fmt: skip
-    run, told = results["run"], "".join(f"<li>{escape(line)}</li>" for line in words(results))
+    run, sentences = results["run"], "".join(f"<li>{escape(line)}</li>" for line in words(results))
     parts = [[td(p["title"]), td(p["status"]), td(p["seconds"], "{:.1f}")] for p in results["parts"]]
     calibration = first_part(results, "calibration")
     on = f"Calibrated on {calibration['source']}. " if calibration is not None else ""
@@ -203,7 +205,7 @@ def html(results: Document) -> str:
 {plot_cards(plots)}
 <h2>Quality and cost of each cache</h2>
 {_costs(results)}
-<h2>In words</h2><div class="card"><ul class="words">{told}</ul></div>
+<h2>In words</h2><div class="card"><ul class="words">{sentences}</ul></div>
 {_task_grid(results)}{_needle_grid(results)}{_lm_eval_table(results)}
 {_grid("Parts of this run", ["part", "status", "seconds"], parts, "parts")}
 <footer>{escape(on)}Command: {escape(run["command"])}. {escape(versions_line(run["versions"]))}.

@@ -19,8 +19,8 @@ class Column(NamedTuple):
 
     title: str
     key: str
-    shape: str
-    is_test: bool = False  # ``shape`` is for its difference
+    fmt: str
+    is_test: bool = False  # ``fmt`` is for its difference
 
     def text(self, row: Document) -> str:
         """The cell as text; empty for a missing figure."""
@@ -28,9 +28,9 @@ class Column(NamedTuple):
         for name in self.key.split("."):
             found = (found or {}).get(name)
         if found is None or not self.is_test:
-            return "" if found is None else self.shape.format(found)
+            return "" if found is None else self.fmt.format(found)
         sure = "" if found["verdict"] == NOT_DISTINGUISHABLE else f" (p {found['p_corrected']:.2g})"
-        return f"{self.shape.format(found['difference'])}, {found['verdict']}{sure}"
+        return f"{self.fmt.format(found['difference'])}, {found['verdict']}{sure}"
 
 
 SHOWN = (
@@ -205,12 +205,12 @@ def _add_lm_eval(document: Document, rows: dict[str, Document]) -> None:
 
 def words(document: Document) -> list[str]:
     """The results of the statistical tests in sentences, and what was left out."""
-    told = []
+    sentences = []
     for key, what in (("perplexity_test", "perplexity"), ("answers_test", "answers to the tasks")):
         tested = {row["format"]: row[key]["verdict"] for row in document["summary"]["rows"] if key in row}
         for word in dict.fromkeys(tested.values()):
             names = ", ".join(name for name, other in tested.items() if other == word)
-            told.append(f"{what} of {names}: {word} {'from' if word == NOT_DISTINGUISHABLE else 'than'} {RAW}")
+            sentences.append(f"{what} of {names}: {word} {'from' if word == NOT_DISTINGUISHABLE else 'than'} {RAW}")
     for group in document["summary"]["groups"]:
         rows = {row["format"]: row for row in document["summary"]["rows"]}
         measured = [name for name in group if rows[name].get("kl") is not None]
@@ -218,6 +218,6 @@ def words(document: Document) -> list[str]:
             best = min(measured, key=lambda name: rows[name]["kl"])
             others = ", ".join(f"{n} {rows[n]['kl']:.4f}" for n in measured if n != best)
             size = rows[best]["bytes_per_token"]
-            told.append(f"about {size:,.0f} bytes per token: {best} has the smallest KL divergence, "
+            sentences.append(f"about {size:,.0f} bytes per token: {best} has the smallest KL divergence, "
                         f"{rows[best]['kl']:.4f} ({others})")  # fmt: skip
-    return told + list(document["notes"])
+    return sentences + list(document["notes"])
