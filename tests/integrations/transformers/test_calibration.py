@@ -12,10 +12,12 @@ from tiny import LOSSLESS, generate, padded, tiny, tokens
 from slimkv import SlimKVCache
 from slimkv.calibration import Calibration
 from slimkv.calibration.rotary import Rotary
+from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.integrations.transformers.calibration.cached import auto_calibration, fingerprint
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 from slimkv.integrations.transformers.calibration.samples import random_windows
+from slimkv.spec import CodecSpec
 
 KINDS = ["llama", "mha", "gemma2", "gemma3", "gpt_oss", "llama4"]
 
@@ -179,3 +181,19 @@ def test_a_calibration_of_other_heads_is_refused(model, calibration):
     cache = SlimKVCache(model.config, calibration=replace(calibration, layers=wrong, _matrices={}))
     with pytest.raises(InputError, match=r"matrices must be int8 \[2, 32, 32\]"):
         generate(model, *padded(20), cache, new=2)
+
+
+def test_matrices_do_not_depend_on_torchs_default_dtype(tmp_path):
+    """An engine may make them in a thread while it loads weights, with another default."""
+    path = tmp_path / "calibration.safetensors"
+    gather_calibration(tiny("llama"), tokens(1, 40), costs=False).save(path)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            known = Calibration.load(path)
+            codec = Codec(CodecSpec.parse("k4v4", known.statistics(0).key_dim), "cpu")
+            found.append((known.query_aware_matrices(0, codec), known.key_offset(0, codec)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
