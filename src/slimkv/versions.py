@@ -1,9 +1,8 @@
-"""Version numbers of other packages, and whether they have the parts that slimkv needs."""
+"""Version numbers of other packages."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 
 def version_numbers(version: str, count: int) -> tuple[int, ...]:
@@ -16,10 +15,3 @@ def version_numbers(version: str, count: int) -> tuple[int, ...]:
 def version_text(version: tuple[int, ...]) -> str:
     """(0, 5, 23) -> ``0.5.23``."""
     return ".".join(map(str, version))
-
-
-def require_parts(owner: Any, *names: str) -> None:
-    """Raises ``ImportError`` unless ``owner`` has all of ``names``, as a failed import would."""
-    for name in names:
-        if not hasattr(owner, name):
-            raise ImportError(f"{owner.__name__}.{name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 
 from slimkv.errors import MissingDependencyError, UnsupportedError
@@ -42,22 +41,3 @@ def _installed(engine: str, module: str) -> str:
             f'the {engine} integration needs {engine}, which is not installed: pip install "slimkv[{engine.lower()}]"'
         ) from error
     return version
-
-
-def unknown_version(
-    engine: str, version: str, oldest: Version, newest: Version, error: ImportError
-) -> UnsupportedError:
-    """The error for a version without some part that slimkv uses; ``error`` names the part."""
-    return UnsupportedError(
-        f"{engine} {version} is not known to slimkv (tested are {version_text(oldest)} to {version_text(newest)}): "
-        f"it lacks {error}; install a tested version"
-    )
-
-
-def warn_if_newer(engine: str, version: str, newest: Version, logger: logging.Logger) -> None:
-    """Warns about a version beyond the tested ones whose parts are the expected ones."""
-    if version_numbers(version, len(newest)) > newest:
-        logger.warning(
-            "slimkv was tested in %s up to %s; this is %s. Its interfaces are the expected ones.",
-            engine, version_text(newest), version,
-        )  # fmt: skip
