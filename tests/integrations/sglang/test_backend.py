@@ -177,13 +177,13 @@ def test_a_pool_that_is_not_slimkvs_is_refused():
 
 
 def test_kinds_of_layers_are_compiled_once_each(monkeypatch):
-    ran = []
-    monkeypatch.setattr("slimkv.integrations.sglang.backend.run_step", lambda kind, step: ran.append((kind, step)))
+    ran = {}
+    monkeypatch.setattr("slimkv.integrations.sglang.backend.run_steps", ran.__setitem__)
     layers = [make_layer(0), make_layer(1), make_layer(2, logit_cap=20.0), make_layer(3, sliding_window_size=7)]
     make_backend(["k4v4", "k4v4", "k4v4", "k5v3"], torch.nn.Sequential(*layers))
-    kinds = list(dict.fromkeys(kind for kind, _ in ran))
+    kinds = list(ran)
     assert [kind.layout.spec.format for kind in kinds] == ["k4v4", "k4v4", "k5v3"]
     assert [kind.options.sliding_window for kind in kinds] == [None, None, 8]
-    steps = [step for kind, step in ran if kind is kinds[0]]
+    steps, *others = ran.values()
     assert len(steps) > 4
-    assert all([step for kind, step in ran if kind is other] == steps for other in kinds)
+    assert others == [steps, steps]
