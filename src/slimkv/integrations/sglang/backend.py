@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slimkv import ops
 from slimkv.calibration.guard import Guard
+from slimkv.integrations.serving.layer import warm_guard
 from slimkv.integrations.sglang import refusals
 from slimkv.integrations.sglang.compat import HybridLinearKVPool, SWAKVPool, logger, window_of
 from slimkv.integrations.sglang.metadata import BlockTables, Step
@@ -66,6 +67,7 @@ class SlimKVAttnBackend(PackedBackend):
             start_compiling(kind, steps)
         for kind in kinds.values():
             run_steps(kind, steps)
+            warm_guard(kind)
 
     def _plain_pools(self) -> list[SlimKVPool]:
         """The pools behind SGLang's; raises unless they are slimkv's."""
