@@ -100,7 +100,7 @@ def test_all_ranks_together_give_what_one_cache_gives(ranks, interleave, queries
 
     def work(rank: int) -> None:
         sharing = DCPConfig(ranks, rank, interleave)
-        tables = shard_tables(sharing, seq_lens, starts, len(query), max(queries), max(lens))
+        tables = shard_tables(sharing, batch, len(query))
         mine = query.chunk(ranks, 1)[rank]
         out = torch.full_like(mine, torch.nan)
         held, held_table = pool(rank)

@@ -52,15 +52,9 @@ class ShardTables:
     new_blocks: int
 
 
-def shard_tables(
-    sharing: DCPConfig, seq_lens: Tensor, cu_seqlens_q: Tensor, queries: int, max_query_len: int, max_seq_len: int
-) -> ShardTables:
-    """Builds the tables with device operations only.
-
-    Args:
-        seq_lens: int32 [requests], tokens on all ranks, the step's included.
-        cu_seqlens_q: int32 [requests + 1], from 0 to ``queries``.
-    """
+def shard_tables(sharing: DCPConfig, batch: AttentionBatch, queries: int) -> ShardTables:
+    """Builds the tables with device operations only, for lengths on all ranks together and ``queries`` in all."""
+    seq_lens, cu_seqlens_q = batch.seq_lens, batch.cu_seqlens_q
     requests, device = seq_lens.shape[0], seq_lens.device
     new_lens = cu_seqlens_q.diff()
     # Request i starts at block cu_seqlens_q[i] // NEW_BLOCK + i: requests share no block, and the host need not know.
@@ -70,10 +64,10 @@ def shard_tables(
     inside = row - cu_seqlens_q.long()[request]
     slots = (first[request] + inside // NEW_BLOCK) * NEW_BLOCK + inside % NEW_BLOCK
     blocks = queries // NEW_BLOCK + requests
-    columns = torch.arange(-(-max_query_len // NEW_BLOCK), device=device)
+    columns = torch.arange(-(-batch.max_query_len // NEW_BLOCK), device=device)
     table = (first[:, None] + columns).clamp(max=blocks - 1).to(torch.int32)
     context = sharing.held(seq_lens - new_lens)
-    return ShardTables(context, sharing.most_held(max_seq_len), new_lens, slots, table, blocks)
+    return ShardTables(context, sharing.most_held(batch.max_seq_len), new_lens, slots, table, blocks)
 
 
 def attend_shards(

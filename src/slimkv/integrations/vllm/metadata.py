@@ -123,12 +123,8 @@ class SlimKVMetadataBuilder(compat.AttentionMetadataBuilder):
     def _with_shard(self, part: Part) -> Part:
         if self._sharing is None:
             return part
-        batch = part.batch
-        tables = shard_tables(
-            self._sharing, batch.seq_lens, batch.cu_seqlens_q, part.rows.stop - part.rows.start, batch.max_query_len,
-            batch.max_seq_len,
-        )  # fmt: skip
-        return replace(part, shard=tables)
+        queries = part.rows.stop - part.rows.start
+        return replace(part, shard=shard_tables(self._sharing, part.batch, queries))
 
 
 class MatrixIndex:

@@ -1,7 +1,7 @@
-"""Runs each kind of step once on a scratch page, while vLLM profiles memory.
+"""Compiles kernels while vLLM loads weights, and runs each kind of step once while vLLM profiles memory.
 
 vLLM runs the model once without a cache to measure its memory. That run would miss the workspaces of attention, and
-kernels would compile during the first requests, so the steps run here.
+kernels would compile during the first requests, so the steps run here, on a scratch page.
 """
 
 from __future__ import annotations
