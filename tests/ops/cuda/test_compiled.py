@@ -24,7 +24,16 @@ ARCHITECTURES = {
     "sm_80": (8, 0), "sm_86": (8, 6), "sm_89": (8, 9), "sm_90a": (9, 0), "sm_100": (10, 0), "sm_103": (10, 3),
     "sm_120": (12, 0),
 }  # fmt: skip
-LAYOUTS = [("k4v4", 64), ("k4v4", 96), ("k4v4", 128), ("k4v4", 256), ("k6v5", 128), ("ku4vfp8", 128), ("k8v8", 256)]
+LAYOUTS = [
+    ("k4v4", 64),
+    ("k4v4", 96),
+    ("k4v4", 128),
+    ("k4v4", 256),
+    ("k6v5", 128),
+    ("ku4vfp8", 128),
+    ("turboquant_k8v4", 128),
+    ("k8v8", 256),
+]
 BF16 = 1
 REGISTERS = 65536  # of a multiprocessor
 MOST_LOCAL = 160  # bytes a thread: spills outside of loops; hardly any where products are those of single warps

@@ -28,8 +28,10 @@ struct KeyOperands {
 
   DEVICE_MEMBER void look_up(int round, const LevelTables& tables) {
     UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
-      if (round % ROUNDS * AT_ONCE + i < KS)
+      if (round % ROUNDS * AT_ONCE + i < KS) {
         key_halves(codes[round / ROUNDS], round % ROUNDS * AT_ONCE + i, tables, a[round % BUFFERS][i]);
+        if (K_KIND == FP8) wgmma_fence_operand(a[round % BUFFERS][i]);  // see attend_values
+      }
   }
   DEVICE_MEMBER void load(const u8* slot, const LevelTables& tables, int lane) {
     UNROLL_FOR (int x = 0; x < SCORED_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
