@@ -98,9 +98,8 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, u64* full, u64* em
     const WorkTile tile(args, range.b, range.tile);
     own.first = range.first, own.count = shfl(min_i32(range.last, tile.kv_blocks(args)) - range.first, 0);
     own.clear_end = tile.visible_end(args, 0);
-    each_query<8, 4>(args, tile, 4 * group + own.warp, lane, [&](const Query& query, int n) {
-      stage_query(args, tile, query, n, shared);
-    });
+    each_query<8, 4>(args, tile, 4 * group + own.warp, lane,
+        [&](const Query& query, int n) { stage_query(args, tile, query, n, shared); });
     fence_proxy_async();
     bar_sync(CONSUMERS, 256);
     own.take_rows();
