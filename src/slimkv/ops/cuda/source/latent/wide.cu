@@ -15,7 +15,7 @@ constexpr int THREADS = 384, TILE_COST = 4;
 #include "latent/wide_consumer.cuh"
 
 // With fewer registers for those that multiply, the compiler makes every product wait for the one before it.
-constexpr int PRODUCER_REGISTERS = 120, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+constexpr int PRODUCER_REGISTERS = 104, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 static_assert(ROWS == 64 && KV_BLOCK == 64, "operands");
 static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "latents that are not looked up");
 

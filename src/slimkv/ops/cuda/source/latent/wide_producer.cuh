@@ -52,7 +52,6 @@ struct Producer {
     tokens.template unpack_latents<2, 0, 1>(args.table, to, lane);  // waits for the second half
     sync_warp();
     load_next();
-    sync_warp();  // loads are not put off
     tokens.template unpack_latents<2, 1, 2>(args.table, to, lane);
     report(quarters + 2);
     tokens.template unpack_latents<3>(args.table, to, lane);
