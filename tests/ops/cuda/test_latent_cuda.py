@@ -18,7 +18,7 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.cuda.compiler import compile_kernels
 from slimkv.ops.cuda.device import Device
 from slimkv.ops.latent.cuda import launch as latent_cuda
-from slimkv.ops.latent.cuda.config import COLUMNS, NARROW, WIDE, config_for, merge_warps
+from slimkv.ops.latent.cuda.config import COLUMNS, NARROW, WIDE, config_for
 from slimkv.spec import LatentSpec, PageLayout
 from tail import sample
 
@@ -175,7 +175,7 @@ def test_parts_and_workspace(format, heads):
 def test_few_rows_are_merged_by_more_warps(multiprocessors, warps):
     case = Case(format="c4", heads=9, page=64, lens=(1100,), queries=(1,))
     device = replace(H200, multiprocessors=multiprocessors)
-    assert merge_warps(16, case.latent_dim, device) == warps
+    assert latent_cuda.merge_warps(16, case.latent_dim, device) == warps
     attend_and_check(case, device)
 
 
@@ -262,7 +262,7 @@ def test_the_workspace_suffices_whatever_the_lengths():
         need = latent_cuda.workspace_bytes(layout, batch * queries, batch, heads, queries, H200)
         for fewer in range(1, queries + 1):
             config = config_for(layout, heads * fewer, H200)
-            assert 4 * config.partial_rows(heads * fewer, batch) * (512 + 2) <= need
+            assert 4 * config.partial_rows(heads * fewer, batch) * (512 + 2) < need
     assert latent_cuda.workspace_bytes(PageLayout(LatentSpec.parse("craw"), 64), 1, 1, 128, 1, H200) == 0
 
 

@@ -9,6 +9,8 @@ import torch
 
 from slimkv.codec import Codec
 from slimkv.ops.batch import AttentionBatch, PackedKV
+from slimkv.ops.cuda import cuda_unavailable_reason
+from slimkv.ops.cuda.module import only_loading
 from slimkv.ops.latent.api import attend_latent
 from slimkv.ops.latent.tokens import gather_latent, store_latent
 from slimkv.ops.warmup import Step
@@ -30,34 +32,43 @@ class LatentKind:
 
 
 def run_latent_steps(kind: LatentKind, steps: Iterable[Step]) -> int:
-    """Stores, gathers and attends latents, once in a process for a kind of layer; returns how many steps were run."""
-    codec, layout, device = kind.codec, kind.layout, kind.codec.device
-    signature = (layout, kind.num_heads, kind.dtype, device, kind.backend)
+    """Stores, gathers and attends latents, once in a process for a kind of layer; returns how many steps were run. CUDA
+    kernels are compiled at the same time.
+    """
+    signature = (kind.layout, kind.num_heads, kind.dtype, kind.codec.device, kind.backend)
     if signature in _seen:
         return 0
     _seen.add(signature)
-    kv = PackedKV(torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device), codec, layout)
-    count = 0
+    steps = list(steps)
+    if cuda_unavailable_reason(kind.codec.device) is None:
+        with only_loading():
+            for step in steps:
+                _run(kind, step)
     for step in steps:
-        rows = step.sequences * step.queries
-        dims = codec.spec.key_dim, codec.spec.value_dim
-        latent, rope = (torch.ones(rows, dim, dtype=kind.dtype, device=device) for dim in dims)
-        slots = torch.arange(rows, device=device) % layout.block_size
-        store_latent(latent, rope, kv, slots, backend=kind.backend)
-        if not layout.token_rows:  # which nothing expands
-            gather_latent(kv, slots, dtype=kind.dtype)
-        width = step.max_seq_len if layout.token_rows else layout.blocks_for(step.max_seq_len)
-        batch = AttentionBatch(
-            torch.zeros(step.sequences, width, dtype=torch.int32, device=device),
-            torch.full((step.sequences,), step.queries, dtype=torch.int32, device=device),
-            torch.arange(step.sequences + 1, dtype=torch.int32, device=device) * step.queries,
-            step.queries,
-            step.max_seq_len,
-        )
-        query, query_rope = (x[:, None].repeat(1, kind.num_heads, 1) for x in (latent, rope))
-        attend_latent(
-            query, query_rope, kv, batch, softmax_scale=kind.softmax_scale, query_is_rotated=True,
-            output_is_rotated=True, backend=kind.backend,
-        )  # fmt: skip
-        count += 1
-    return count
+        _run(kind, step)
+    return len(steps)
+
+
+def _run(kind: LatentKind, step: Step) -> None:
+    codec, layout, device = kind.codec, kind.layout, kind.codec.device
+    kv = PackedKV(torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device), codec, layout)
+    rows = step.sequences * step.queries
+    dims = codec.spec.key_dim, codec.spec.value_dim
+    latent, rope = (torch.ones(rows, dim, dtype=kind.dtype, device=device) for dim in dims)
+    slots = torch.arange(rows, device=device) % layout.block_size
+    store_latent(latent, rope, kv, slots, backend=kind.backend)
+    if not layout.token_rows:  # which nothing expands
+        gather_latent(kv, slots, dtype=kind.dtype)
+    width = step.max_seq_len if layout.token_rows else layout.blocks_for(step.max_seq_len)
+    batch = AttentionBatch(
+        torch.zeros(step.sequences, width, dtype=torch.int32, device=device),
+        torch.full((step.sequences,), step.queries, dtype=torch.int32, device=device),
+        torch.arange(step.sequences + 1, dtype=torch.int32, device=device) * step.queries,
+        step.queries,
+        step.max_seq_len,
+    )
+    query, query_rope = (x[:, None].repeat(1, kind.num_heads, 1) for x in (latent, rope))
+    attend_latent(
+        query, query_rope, kv, batch, softmax_scale=kind.softmax_scale, query_is_rotated=True,
+        output_is_rotated=True, backend=kind.backend,
+    )  # fmt: skip

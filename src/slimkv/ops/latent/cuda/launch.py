@@ -17,20 +17,13 @@ from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E, RAW_NU
 from slimkv.ops.cuda.device import Device, device_of
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.ops.latent.api import LatentRequest
-from slimkv.ops.latent.cuda.config import (
-    MAX_MERGE_WARPS,
-    MIN_MERGE_WARPS,
-    LatentConfig,
-    config_for,
-    merge_dims,
-    merge_rounds,
-    merge_warps,
-)
+from slimkv.ops.latent.cuda.config import LatentConfig, config_for
 from slimkv.spec import Kind, PageLayout
 
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
 _ROW_DIMS = (128, 256, 512)  # of latents in token rows
+MIN_MERGE_WARPS, MAX_MERGE_WARPS = 8, 32  # of a block of the merge kernel
 
 
 (Args,) = arguments("latent/args.cuh", "LatentArgs")
@@ -107,7 +100,9 @@ def kernel_defines(
 ) -> dict[str, int]:
     """The defines of a kernel."""
     spec = layout.spec
-    return config.defines | {
+    return {
+        "ROWS": config.kernel.rows, "KV_BLOCK": config.kernel.kv_block, "STAGES": config.stages,
+        "SHARED_BYTES": config.shared,
         "LD": spec.key_dim, "RD": spec.value_dim, "BLOCK_SIZE": layout.block_size,
         "ROW_STRIDE": layout.key.row_stride,
         "L_KIND": KIND_NUMBERS[spec.key.kind], "L_BITS": spec.key.bits, "L_FIELDS": layout.key.fields_offset,
@@ -140,8 +135,9 @@ def workspace_bytes(
 
 
 def _partial_bytes(layout: PageLayout, rows: int) -> int:
-    """Bytes of ``rows`` partial results: sums of values, the running maximum and the sum of probabilities."""
-    return 4 * rows * (layout.spec.key_dim + 2)
+    """Bytes of ``rows`` partial results: sums of values, the running maximum and the sum of probabilities, and 16 bytes
+    for the 16 or more rows of a work tile (``TileParts``)."""
+    return 4 * rows * (layout.spec.key_dim + 2) + rows
 
 
 def run(request: LatentRequest) -> None:
@@ -191,6 +187,28 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     launch(source, "merge", defines, grid, 32 * warps, shared, args)
 
 
+def merge_dims(dim: int) -> int:
+    """Dimensions of a row that a block of the merge kernel takes."""
+    return 256 if dim % 256 == 0 else 128
+
+
+def merge_warps(rows: int, dim: int, device: Device) -> int:
+    """Warps that share the partial results of a row: as many as the device has room for, with 64 registers a thread."""
+    warps = rows * -(-dim // merge_dims(dim))
+    shared_by = 1
+    while shared_by < MAX_MERGE_WARPS and 2 * shared_by * warps <= 32 * device.multiprocessors:
+        shared_by *= 2
+    return shared_by
+
+
+def merge_rounds(rows: int, rows_of_block: int, rows_of_tile: int, dim: int, device: Device) -> int:
+    """Groups of rows that a block of the merge kernel takes in turn, so that all blocks fit on the device at a time."""
+    warps, rounds = rows * -(-dim // merge_dims(dim)), 1  # a row has more than one only if they fit
+    while warps > rounds * 32 * device.multiprocessors and rows_of_tile % (2 * rounds * rows_of_block) == 0:
+        rounds *= 2
+    return rounds
+
+
 def _is_written_directly(out: torch.Tensor) -> bool:
     """Whether rows of the output are evenly apart, and four values of them aligned."""
     whole = 4 * out.element_size()
@@ -214,6 +232,7 @@ def _args(request: LatentRequest, workspace: torch.Tensor, partial_rows: int) ->
         rope_levels=rope_tables.levels.data_ptr(), out=out.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(), parts=workspace.data_ptr(),
         states=workspace.data_ptr() + 4 * partial_rows * spec.key_dim,
+        tiles=workspace.data_ptr() + 4 * partial_rows * (spec.key_dim + 2),
         query_stride=query.stride(0), query_head_stride=query.stride(1), rope_stride=rope.stride(0),
         rope_head_stride=rope.stride(1), page_stride=request.pages.stride(0),
         table_stride=request.block_table.stride(0), out_stride=out.stride(0), out_head_stride=out.stride(1),

@@ -14,6 +14,7 @@ struct LatentArgs {
   void* out;
   float* lse;
   float* parts;  // [partial result, ROWS, LD]: unnormalised output
+  i32* tiles;  // [work tile or thread block, 4]: see TileParts
   float* states;  // [partial result, ROWS, 2]: running maximum (base 2) and sum of probabilities
   i64 query_stride, query_head_stride, rope_stride, rope_head_stride;
   i64 page_stride, table_stride, out_stride, out_head_stride;

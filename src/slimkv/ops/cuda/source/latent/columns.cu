@@ -18,28 +18,25 @@ constexpr int THREADS = 512, TILE_COST = 4;
 constexpr int HELD = (OWN_CHUNKS * ROWS / 2 + 32 + 7) / 8 * 8, VALUE_REGISTERS = HELD > 96 ? HELD : 96,
               SCORE_REGISTERS = 256 - VALUE_REGISTERS;
 
-// Row n of a work tile, by one warp: 64 dimensions side by side at `to`, those of the rope part behind the latent's.
-// Rows beyond the last are zeros and see nothing.
-DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Query& query, int n, u8* to,
-    Columns& columns) {
-  const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
-  const float latent = query.latent_unit() * (LEVEL_UNIT / L_UNIT), ratio = query.rope_unit() / latent;
-  auto place = [&](int at) { return at / 64 * QUERY_CHUNK + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
-  query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); },
-      [&](int at, u32 bits) { *(u32*)(to + place(at)) = bits ^ sign * 0x10001u; });
-  query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); }, ratio);
+// Row n of a work tile, by one warp. Rows beyond the last are zeros and see nothing.
+DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Query& query, int n, const Place& place) {
+  const Units units = stage_operand(args, query, n, place.shared + QUERIES_AT, LEVEL_UNIT);
   if (query.lane == 0) {
-    columns.unit(n) = latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), columns.rope[n] = ratio;
+    Columns& columns = place.columns();
+    columns.unit(n) = units.latent, columns.rope[n] = units.rope;
     columns.visible_end[n] = query.real ? tile.visible_end(args, n) : 0;
     columns.row_max(n) = columns.seen[0][n] = columns.seen[1][n] = LOWEST;
     if (n == 0) columns.generation = 0;
   }
 }
 
-// All queries, by all warps.
-DEVICE void stage_queries(const LatentArgs& args, const WorkTile& tile, const Place& place, int warp) {
+// All queries, by all warps, each of which calls meanwhile() when its first queries have arrived.
+template <class F>
+DEVICE void stage_queries(const LatentArgs& args, const WorkTile& tile, const Place& place, int warp,
+    const F& meanwhile) {
   each_query<THREADS / 32, (ROWS + 15) / 16>(args, tile, warp, place.lane, [&](const Query& query, int n) {
-    stage_query(args, tile, query, n, place.shared + QUERIES_AT, place.columns());
+    if (n == warp) meanwhile();
+    stage_query(args, tile, query, n, place);
   });
   fence_proxy_async();
   bar_sync(ALL, THREADS);
@@ -61,9 +58,9 @@ DEVICE void score_ranges(const LatentArgs& args, const Place& place) {
   (Place&)own = place;
   own.table = args.table, own.levels = {shared_address(place.shared + LEVELS_AT) + 4 * place.lane};
   own.rope_levels = {shared_address(place.shared + ROPE_LEVELS_AT)};
-  WorkRanges& ranges = place.ranges();
+  AnnouncedRanges& ranges = place.ranges();
   if (thread_index() < 32) {
-    const WorkRanges first(args, place.lane);
+    const AnnouncedRanges first(args, place.lane, place.lane == 0);
     if (place.lane == 0) ranges = first;
   }
   int before = 0;  // KV blocks of earlier ranges
@@ -72,7 +69,12 @@ DEVICE void score_ranges(const LatentArgs& args, const Place& place) {
     const WorkRange range = broadcast(ranges.range);
     if (range.b < 0) return;
     const Part part(args, range);
-    stage_queries(args, part.tile, place, 4 * place.group + place.warp);
+    const i32 page = part.count > 0 ? own.first_page(args, part.tile, range.first, before) : 0;
+    stage_queries(args, part.tile, place, 4 * place.group + place.warp, [&] {
+      if (part.count > 0)
+        prefetch_tokens(args.pages + page * args.page_stride, own.first_token(range.first, before) % BLOCK_SIZE,
+            place.lane);
+    });
     own.begin(part.tile.visible_end(args, 0));
     own.attend_range(args, part.tile, range.first, part.count, before);
     before += part.count;
@@ -91,7 +93,7 @@ DEVICE void multiply_ranges(const LatentArgs& args, const Place& place) {
     const WorkRange range = broadcast(place.ranges().range);
     if (range.b < 0) return;
     const Part begun(args, range);
-    stage_queries(args, begun.tile, place, 8 + 4 * place.group + place.warp);
+    stage_queries(args, begun.tile, place, 8 + 4 * place.group + place.warp, [] {});
     const int count = begun.count;
     Output o;
     UNROLL_FOR (int i = 0; i < OWN_CHUNKS * ROWS / 2; i++) o[i / (ROWS / 2)][i % (ROWS / 2)] = 0.0f;

@@ -42,7 +42,7 @@ struct Scorer : Place {
   // Starts products of rope parts, which pass through rows of the stage before latents are there.
   DEVICE_MEMBER void start_rope_scores(Scores& s, const PackedTokens& tokens, u32 rows) const {
     u32 a[ROPE_SLICES][4];
-    const u32 to = rows + Tokens::row_of(lane);
+    const u32 to = rows + operand_row(lane);
     UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) {
       u32 v[4];
       tokens.rope.matrices(k, table, rope_levels, v);
@@ -195,7 +195,7 @@ struct Scorer : Place {
     queries = smem_descriptor(shfl(shared_address(shared + QUERIES_AT), 0), 16);
     mbarrier_wait(empty(group, 0), turn);
     start_rope_scores(s, tokens, rows);
-    scores_from<0>(s, tokens, scales, rows + Tokens::row_of(lane), turn, a);
+    scores_from<0>(s, tokens, scales, rows + operand_row(lane), turn, a);
     scored();
     wgmma_wait<0>();
     wgmma_fence_operand(s);
@@ -205,6 +205,14 @@ struct Scorer : Place {
     sync_warp();
     if (lane == 0) mbarrier_arrive(full(group));
     if (i + 1 < count) bar_arrive(TURN + 1 - group, 256);
+  }
+  // The page of the warp's first tokens, and their way to the L2 cache while queries are staged.
+  DEVICE_MEMBER int first_token(int first, int before) const {
+    return (first + ((before + group) & 1)) * KV_BLOCK + 16 * warp;
+  }
+  DEVICE_MEMBER i32 first_page(const LatentArgs& args, const WorkTile& tile, int first, int before) const {
+    const i32* const pages = args.block_table + (i64)tile.sequence * args.table_stride;
+    return ldg_i32(pages + max_i32(min_i32(first_token(first, before), tile.length - 1), 0) / BLOCK_SIZE);
   }
   // KV blocks of a range: every other one from that on whose number is the warpgroup's.
   DEVICE_MEMBER void attend_range(const LatentArgs& args, const WorkTile& tile, int first, int count, int before) {
@@ -224,7 +232,7 @@ struct Scorer : Place {
       next = page_of(token + 2 * KV_BLOCK);
       auto from = [&] { return args.pages + page * args.page_stride; };
       attend(
-          tokens, i, count, before + i, own, [&] { tokens.prefetch(from(), token % BLOCK_SIZE, lane); },
+          tokens, i, count, before + i, own, [&] { prefetch_tokens(from(), token % BLOCK_SIZE, lane); },
           [&] { tokens.load(from(), token % BLOCK_SIZE, lane); });
     }
   }

@@ -29,11 +29,13 @@ struct __attribute__((aligned(16))) Columns {
   DEVICE_MEMBER float& unit(int n) { return pairs[n / 2][n % 2]; }
   DEVICE_MEMBER float& row_max(int n) { return pairs[n / 2][2 + n % 2]; }
 };
-static_assert(RING_AT - QUERIES_AT == (CHUNKS + ROPE_CHUNKS) * QUERY_CHUNK &&
-        PROBABILITIES_AT - RING_AT == STAGES * STAGE && COLUMNS_AT - PROBABILITIES_AT == STAGES * PROBABILITIES &&
-        BARRIERS_AT - COLUMNS_AT == sizeof(Columns) && RANGES_AT - BARRIERS_AT >= 8 * STAGES * (1 + OWN_CHUNKS) &&
-        sizeof(WorkRanges) <= LEVELS_AT - RANGES_AT && ROPE_LEVELS_AT - LEVELS_AT == 128 * L_LEVELS,
-    "regions of shared memory");
+// Regions of shared memory, one after the other.
+constexpr int QUERIES_AT = 0, RING_AT = (CHUNKS + ROPE_CHUNKS) * QUERY_CHUNK,
+              PROBABILITIES_AT = RING_AT + STAGES * STAGE, COLUMNS_AT = PROBABILITIES_AT + STAGES * PROBABILITIES,
+              BARRIERS_AT = COLUMNS_AT + sizeof(Columns), RANGES_AT = BARRIERS_AT + 40 * STAGES,
+              LEVELS_AT = RANGES_AT + 48, ROPE_LEVELS_AT = LEVELS_AT + 128 * L_LEVELS;
+static_assert(ROPE_LEVELS_AT + 2 * R_LEVELS == SHARED_BYTES && 1 + OWN_CHUNKS <= 5 && sizeof(AnnouncedRanges) <= 48,
+    "shared memory");
 
 // Shared memory and the place of a warp in it.
 struct Place {
@@ -48,5 +50,5 @@ struct Place {
   }
   DEVICE_MEMBER u32 stage(int i) const { return shared_address(shared + RING_AT) + i * STAGE; }
   DEVICE_MEMBER u32 probabilities(int i) const { return shared_address(shared + PROBABILITIES_AT) + i * PROBABILITIES; }
-  DEVICE_MEMBER WorkRanges& ranges() const { return *(WorkRanges*)(shared + RANGES_AT); }
+  DEVICE_MEMBER AnnouncedRanges& ranges() const { return *(AnnouncedRanges*)(shared + RANGES_AT); }
 };

@@ -25,10 +25,6 @@ struct PackedTokens {
   template <int P> DEVICE_MEMBER void load_part(int lane) {
     if constexpr (P < PARTS) latent[P % 2].load(codes, lane, P);
   }
-  DEVICE_MEMBER static void prefetch(const u8* page, int place, int lane) {
-    if (128 * lane < L_TILE) prefetch_l2(page + place / 16 * L_TILE + 128 * lane);
-    if (128 * lane < R_TILE) prefetch_l2(page + R_CODES + place / 16 * R_TILE + 128 * lane);
-  }
   DEVICE_MEMBER void matrices(int k, Table table, const LevelTable& levels, u32 (&a)[4]) const {
     const auto& own = latent[k / OF_PART % 2];
     level_matrices(own.low(k % OF_PART), L_BITS > 4 ? own.high(k % OF_PART) : 0, table, a, levels);

@@ -2,8 +2,8 @@
 //
 // Compile-time: LD, RD (numbers of the latent and of the rope part), BLOCK_SIZE (tokens of a page), ROW_STRIDE (of
 // token rows; 0: tiles), L_KIND, L_BITS, L_FIELDS (the latent in a page), R_KIND, R_BITS, R_CODES, R_FIELDS, R_BF16,
-// R_ROTATED (the rope part), Q_TYPE, ROPE_TYPE, OUT_TYPE; ROWS, KV_BLOCK, STAGES and the offsets of regions of shared
-// memory (*_AT), which ops/latent/cuda/config.py computes.
+// R_ROTATED (the rope part), Q_TYPE, ROPE_TYPE, OUT_TYPE; ROWS, KV_BLOCK, STAGES and SHARED_BYTES, which
+// ops/latent/cuda/config.py chooses.
 #pragma once
 #include "common/codes.cuh"
 #include "common/numbers.cuh"

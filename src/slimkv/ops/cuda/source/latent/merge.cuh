@@ -50,27 +50,6 @@ DEVICE RowState merge_states(const float* from, Words2* states, int count, int l
   return row;
 }
 
-// The work tile of a thread block, and its partial results.
-struct Merged {
-  int sequence, tile;
-  Partials partials;
-};
-// Where there are more work tiles than thread blocks that attended: the one that block `number` has the beginning and
-// the next one more of, if any.
-DEVICE Merged merged_at(const LatentArgs& args, int number, int lane) {
-  if (!args.direct || args.num_seqs * args.row_tiles <= args.blocks) {
-    const int sequence = number / args.row_tiles, tile = number % args.row_tiles;
-    return {sequence, tile, partials_of(args, sequence, tile, lane)};
-  }
-  WorkPartition partition;
-  int left;
-  const WorkRange range = first_range(args, number + 1, args.blocks, lane, partition, left);
-  const i32 from = (number + 1) * partition.share - range.first;  // position of its first KV block
-  if (left <= 0 || range.first == 0 || from < number * partition.share) return {0, 0, {0, 0}};
-  const int last = quotient(from + range.s.kv_blocks - 1, partition.share);
-  return {range.b, range.tile, {range.number + number, last + 1 - number}};
-}
-
 KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
   SHARED_MEMORY(scratch);
   const int warp = thread_index() / 32, lane = thread_index() & 31, warps_of_row = args.merge_warps;
@@ -79,19 +58,19 @@ KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
   float* const factors = sums + warps * MERGE_DIMS;  // [warp]: what a row's sums are multiplied by
   const int number = block_index() * rows * args.merge_rounds / ROWS, turn = warp % warps_of_row;
   Words2* const states = (Words2*)(factors + warps) + warp / warps_of_row * args.blocks;
-  // Lengths were written before `attend` started, so they are read before it ends.
-  const Merged merged = merged_at(args, number, lane);
-  const WorkTile tile(args, merged.sequence, merged.tile);
-  const Partials& partials = merged.partials;
   const int dim = MERGE_DIMS * block_index_y(), dims = min_i32(LD - dim, MERGE_DIMS);
   pdl_wait();
-  if (args.direct && partials.count < 2) return;  // a whole work tile is in the output
+  const TileParts parts = ((const TileParts*)args.tiles)[number];  // of work tiles that no query has, anything
+  const bool by_block = merges_by_block(args);
+  if (args.direct && parts.count < 2) return;  // a whole work tile is in the output
+  const WorkTile tile(args, by_block ? parts.sequence : number / args.row_tiles,
+      by_block ? parts.tile : number % args.row_tiles);
 
   for (int round = 0; round < args.merge_rounds; round++) {
     const int first_row = (block_index() * args.merge_rounds + round) * rows % ROWS,
               n = first_row + warp / warps_of_row;
-    const int count = n < tile.count ? partials.count : 0;
-    const i64 first = (i64)partials.first * ROWS + n;
+    const int count = n < tile.count ? parts.count : 0;
+    const i64 first = (i64)parts.first * ROWS + n;
     const float* next = args.parts + (first + turn * ROWS) * LD + dim;
     int left = count - turn;
     PartialRow ahead[MERGE_AHEAD];  // in flight while maxima are compared

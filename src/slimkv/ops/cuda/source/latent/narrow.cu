@@ -20,9 +20,7 @@ constexpr int TILE_COST = 4;
 constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 constexpr int CONSUMERS = 1 + TEAMS;  // a named barrier; each team has one before it
 static_assert(ROWS == 16 && KV_BLOCK == 32, "operands");
-static_assert(sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT && RAISED_AT - BARRIERS_AT >= 16 * STAGES &&
-        LATENT_FIELDS_AT - ROPE_CODES_AT == TOKEN_TILES * R_TILE && ROPE_CODES_AT == TOKEN_TILES * L_TILE,
-    "regions of shared memory");
+static_assert(sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT, "shared memory");
 
 DEVICE void sync_consumers() { bar_sync(CONSUMERS, 32 * CONSUMER_WARPS); }
 
@@ -82,7 +80,7 @@ DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* emp
   const Region region = region_of(lane);
   int slot = 0;
   u32 phase = 1;
-  for (WorkRanges ranges(args, lane); ranges.range.b >= 0; ranges.advance(args)) {
+  for (AnnouncedRanges ranges(args, lane, team == 0 && lane == 0); ranges.range.b >= 0; ranges.advance(args)) {
     const WorkRange& range = ranges.range;
     const WorkTile tile(args, range.b, range.tile);
     const int last = min_i32(range.last, tile.kv_blocks(args));

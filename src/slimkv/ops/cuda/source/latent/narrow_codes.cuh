@@ -7,8 +7,21 @@ constexpr bool BY_PAIRS = L_KIND == LLOYD && L_BITS == 4;  // levels are looked 
 // Entries of the table of levels: of two 4-bit codes, of a byte with a 6-bit code and anything above it, of a code.
 constexpr int ENTRIES = BY_PAIRS ? PAIR_ENTRIES : L_LEVELS && L_BITS == 6 ? 256 : L_LEVELS;
 constexpr int COPIES = 32;  // of a level, so that lanes do not wait for one another
-static_assert(OUTPUT_AT - LEVELS_AT == 4 * COPIES * ENTRIES, "the table of levels");
-static_assert(LEVELS_AT - ROPE_LEVELS_AT == 4 * COPIES * R_LEVELS, "the table of the rope part's levels");
+constexpr int TOKEN_TILES = KV_BLOCK / 16, OCTETS = KV_BLOCK / 8;
+
+// Regions of shared memory, one after the other: of a KV block, of a team, and of the thread block.
+constexpr int ROPE_CODES_AT = TOKEN_TILES * L_TILE, LATENT_FIELDS_AT = ROPE_CODES_AT + TOKEN_TILES * R_TILE,
+              ROPE_FIELDS_AT = LATENT_FIELDS_AT + 2 * KV_BLOCK,
+              STAGE_BYTES = ROPE_FIELDS_AT + (R_KIND == RAW ? 0 : 2 * KV_BLOCK);
+constexpr int SCORES_AT = 0, PROBABILITIES_AT = 256 * KV_BLOCK, WARP_MAX_AT = PROBABILITIES_AT + 2 * ROWS * KV_BLOCK,
+              ROW_MAX_AT = WARP_MAX_AT + 16 * ROWS, BARRIERS_AT = ROW_MAX_AT + 4 * ROWS,
+              RAISED_AT = BARRIERS_AT + 16 * STAGES, RING_AT = RAISED_AT + 16,
+              TEAM_BYTES = RING_AT + STAGES * STAGE_BYTES;
+constexpr int QUERIES_AT = 0, ROPE_QUERIES_AT = 2 * ROWS * LD, ROWS_AT = ROPE_QUERIES_AT + 2 * ROWS * RD,
+              RANGES_AT = ROWS_AT + 16 * ROWS, ROPE_LEVELS_AT = RANGES_AT + 64,
+              LEVELS_AT = ROPE_LEVELS_AT + 4 * COPIES * R_LEVELS, OUTPUT_AT = LEVELS_AT + 4 * COPIES * ENTRIES,
+              TEAMS_AT = OUTPUT_AT + 64 * LD;
+static_assert(TEAMS_AT + TEAMS * TEAM_BYTES == SHARED_BYTES, "shared memory");
 
 // Levels of the rope part, a copy for every lane.
 struct RopeLevels {

@@ -2,7 +2,6 @@
 #pragma once
 #include "latent/narrow_codes.cuh"
 
-constexpr int TOKEN_TILES = KV_BLOCK / 16, OCTETS = KV_BLOCK / 8;
 constexpr float SHIFT = BY_PAIRS ? 0.0f : OFFSET;  // what the operands have too much
 constexpr bool HELD = BY_PAIRS;  // queries stay in registers, of which other formats leave too few
 // Done between a barrier and the answer whether a maximum is raised, by measurement: slices transposed, probabilities

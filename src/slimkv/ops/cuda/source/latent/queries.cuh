@@ -82,6 +82,19 @@ struct Query {
   }
 };
 
+// Row n of ROWS as an operand of WGMMA at `to`, by one warp: 64 dimensions side by side, those of the rope part behind
+// the latent's. Returns units of scores: of latents, in levels of `level_unit`, and of rope parts in units of those.
+struct Units { float latent, rope; };
+DEVICE Units stage_operand(const LatentArgs& args, const Query& query, int n, u8* to, float level_unit) {
+  const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
+  const float latent = query.latent_unit() * (level_unit / L_UNIT), ratio = query.rope_unit() / latent;
+  auto place = [&](int at) { return at / 64 * ROWS * 128 + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
+  query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); },
+      [&](int at, u32 bits) { *(u32*)(to + place(at)) = bits ^ sign * 0x10001u; });
+  query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); }, ratio);
+  return {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), ratio};
+}
+
 // Calls stage(query, n) for rows first, first + STRIDE, ..., with loads of COUNT rows in flight. They pass through the
 // registers of one row: unrolled code would run once and wait for its instructions.
 template <int STRIDE, int COUNT, class F>

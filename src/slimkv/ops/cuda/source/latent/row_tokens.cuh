@@ -2,7 +2,7 @@
 // of 16 bits in registers, and as rows of operands (tokens x 64 dimensions) in shared memory. A token is a row of
 // ROW_STRIDE bytes; the block table has its slot, and none where it is negative.
 //
-// Registers that have been unpacked take the same part of the next tokens, so that no load is waited for.
+// Halves of the dimensions are loaded as those of Tokens are.
 #pragma once
 #include "latent/args.cuh"
 #include "latent/wide_tokens.cuh"
@@ -52,10 +52,11 @@ struct RowTokens {
       }
     }
   }
-  DEVICE_MEMBER void load(int lane) {
+  DEVICE_MEMBER void load_first(int lane) {
     load_rope(lane);
-    load_latents<0>(lane), load_latents<1>(lane), load_latents<2>(lane), load_latents<3>(lane);
+    load_latents<0>(lane), load_latents<1>(lane);
   }
+  DEVICE_MEMBER void load_second(int lane) { load_latents<2>(lane), load_latents<3>(lane); }
 
   // In shared memory, 16 bytes are number (in their 128) ^ g of a row; rows of token i begin 1024 i behind the first.
   DEVICE_MEMBER void unpack_rope(Table, const RopeLevels&, u32 to, TokenScales& scales, int first, int lane) {
@@ -72,21 +73,19 @@ struct RowTokens {
       if (i == 0) st_shared_words4<0>(own, rope[i][0]), st_shared_words4<0>(own ^ 64, rope[i][1]);
       else st_shared_words4<1024>(own, rope[i][0]), st_shared_words4<1024>(own ^ 64, rope[i][1]);
     }
-    load_rope(lane);
   }
-  // Slices FIRST to LAST - 1: a quarter.
-  template <int FIRST, int LAST> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) {
-    constexpr int Q = FIRST / (LATENT_SLICES / 4), UNIT = Q * (LD / 32);
-    static_assert(LAST - FIRST == LATENT_SLICES / 4, "a quarter");
+  // Quarter Q: of token g (piece 0) and of token g + 8 (piece 1).
+  template <int Q, int FROM = 0, int TO = 2> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
+    if constexpr (FROM == 0) unpack_token<Q, 0>(table, to, lane);
+    if constexpr (TO == 2) unpack_token<Q, 1>(table, to, lane);
+  }
+  template <int Q, int I> DEVICE_MEMBER void unpack_token(Table table, u32 to, int lane) const {
+    constexpr int UNIT = Q * (LD / 32), OFFSET = UNIT / 8 * 8192 + 1024 * I;
     // Of four words, lanes 2 and 3 take the others of a pair first: they are 128 bytes behind lanes 0 and 1.
-    const int t = lane & 3, g = lane >> 2, turned = WORDS == 4 && t >= 2 ? 2 : 0;
-    const u32 own = to + t * WORDS / 8 * 8192 + g * 128 + ((t * WORDS % 8 ^ g ^ turned) << 4);
-    const u32 at = own ^ (UNIT % 8 << 4);
-    unpack_token<Q, 0, UNIT / 8 * 8192>(table, at, turned);
-    unpack_token<Q, 1, UNIT / 8 * 8192 + 1024>(table, at, turned);
-    load_latents<Q>(lane);
-  }
-  template <int Q, int I, int OFFSET> DEVICE_MEMBER void unpack_token(Table table, u32 own, bool turned) const {
+    const int t = lane & 3, g = lane >> 2;
+    const bool turned = WORDS == 4 && t >= 2;
+    const u32 first = to + t * WORDS / 8 * 8192 + g * 128 + ((t * WORDS % 8 ^ g ^ (turned ? 2 : 0)) << 4);
+    const u32 own = first ^ (UNIT % 8 << 4);
     UNROLL_FOR (int k = 0; k < WORDS; k++) {
       u32 a[4];
       level_matrices(turned ? latent[I][Q][WORDS == 4 ? k ^ 2 : k] : latent[I][Q][k], 0, table, a);

@@ -42,14 +42,26 @@ constexpr bool PAD_TILES = false;
 #include "common/schedule.cuh"
 DEVICE WorkCosts costs_of(const LatentArgs&) { return {TILE_COST, TILE_COST, MIN_SHARE, TILE_COST + 2}; }
 
+// Which work tiles `merge` looks at: that one, if any, which a thread block begins and others end, where work tiles are
+// more than thread blocks; otherwise all.
+DEVICE bool merges_by_block(const LatentArgs& args) {
+  return args.direct && args.num_seqs * args.row_tiles > args.blocks;
+}
+// An entry of args.tiles: a work tile and its partial results, `count` of them from `first` on.
+struct __attribute__((aligned(16))) TileParts { i32 sequence, tile, first, count; };
+
 // The ranges of a thread block, one after the other; range.b is -1 behind the last one.
 struct WorkRanges {
   WorkRange range;
   int left;  // positions from its first KV block on
 
-  // By a whole warp.
+  DEVICE_MEMBER WorkRanges() {}
   DEVICE_MEMBER WorkRanges(const LatentArgs& args, int lane) {
     WorkPartition partition;
+    take_first(args, lane, partition);
+  }
+  // By a whole warp.
+  DEVICE_MEMBER void take_first(const LatentArgs& args, int lane, WorkPartition& partition) {
     range = first_range(args, block_index(), args.blocks, lane, partition, left);
     if (left <= 0) range.b = -1;
   }
@@ -57,6 +69,32 @@ struct WorkRanges {
     left -= range.last - range.first + TILE_COST;  // with what the next work tile costs
     if (left > 0) range = next_range(args, range, left);
     else range.b = -1;
+  }
+};
+
+// The same; one thread of the block (`tells`) tells `merge` which work tiles the ranges begin.
+struct AnnouncedRanges : WorkRanges {
+  int share;  // positions of a thread block
+  bool tells;
+
+  DEVICE_MEMBER AnnouncedRanges(const LatentArgs& args, int lane, bool tells_) : tells(tells_) {
+    WorkPartition partition;
+    take_first(args, lane, partition);
+    share = partition.share;
+    if (tells && merges_by_block(args)) ((TileParts*)args.tiles)[block_index()].count = 0;
+    announce(args);
+  }
+  DEVICE_MEMBER void advance(const LatentArgs& args) {
+    WorkRanges::advance(args);
+    announce(args);
+  }
+  DEVICE_MEMBER void announce(const LatentArgs& args) const {
+    const int rest = range.s.kv_blocks - range.last;  // KV blocks of the thread blocks behind this one
+    const bool by_block = merges_by_block(args);
+    if (!tells || range.b < 0 || range.first > 0 || (by_block && rest == 0)) return;
+    TileParts* const entries = (TileParts*)args.tiles;
+    entries[by_block ? block_index() : range.b * args.row_tiles + range.tile] = {range.b, range.tile, part_of(range),
+        1 + quotient(rest + share - 1, share)};
   }
 };
 

@@ -18,22 +18,13 @@ constexpr int THREADS = 384, TILE_COST = 4;
 constexpr int PRODUCER_REGISTERS = 104, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 static_assert(ROWS == 64 && KV_BLOCK == 64, "operands");
 static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "latents that are not looked up");
-static_assert(RING_AT - QUERIES_AT == STAGE && PROBABILITIES_AT - RING_AT == STAGES * STAGE &&
-        BARRIERS_AT - SCALES_AT == STAGES * sizeof(TokenScales) && sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT,
-    "regions of shared memory");
 
-// Row n of a work tile, by one warp: 64 dimensions side by side at `to`, those of the rope part behind the latent's.
-// Rows beyond the last are zeros and see nothing.
-DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Query& query, int n, u8* to, Row* rows) {
-  const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
-  const float latent = query.latent_unit() * (LEVEL_UNIT / L_UNIT), ratio = query.rope_unit() / latent;
-  auto place = [&](int at) { return at / 64 * ROWS * 128 + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
-  query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); },
-      [&](int at, u32 bits) { *(u32*)(to + place(at)) = bits ^ sign * 0x10001u; });
-  query.rope_operand([&](int at, u32 bits) { *(u16*)(to + place(LD + at)) = (u16)(bits ^ sign); }, ratio);
+// Row n of a work tile, by one warp. Rows beyond the last are zeros and see nothing.
+DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Query& query, int n, u8* shared) {
+  const Units units = stage_operand(args, query, n, shared + QUERIES_AT, LEVEL_UNIT);
   if (query.lane == 0) {
     const int visible_end = query.real ? tile.visible_end(args, n) : 0;
-    rows[n] = {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), ratio, visible_end, 0};
+    ((Row*)(shared + PROBABILITIES_AT))[n] = {units.latent, units.rope, visible_end, 0};
   }
 }
 
@@ -107,9 +98,8 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, u64* full, u64* em
     const WorkTile tile(args, range.b, range.tile);
     own.first = range.first, own.count = shfl(min_i32(range.last, tile.kv_blocks(args)) - range.first, 0);
     own.clear_end = tile.visible_end(args, 0);
-    each_query<8, 4>(args, tile, 4 * group + own.warp, lane, [&](const Query& query, int n) {
-      stage_query(args, tile, query, n, shared + QUERIES_AT, (Row*)(shared + PROBABILITIES_AT));
-    });
+    each_query<8, 4>(args, tile, 4 * group + own.warp, lane,
+        [&](const Query& query, int n) { stage_query(args, tile, query, n, shared); });
     fence_proxy_async();
     bar_sync(CONSUMERS, 256);
     own.take_rows();
@@ -127,11 +117,11 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, u64* full, u64* em
 KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   SHARED_OPERANDS(shared);
   const int lane = thread_index() & 31, warp = shfl(thread_index() / 32, 0);
-  u64* const full = (u64*)(shared + BARRIERS_AT);  // [stage, quarter of the dimensions]
-  u64* const empty = full + 4 * STAGES;  // [stage, half of the dimensions]
+  u64* const full = (u64*)(shared + BARRIERS_AT);
+  u64* const empty = full + 5 * STAGES;
   fill_rope_levels<THREADS>(args.rope_levels, shared + ROPE_LEVELS_AT);
   if (thread_index() == 0) {
-    for (int i = 0; i < 6 * STAGES; i++) mbarrier_init(full + i, 4);
+    for (int i = 0; i < 8 * STAGES; i++) mbarrier_init(full + i, 4);
     fence_mbarrier_init();
   }
   pdl_wait();

@@ -183,14 +183,14 @@ struct Consumer {
 
   // -- KV blocks, numbered from the first one of the range
   DEVICE_MEMBER int stage_of(int i) const { return (before + i) % STAGES; }
-  DEVICE_MEMBER void await(int stage, u32 turn, int quarter) const {
-    mbarrier_wait(full + 4 * stage + quarter, turn);
+  DEVICE_MEMBER void await(int stage, u32 turn, int part) const {
+    mbarrier_wait(full + 5 * stage + part, turn);
     fence_proxy_async();  // between stores of the producer, which the barrier has ordered before it, and products
   }
   // The own dimensions; their other reader, of scores, was done before.
   DEVICE_MEMBER void release(Output& o, int i) const {
     wgmma_fence_operand(o);
-    if (lane == 0) mbarrier_arrive(empty + 2 * stage_of(i) + group);
+    if (lane == 0) mbarrier_arrive(empty + 3 * stage_of(i) + group);
   }
   // Starts values of a KV block whose scores are the other's.
   DEVICE_MEMBER void attend_others(Output& o, int i) {
@@ -206,10 +206,13 @@ struct Consumer {
     const u32 turn = (u32)((before + i) / STAGES & 1);
     float s[32], by[2];
     Probabilities p;
-    await(stage, turn, 0);
+    await(stage, turn, ROPE);
     start_rope_scores(s, stage);
     wgmma_wait<0>();
     scale_rope_scores(s, stage);
+    await(stage, turn, 0);
+    wgmma_fence_operand(s);
+    wgmma_fence();
     start_scores<0>(s, stage);
     await(stage, turn, 1);
     start_scores<1>(s, stage);
@@ -232,6 +235,7 @@ struct Consumer {
     wgmma_fence_operand(s);
     const bool raised = softmax(s, stage, token, by, p);
     send(p);
+    if (lane == 0) mbarrier_arrive(empty + 3 * stage + ROPE_FREE);
     rescale(o, raised, by);
     start_values(o, p, stage);
     wgmma_wait<0>();

@@ -2,17 +2,26 @@
 #pragma once
 #include "latent/row_tokens.cuh"
 #include "latent/schedule.cuh"
+#include "latent/tile_tokens.cuh"
 
 constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64;  // of 64 dimensions
 constexpr int CHUNK = KV_BLOCK * 128, STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;  // bytes
-constexpr int QUARTER = LATENT_SLICES / 4;  // slices that are handed over together
+
+// Regions of shared memory, one after the other.
+constexpr int QUERIES_AT = 0, RING_AT = STAGE, PROBABILITIES_AT = RING_AT + STAGES * STAGE,
+              ROW_MAX_AT = PROBABILITIES_AT + 8192, SCALES_AT = ROW_MAX_AT + 256,
+              BARRIERS_AT = SCALES_AT + STAGES * sizeof(TokenScales), RANGES_AT = BARRIERS_AT + 64 * STAGES,
+              ROPE_LEVELS_AT = RANGES_AT + 48;
+static_assert(ROPE_LEVELS_AT + 2 * R_LEVELS == SHARED_BYTES && sizeof(WorkRanges) <= 48, "shared memory");
+
+constexpr int ROPE = 4, ROPE_FREE = 2;  // the barriers of rope parts and scales
 
 struct Producer {
   const LatentArgs& args;
   u8* const ring;
   TokenScales* const scales;  // [stage]
-  u64* const full;  // [stage, quarter of the dimensions]; rope parts and scales belong to the first quarter
-  u64* const empty;  // [stage, half of the dimensions]
+  u64* const full;  // [stage, 5]: quarters of the dimensions; rope parts and scales
+  u64* const empty;  // [stage, 3]: halves of the dimensions; rope parts and scales
   const RopeLevels rope_levels;
   const int warp, lane;
 
@@ -22,43 +31,51 @@ struct Producer {
     if (lane == 0) mbarrier_arrive(to);
   }
 
-  // Stage `number` of all that this block fills.
-  template <class T> DEVICE_MEMBER void unpack(T& tokens, int number) const {
+  // Stage `number` of all that this block fills. load_next() loads the first half of the next tokens.
+  template <class T, class F, class G>
+  DEVICE_MEMBER void unpack(T& tokens, int number, const F& prefetch_next, const G& load_next) const {
     const int stage = number % STAGES;
-    const u32 to = shared_address(ring) + stage * STAGE + warp * 2048, turn = (u32)(number / STAGES & 1);
-    u64* const quarters = full + 4 * stage;
-    mbarrier_wait(empty + 2 * stage, turn ^ 1);
+    const u32 to = shared_address(ring) + stage * STAGE + warp * 2048, turn = (u32)(number / STAGES & 1) ^ 1;
+    u64* const quarters = full + 5 * stage;
+    u64* const free = empty + 3 * stage;
+    mbarrier_wait(free + ROPE_FREE, turn);  // long before the dimensions are free
     tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
-    tokens.template unpack_latents<0, QUARTER>(args.table, to, lane);
+    report(quarters + ROPE);
+    mbarrier_wait(free, turn);
+    tokens.load_second(lane);
+    prefetch_next();
+    tokens.template unpack_latents<0>(args.table, to, lane);
     report(quarters);
-    tokens.template unpack_latents<QUARTER, 2 * QUARTER>(args.table, to, lane);
+    tokens.template unpack_latents<1>(args.table, to, lane);
     report(quarters + 1);
-    mbarrier_wait(empty + 2 * stage + 1, turn ^ 1);
-    tokens.template unpack_latents<2 * QUARTER, 3 * QUARTER>(args.table, to, lane);
+    mbarrier_wait(free + 1, turn);
+    tokens.template unpack_latents<2, 0, 1>(args.table, to, lane);  // waits for the second half
+    sync_warp();
+    load_next();
+    tokens.template unpack_latents<2, 1, 2>(args.table, to, lane);
     report(quarters + 2);
-    tokens.template unpack_latents<3 * QUARTER, 4 * QUARTER>(args.table, to, lane);
+    tokens.template unpack_latents<3>(args.table, to, lane);
     report(quarters + 3);
   }
 
-  // A range of single tokens: while one KV block is unpacked, the next is loaded and the slots after it are looked up.
+  // A range of single tokens; slots are looked up one KV block before.
   DEVICE_MEMBER void run_rows(const i32* table, int length, int first, int last, int& number) const {
     RowTokens tokens;
     auto look_ahead = [&](int i) { tokens.look_ahead(table, i * KV_BLOCK + 16 * warp, length, lane); };
+    auto load = [&](int i) {
+      tokens.aim(args);
+      look_ahead(i + 1);
+      tokens.load_first(lane);
+    };
     if (first >= last) return;
     look_ahead(first);
-    tokens.aim(args);
-    look_ahead(first + 1);
-    tokens.load(lane);
-    for (int i = first; i < last; i++, number++) {
-      tokens.aim(args);
-      look_ahead(i + 2);
-      unpack(tokens, number);
-    }
+    load(first);
+    for (int i = first; i < last; i++, number++) unpack(tokens, number, [] {}, [&] { load(i + 1); });
   }
 
   DEVICE_MEMBER void run() const {
     int number = 0;  // of the stages
-    for (WorkRanges ranges(args, lane); ranges.range.b >= 0; ranges.advance(args)) {
+    for (AnnouncedRanges ranges(args, lane, warp == 0 && lane == 0); ranges.range.b >= 0; ranges.advance(args)) {
       const WorkRange& range = ranges.range;
       const WorkTile tile(args, range.b, range.tile);
       const int first = range.first, last = min_i32(range.last, tile.kv_blocks(args));
@@ -67,24 +84,24 @@ struct Producer {
         run_rows(table, tile.length, first, last, number);
         continue;
       }
+      if (first >= last) continue;
       auto token_of = [&](int i) { return i * KV_BLOCK + 16 * warp; };
-      auto page_of = [&](int i) { return token_of(i) < tile.length ? ldg_i32(table + token_of(i) / BLOCK_SIZE) : 0; };
+      auto page_of = [&](int i) { return ldg_i32(table + min_i32(token_of(i), tile.length - 1) / BLOCK_SIZE); };
       Tokens tokens;
       auto load = [&](i32 page, int i) {
-        tokens.load(args.pages + page * args.page_stride, token_of(i) % BLOCK_SIZE, tile.length - token_of(i), lane);
+        tokens.load_first(args.pages + page * args.page_stride, token_of(i) % BLOCK_SIZE, tile.length - token_of(i),
+            lane);
       };
-      i32 page = 0, ahead = 0, beyond = 0;  // of the next KV block and of those after it: none is waited for
-      if (first < last) {
-        load(page_of(first), first);
-        page = page_of(first + 1), ahead = page_of(first + 2), beyond = page_of(first + 3);
-      }
-      for (int i = first; i < last; i++, number++) {
-        unpack(tokens, number);
-        if (i + 1 < last) {
-          load(page, i + 1);
-          page = ahead, ahead = beyond, beyond = page_of(i + 4);
-        }
-      }
+      load(page_of(first), first);
+      i32 page = page_of(first + 1);  // of the next KV block; not waited for
+      for (int i = first; i < last; i++, number++)
+        unpack(
+            tokens, number,
+            [&] { prefetch_tokens(args.pages + page * args.page_stride, token_of(i + 1) % BLOCK_SIZE, lane); },
+            [&] {
+              load(page, i + 1);
+              page = page_of(i + 2);
+            });
     }
   }
 };

@@ -1,5 +1,4 @@
-// 16 tokens of a warp of wide.cu: their codes in registers, and as rows of operands (tokens x 64 dimensions) in shared
-// memory.
+// 16 tokens of a warp of wide.cu and columns.cu: their scales, and what their codes mean.
 #pragma once
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
@@ -83,52 +82,11 @@ struct RopeCodes {
   }
 };
 
-struct Tokens {
-  Codes<L_BITS, LATENT_SLICES, false> latent;
-  RopeCodes rope;
-  u32 fields[2], rope_fields[2];  // scales of tokens g and g + 8; zero beyond the sequence
+// Of a lane, in an operand of 16 rows; slice s of 64 dimensions is at this ^ 32 s.
+DEVICE u32 operand_row(int lane) { return lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4); }
 
-  // 16 tokens of a page from `place` on, of which the sequence has `left`.
-  DEVICE_MEMBER void load(const u8* page, int place, int left, int lane) {
-    fields[0] = fields[1] = rope_fields[0] = rope_fields[1] = 0;
-    if (left <= 0) {  // codes that tables have
-      latent = {};
-      rope.clear();
-      return;
-    }
-    latent.load(page + place / 16 * L_TILE, lane);
-    rope.load(page + R_CODES + place / 16 * R_TILE, lane);
-    UNROLL_FOR (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
-      const int token = (lane >> 2) + 8 * i;
-      if (token < left) fields[i] = field_bits(page + L_FIELDS, place + token);
-      if (R_KIND != RAW && token < left) rope_fields[i] = field_bits(page + R_FIELDS, place + token);
-    }
-  }
-  // Levels of rope parts to rows at `to` (shared memory), where 8 KiB have 64 dimensions of 64 tokens; and the scales
-  // of tokens `first` and those behind it.
-  DEVICE_MEMBER void unpack_rope(Table table, const RopeLevels& levels, u32 to, TokenScales& scales, int first,
-      int lane) const {
-    const int second = lane % 4;
-    if (second < 2)
-      scales.put(first + lane / 4 + 8 * second, second ? fields[1] : fields[0],
-          second ? rope_fields[1] : rope_fields[0]);
-    const u32 row = row_of(lane);
-    UNROLL_FOR (int s = 0; s < ROPE_SLICES; s++) {
-      u32 v[4];
-      rope.matrices(s, table, levels, v);
-      stmatrix_x4_trans<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), v[0], v[2], v[1], v[3]);
-    }
-  }
-  // Levels of latents likewise: slices FIRST to LAST - 1.
-  template <int FIRST, int LAST>
-  DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
-    const u32 row = row_of(lane);
-    UNROLL_FOR (int s = FIRST; s < LAST; s++) {
-      u32 a[4];
-      level_matrices(latent.low(s), L_BITS > 4 ? latent.high(s) : 0, table, a);
-      stmatrix_x4<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), a[0], a[1], a[2], a[3]);
-    }
-  }
-  // Of the lane; slice s is at this ^ 32 s.
-  DEVICE_MEMBER static u32 row_of(int lane) { return lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4); }
-};
+// 16 tokens of a page from `place` on, to the L2 cache.
+DEVICE void prefetch_tokens(const u8* page, int place, int lane) {
+  if (128 * lane < L_TILE) prefetch_l2(page + place / 16 * L_TILE + 128 * lane);
+  if (128 * lane < R_TILE) prefetch_l2(page + R_CODES + place / 16 * R_TILE + 128 * lane);
+}
