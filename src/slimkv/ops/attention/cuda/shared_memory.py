@@ -36,7 +36,8 @@ def decode_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     query = 256 * config.rows // group * products
     states = config.rows * (16 + 8 * warps)
     barriers = 8 * warps * max(2, config.stages) if config.bulk else 0
-    total = _level_table_bytes(layout, wide) + warps * config.stages * slot + query + states + barriers
+    tables = _level_table_bytes(layout, wide, wide and spec.key_dim == 256)
+    total = tables + warps * config.stages * slot + query + states + barriers
     if config.stages == 1 and not (_is_power_of_two(spec.key_dim) and spec.key_dim >= 32):
         total = -(-total // 16) * 16 + 4 * spec.key_dim * min(config.rows, warps)  # queries are rotated there
     return total
@@ -54,7 +55,8 @@ def verify_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     states = rows * (16 + 12 * workers)
     running_max = 4 * rows * workers if rows > 40 else 0
     barriers = 8 * rings * config.stages + rings * (2 * (4 * rows + 8) + 32)  # and factors of the output
-    total = _level_table_bytes(layout, True) + operands + rings * config.stages * slot + states + running_max + barriers
+    tables = _level_table_bytes(layout, True, spec.key_dim == 256 and rows <= 40)
+    total = tables + operands + rings * config.stages * slot + states + running_max + barriers
     if spec.value.rotated and not (_is_power_of_two(spec.value_dim) and spec.value_dim >= 32):
         total = -(-total // 16) * 16 + 4 * spec.value_dim * config.warps  # the output is rotated back there
     return total
@@ -114,7 +116,7 @@ def _block_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     return config.block_tokens * ((spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields)
 
 
-def _level_table_bytes(layout: PageLayout, wide: bool, team: bool = False) -> int:
+def _level_table_bytes(layout: PageLayout, wide: bool, permuted_keys: bool) -> int:
     """Levels in shared memory, 4 bytes an entry for each lane; one table where K and V have the same levels."""
     spec = layout.spec
 
@@ -123,7 +125,7 @@ def _level_table_bytes(layout: PageLayout, wide: bool, team: bool = False) -> in
             return 0
         return 256 if fmt.bits <= 5 else 1 << fmt.bits  # up to 5 bits by pairs of codes
 
-    keys, values = entries(spec.key, wide and (team or spec.key_dim == 256)), entries(spec.value, wide)
+    keys, values = entries(spec.key, permuted_keys), entries(spec.value, wide)
     alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)
     return 128 * (keys if alike else keys + values)
 
