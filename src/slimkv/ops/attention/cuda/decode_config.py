@@ -140,7 +140,7 @@ def _entries(layout: PageLayout, source: str, rows: int) -> tuple[_Entry, ...]:
         return _EIGHT_ROWS[head] if rows == 8 else _WIDE
     if head == 128:
         return (*_LONG_PAIRS[:2], *_SHORT_PAIRS[:2], *_LONG_PAIRS[2:])
-    if rows > 40:  # registers that spill need what shared memory leaves of the L1 cache
+    if rows > 40:  # three stages measured faster than four
         return _SHORT_PAIRS[1:]
     return _SHORT_PAIRS if rows > 32 else (*_LONG_PAIRS, *_SHORT_PAIRS)
 
