@@ -68,8 +68,8 @@ constexpr int RESULT_BYTES = 4 * GROUP * (16 * OUT_SLICES + 8),
 // Centroids as fp16 from tables in shared memory, by pairs of codes up to 5 bits. PERMUTED: 4 bits by permutations
 // instead, which balances logic and shared memory; for values, which are transposed anyway (pair_halves), for keys of
 // teams, and for those of the largest heads, unless many rows leave too few registers (verify.cu).
-constexpr bool K_PERMUTED = WIDE && K_KIND == LLOYD && K_BITS == 4 &&
-    (WARPGROUPS ? KD == 256 && COLUMNS <= 40 : KD == 256 || VERIFY);
+constexpr bool K_PERMUTED =
+    WIDE && K_KIND == LLOYD && K_BITS == 4 && (WARPGROUPS ? KD == 256 && COLUMNS <= 40 : KD == 256 || VERIFY);
 constexpr bool V_PERMUTED = WIDE && V_KIND == LLOYD && V_BITS == 4;
 constexpr bool K_IN_PAIRS = K_KIND == LLOYD && K_BITS <= 5 && !K_BYTES && !K_PERMUTED;
 constexpr bool V_IN_PAIRS = V_KIND == LLOYD && V_BITS <= 5 && !V_BYTES && !V_PERMUTED;
