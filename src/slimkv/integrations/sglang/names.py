@@ -1,8 +1,17 @@
-"""Names shared by SGLang's processes; every process imports this module, so it has no dependencies."""
+"""Names shared by SGLang's processes; every process imports this module, so importing it needs nothing else."""
 
 from __future__ import annotations
+
+from typing import Any
 
 BACKEND = "slimkv"  # of the attention backend
 LISTENING = "SLIMKV_SGLANG_LISTENS"  # in the environment while ``slimkv calibrate`` runs an engine
 # The function that builds the host pool of the hierarchical cache
 HOST_POOL = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.build_kv_host_pool"
+
+
+def is_chosen(server_args: Any) -> bool:
+    """Whether slimkv is the attention backend of prefill or decode."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+
+    return BACKEND in attention_backends_of(resolved_view(server_args))

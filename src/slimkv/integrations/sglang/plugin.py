@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from slimkv.errors import SlimKVError
-from slimkv.integrations.sglang.names import BACKEND, HOST_POOL, LISTENING
+from slimkv.integrations.sglang.names import BACKEND, HOST_POOL, LISTENING, is_chosen
 
 DEFAULT_PAGE_SIZE = 64
 
@@ -60,13 +60,6 @@ def register() -> None:
     listening = {_RPC: "observe.answer"} if os.environ.get(LISTENING) else {}
     for target, name in {**_AROUND, **listening}.items():
         HookRegistry.register(target, _lazy(name), HookType.AROUND)
-
-
-def is_chosen(server_args: Any) -> bool:
-    """Whether slimkv is the attention backend of prefill or decode."""
-    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
-
-    return BACKEND in attention_backends_of(resolved_view(server_args))
 
 
 def _defaults(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -15,7 +15,7 @@ from slimkv.errors import UnsupportedError
 from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.sglang import refusals, settings
 from slimkv.integrations.sglang.compat import attention_tp, full_attention_layers, is_disaggregated
-from slimkv.integrations.sglang.plugin import is_chosen
+from slimkv.integrations.sglang.names import is_chosen
 from slimkv.spec import PageLayout, page_layout
 
 FULL, WINDOW = "Full", "SWA"  # SGLang's labels of the two pools of a sliding-window model
