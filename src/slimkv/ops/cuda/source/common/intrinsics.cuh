@@ -1,6 +1,6 @@
 // The instructions that the kernels use, by name. Kernels contain no assembly of their own, so another machine has to
-// provide only this file; the tests do so on a CPU (tests/ops/cuda/host.h), where every lane is a coroutine. It needs no
-// header of the CUDA toolkit: NVRTC alone compiles it.
+// provide only this file; the tests do so on a CPU (tests/ops/cuda/host.h), where every lane is a coroutine. It needs
+// no header of the CUDA toolkit: NVRTC alone compiles it.
 #pragma once
 #ifdef SLIMKV_HOST
 #include "host.h"
