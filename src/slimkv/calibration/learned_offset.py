@@ -73,7 +73,7 @@ class LayerOffset:
         if not self.known:
             self.tensor.copy_(key.float().mean(0))
 
-    def learn(self, key: Tensor, stored: Tensor, pages: Tensor, first: int | None = None) -> None:
+    def learn(self, key: Tensor, stored: Tensor, pages: Tensor, first: Tensor | None = None) -> None:
         """Learns from the first tokens that are stored. Does nothing once the offset is known.
 
         Args:
@@ -81,13 +81,15 @@ class LayerOffset:
             stored: bool [tokens]: which of them will be stored.
             pages: the layer's pages, all zeros before the first token is stored. If they are not, tokens were stored
                 inside a captured graph, and the provisional offset stays.
-            first: how many of the tokens belong to the first request. Where given, it alone is learnt from, and no
-                more of it than ``MIN_TOKENS``, whatever else is in the batch and however long its first chunk is.
+            first: integer [], how many of the tokens belong to the first request. Where given, it alone is learnt
+                from, and no more of it than ``MIN_TOKENS``, whatever else is in the batch and however long its first
+                chunk is. It stays on its device until it is needed: a graph's capture cannot read it.
         """
         if self.known or is_capturing(key.device):
             return
         if first is not None:
-            key, stored = key[: min(first, MIN_TOKENS)], stored[: min(first, MIN_TOKENS)]
+            count = min(int(first), MIN_TOKENS)
+            key, stored = key[:count], stored[:count]
         count = int(stored.sum())
         if count == 0:
             return

@@ -44,7 +44,7 @@ class ServedLayer:
         offset is to be learnt from the first request alone.
         """
         if self.offset is not None and not self.offset.known:
-            self.offset.learn(key, _real(slots, kv), kv.pages[1:], None if starts is None else int(starts[1]))
+            self.offset.learn(key, _real(slots, kv), kv.pages[1:], None if starts is None else starts[1])
         ops.store_kv(key, value, kv, slots, self.rounding(index), backend=self.backend)
 
     def check_scores(
