@@ -108,12 +108,12 @@ def latent_error(sample: LatentSample, kind: str, format: str) -> LatentError:
 
     def stored_latent(x: Tensor) -> Tensor:
         return codec.decode_key(
-            codec.encode_key(as_stored(x, spec.latent.kind == Kind.RAW, spec.latent.raw_dtype))
+            codec.encode_key(as_stored(x, spec.key.kind == Kind.RAW, spec.key.raw_dtype))
         ).float()
 
     latent, mean = stored_latent(sample.latent), sample.latent.mean(0)
     rope = codec.decode_value(
-        codec.encode_value(as_stored(sample.rope, spec.rope.kind == Kind.RAW, spec.rope.raw_dtype))
+        codec.encode_value(as_stored(sample.rope, spec.value.kind == Kind.RAW, spec.value.raw_dtype))
     ).float()
     truth = _attend(sample, sample.latent, sample.rope)
     return LatentError(

@@ -11,7 +11,6 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,19 +94,19 @@ def _rules(annotations: dict[str, Any], scope: dict[str, Any], error: type[SlimK
             yield _Rule(name, kinds, error)
 
 
-def typed(function: _F) -> _F:
-    """Raises for arguments of the wrong kind; arguments without a checkable annotation are not checked."""
+def typed(function: _F, error: type[SlimKVError] = InputError) -> _F:
+    """Raises ``error`` for arguments of the wrong kind; arguments without a checkable annotation are not checked."""
     names = list(inspect.signature(function).parameters)
-    state: dict[str, Any] = {}
+
+    @functools.cache
+    def rules() -> dict[str, _Rule]:
+        return {rule.name: rule for rule in _rules(function.__annotations__, function.__globals__, error)}
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        rules = state.get("rules")
-        if rules is None:
-            found = _rules(function.__annotations__, function.__globals__, InputError)
-            rules = state["rules"] = {rule.name: rule for rule in found}
+        known = rules()
         for name, value in chain(zip(names, args, strict=False), kwargs.items()):
-            rule = rules.get(name)
+            rule = known.get(name)
             if rule is not None:
                 rule.check(value)
         return function(*args, **kwargs)
@@ -116,24 +115,10 @@ def typed(function: _F) -> _F:
 
 
 def typed_fields(error: type[SlimKVError] = InputError) -> Callable[[_C], _C]:
-    """For dataclasses: raises for fields of the wrong kind before ``__post_init__`` uses their values."""
+    """``typed`` for a dataclass, above ``@dataclass``: checks fields before ``__post_init__`` uses their values."""
 
     def decorate(cls: _C) -> _C:
-        own = cls.__dict__.get("__post_init__")
-        state: dict[str, Any] = {}
-
-        def check(self: Any) -> None:
-            rules = state.get("rules")
-            if rules is None:
-                module = vars(inspect.getmodule(cls))
-                annotations = {f.name: f.type for f in fields(cls)}
-                rules = state["rules"] = list(_rules(annotations, module, error))
-            for rule in rules:
-                rule.check(getattr(self, rule.name))
-            if own is not None:
-                own(self)
-
-        cls.__post_init__ = check  # type: ignore[attr-defined]
+        cls.__init__ = typed(cls.__init__, error)  # type: ignore[misc]
         return cls
 
     return decorate

@@ -41,8 +41,8 @@ def parse_policy(name: str) -> ScalePolicy:
     return ScalePolicy(name)
 
 
-@dataclass(frozen=True)
 @typed_fields(SpecError)
+@dataclass(frozen=True)
 class TensorFormat:
     """How K or V is stored: kind, width, and the parameters of the kind."""
 

@@ -58,8 +58,8 @@ BF16_BYTES = 2
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-@dataclass(frozen=True)
 @typed_fields(SpecError)
+@dataclass(frozen=True)
 class CodecSpec:
     """The formats of K and V and the head sizes they are used with."""
 
@@ -151,6 +151,7 @@ class CodecSpec:
         return (codes + fields) / (self.key_dim + self.value_dim)
 
 
+@typed_fields(SpecError)
 @dataclass(frozen=True, repr=False)
 class LatentSpec(CodecSpec):
     """The formats of a latent (MLA), which all heads share, and of its rope part.
@@ -168,30 +169,10 @@ class LatentSpec(CodecSpec):
         return cls(latent, rope, latent_dim, rope_dim, seed, format.strip().lower())
 
     @property
-    def latent(self) -> TensorFormat:
-        """How the latent is stored."""
-        return self.key
-
-    @property
-    def rope(self) -> TensorFormat:
-        """How the rope part is stored."""
-        return self.value
-
-    @property
-    def latent_dim(self) -> int:
-        """Size of the latent: ``kv_lora_rank``."""
-        return self.key_dim
-
-    @property
-    def rope_dim(self) -> int:
-        """Size of the rope part: ``qk_rope_head_dim``."""
-        return self.value_dim
-
-    @property
     def canonical_format(self) -> str:
         """One name for equal formats, however they were spelled: ``c4`` for ``c4rraw``."""
-        rope = "" if self.rope == raw() else f"r{self.rope.name}"
-        return f"c{self.latent.name}{rope}"
+        rope = "" if self.value == raw() else f"r{self.value.name}"
+        return f"c{self.key.name}{rope}"
 
 
 def parse_spec(
@@ -316,8 +297,8 @@ def fragment_word(word: np.ndarray, lane: np.ndarray, words: int) -> np.ndarray:
     return np.where(word < quads, in_quads, np.where(word < pairs, in_pairs, single))
 
 
-@dataclass(frozen=True)
 @typed_fields(SpecError)
+@dataclass(frozen=True)
 class PageLayout:
     """The bytes of one block of ``block_size`` tokens of one KV head."""
 

@@ -56,7 +56,7 @@ def test_a_matrix_for_each_range_of_positions(calibration):
     assert edges[-1] == 4096
     assert got.shape == (len(edges), 2, 32, 32)
     for number, (start, stop) in enumerate(zip((0, *edges[:-1]), edges, strict=True)):
-        moment = rotary.mean_moment(calibration.layers[0].query_moment, start, stop)
+        moment = rotary.mean_moments(calibration.layers[0].query_moment, [(start, stop)])[0]
         assert torch.equal(got[number], query_aware_matrix(moment, codec.key_rotation))
     short = turning.query_aware_matrices(0, codec, positions=300)
     assert torch.equal(short, got[:3])

@@ -81,11 +81,11 @@ def test_the_mean_over_positions_is_that_of_every_position(kind, start, stop):
     for position in range(start, stop):
         turned = at(known, torch.eye(DIM), position).double()
         want += turned.mT @ moment @ turned / (stop - start)
-    got = known.mean_moment(moment, start, stop)
+    got = known.mean_moments(moment, [(start, stop)])[0]
     assert (got - want).abs().max() < 1e-6 * want.abs().max()
     assert torch.equal(got, got.mT)
     with pytest.raises(InputError, match="are no range"):
-        known.mean_moment(moment, 5, 5)
+        known.mean_moments(moment, [(5, 5)])
 
 
 def test_the_mean_of_turned_vectors_is_that_of_all_positions():

@@ -23,7 +23,7 @@ def logit_noise(statistics: LayerStatistics, seed: int, query_aware: bool = True
     """
     dim = statistics.key_dim
     rotation = torch.tensor(signed_hadamard(dim, seed), dtype=torch.float64) / block_size(dim) ** 0.5
-    seen = statistics.moment_at(0, _POSITIONS)
+    seen = statistics.rotary.mean_moments(statistics.query_moment.double(), [(0, _POSITIONS)])[0]
     moment = rotation.T @ seen @ rotation
     if query_aware:
         factor = unit_triangular(seen, rotation)

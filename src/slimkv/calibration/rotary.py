@@ -56,10 +56,6 @@ class Rotary:
         out[..., first], out[..., second] = a * cos - b * sin, a * sin + b * cos
         return out
 
-    def mean_moment(self, moment: Tensor, start: int, stop: int) -> Tensor:
-        """The mean of R_t S R_t' over positions t in [start, stop): float64 [..., dim, dim]; see ``mean_moments``."""
-        return self.mean_moments(moment, [(start, stop)])[0]
-
     def mean_moments(self, moment: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
         """The means of R_t S R_t' over positions t in each range [start, stop): float64 [ranges, ..., dim, dim].
 

@@ -34,10 +34,6 @@ class LayerStatistics:
     key_mean: Tensor | None = None  # float64 [num_kv_heads, key_dim]; None: keys were not seen
     first_key: Tensor | None = None  # float64 [num_kv_heads, key_dim]: the mean key at position 0
 
-    def moment_at(self, start: int, stop: int) -> Tensor:
-        """The mean of q q' over queries at positions [start, stop): float64 [num_kv_heads, key_dim, key_dim]."""
-        return self.rotary.mean_moment(self.query_moment.double(), start, stop)
-
     def key_offset(self, positions: int, codec: Codec) -> Tensor | None:
         """The key offset for contexts of up to ``positions`` tokens: bfloat16 [num_kv_heads, key_dim]."""
         if self.key_mean is None or self.first_key is None:

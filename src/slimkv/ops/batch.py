@@ -14,8 +14,8 @@ from slimkv.errors import InputError
 from slimkv.spec import PageLayout
 
 
-@dataclass(frozen=True, eq=False)
 @typed_fields()
+@dataclass(frozen=True, eq=False)
 class PackedKV:
     """Packed keys and values of one layer.
 
@@ -33,8 +33,8 @@ class PackedKV:
     key_offset: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
 @typed_fields()
+@dataclass(frozen=True, eq=False)
 class Rounding:
     """Query-aware rounding of Lloyd-Max keys: errors are moved into directions that queries ignore.
 
@@ -49,8 +49,8 @@ class Rounding:
     index: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
 @typed_fields()
+@dataclass(frozen=True, eq=False)
 class AttentionBatch:
     """The tables of one step. Device tensors for the kernels, and host-side bounds so that nothing is read back.
 

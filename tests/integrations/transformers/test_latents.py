@@ -59,7 +59,7 @@ def test_the_default_is_four_bits_with_the_rope_part_as_it_is(model):
     answer(model, cache)
     assert {layer.format for layer in cache.packed_layers} == {"c4"}
     spec = cache.packed_layers[0].pool.layout.spec
-    assert (spec.latent.bits, spec.rope.bits, spec.latent_dim, spec.rope_dim) == (4, 32, 128, 32)
+    assert (spec.key.bits, spec.value.bits, spec.key_dim, spec.value_dim) == (4, 32, 128, 32)
 
 
 def test_memory_and_closeness(model):
@@ -70,7 +70,7 @@ def test_memory_and_closeness(model):
         cache = slimkv.SlimKVCache(model, format, fresh="codes", block_size=16)
         errors.append(float((answer(model, cache)[1][0] - stock[0]).norm() / stock[0].norm()))
         spec = cache.packed_layers[0].pool.layout.spec
-        per_token = (128 * spec.latent.bits + 32 * 8) // 8 + 4
+        per_token = (128 * spec.key.bits + 32 * 8) // 8 + 4
         layer = cache.packed_layers[0]
         assert layer.nbytes == layer.pool.pages.shape[0] * 16 * per_token
     assert errors[0] < errors[1] < errors[2]

@@ -10,8 +10,8 @@ from slimkv.lab.settings import check_limits, setting
 from slimkv.spec import parse_format
 
 
-@dataclass(frozen=True)
 @typed_fields()
+@dataclass(frozen=True)
 class SoakSettings:
     """One soak. The load ends after ``seconds`` or ``requests``, whichever comes first."""
 

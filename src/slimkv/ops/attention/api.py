@@ -25,8 +25,8 @@ EIGHT_BIT, SIXTEEN_BIT = "8bit", "16bit"
 PREFILL = ("auto", EIGHT_BIT, SIXTEEN_BIT)
 
 
-@dataclass(frozen=True)
 @typed_fields()
+@dataclass(frozen=True)
 class AttendOptions:
     """The properties of a model's attention.
 

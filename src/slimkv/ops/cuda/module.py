@@ -29,19 +29,6 @@ class Kernel:
         self._configs: dict[tuple, Any] = {}
         self._shared_limit = 48 << 10
 
-    @property
-    def attributes(self) -> dict[str, int]:
-        """Registers a thread, bytes of local memory (spills) and of static shared memory."""
-        which = self._driver.CUfunction_attribute
-        wanted = {
-            "registers": which.CU_FUNC_ATTRIBUTE_NUM_REGS,
-            "local_bytes": which.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
-            "shared_bytes": which.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
-        }
-        return {
-            k: _checked(self._driver, self._driver.cuFuncGetAttribute(v, self._function)) for k, v in wanted.items()
-        }
-
     def launch(
         self, grid: tuple[int, int], threads: int, shared: int, args: ctypes.Structure, device: torch.device,
         overlap: bool = False,

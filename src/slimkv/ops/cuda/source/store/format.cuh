@@ -18,7 +18,6 @@ DEVICE u32 encode_unsigned(float x) {
   bool over = rounded >= (i32)INVALID_FIELD || (bits & 0x7F800000u) == 0x7F800000u;
   return over ? INVALID_FIELD : rounded < 1 << 10 ? 0 : (u32)rounded;
 }
-DEVICE float decode_unsigned(u32 code) { return mul_rn(as_float(code << 13), 1.547425049106725e26f); }  // 2^87
 
 // A word per lane for 4 / W slices, in groups of four, two and one words a lane (see docs/design/page-format.md).
 DEVICE int fragment_word(int word, int lane, int words) {
