@@ -6,7 +6,6 @@ code bytes, fields), and storing a token is writing its row through ``byte_offse
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 
@@ -29,10 +28,6 @@ class Piece:
     shift: Tensor  # uint8 [dim]: where in that byte
     position: Tensor  # int64 [block_size, dim]: which byte of the page
 
-    def take(self, page_bytes: Tensor) -> Tensor:
-        """The bits in the bytes at ``position``, uint8 [..., dim]."""
-        return (page_bytes >> self.shift) & ((1 << self.width) - 1)
-
 
 @dataclass(frozen=True)
 class PageTables:
@@ -42,10 +37,8 @@ class PageTables:
     byte_offsets: Tensor  # int64 [block_size, row_bytes]: where each byte of a token's row sits in the page
     key: tuple[Piece, ...]
     value: tuple[Piece, ...]
-    key_fields: Tensor  # int64 [block_size, fields]: first byte of each field in the page
-    value_fields: Tensor
-    key_field_bytes: slice  # of the row
-    value_field_bytes: slice
+    key_fields: slice  # bytes of the row
+    value_fields: slice
 
 
 def _tensor(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -77,27 +70,21 @@ def page_tables(layout: PageLayout, device: torch.device) -> PageTables:
     value, value_offsets = _side_pieces(layout.value, key_offsets.shape[1], device)
     tokens = np.arange(layout.block_size)[:, None]
 
-    def fields(side: SideLayout) -> np.ndarray:
-        starts = [side.field_offset(i) for i in range(side.format.field_count)]
-        return np.array(starts, dtype=np.int64)[None, :] + FIELD_BYTES * tokens
-
     field_bytes = [
-        (f[..., None] + np.arange(FIELD_BYTES)).reshape(len(tokens), -1)
-        for f in map(fields, (layout.key, layout.value))
+        side.field_offset(i) + FIELD_BYTES * tokens + np.arange(FIELD_BYTES)
+        for side in (layout.key, layout.value)
+        for i in range(side.format.field_count)
     ]
     offsets = np.concatenate([key_offsets, value_offsets, *field_bytes], 1)
     codes_end = key_offsets.shape[1] + value_offsets.shape[1]
-    key_end = codes_end + field_bytes[0].shape[1]
-
+    key_end = codes_end + FIELD_BYTES * layout.spec.key.field_count
     return PageTables(
         row_bytes=offsets.shape[1],
         byte_offsets=_tensor(offsets, device),
         key=key,
         value=value,
-        key_fields=_tensor(fields(layout.key), device),
-        value_fields=_tensor(fields(layout.value), device),
-        key_field_bytes=slice(codes_end, key_end),
-        value_field_bytes=slice(key_end, offsets.shape[1]),
+        key_fields=slice(codes_end, key_end),
+        value_fields=slice(key_end, offsets.shape[1]),
     )
 
 
@@ -123,8 +110,8 @@ def pack_rows(layout: PageLayout, key: Encoded, value: Encoded) -> Tensor:
     rows = torch.zeros(*key.codes.shape[:-1], tables.row_bytes, dtype=torch.uint8, device=key.codes.device)
     _put_codes(rows, key.codes, tables.key)
     _put_codes(rows, value.codes, tables.value)
-    _put_fields(rows, key.fields, tables.key_field_bytes)
-    _put_fields(rows, value.fields, tables.value_field_bytes)
+    _put_fields(rows, key.fields, tables.key_fields)
+    _put_fields(rows, value.fields, tables.value_fields)
     return rows
 
 
@@ -145,9 +132,7 @@ def unpack_vectors(side: SideLayout, rows: Tensor) -> Encoded:
             f"packed {side.format.name} vectors are uint8 rows of {width} bytes, not {rows.dtype} of "
             f"{rows.shape[-1] if rows.ndim else 1}"
         )
-    codes = _joined(((p, rows[..., p.row_byte]) for p in pieces), wide=side.format.bits > 8)
-    fields = rows[..., width - FIELD_BYTES * side.format.field_count :]
-    return Encoded(codes, _field(fields[..., ::FIELD_BYTES], fields[..., 1::FIELD_BYTES]))
+    return _unpacked(rows, pieces, slice(width - FIELD_BYTES * side.format.field_count, width), side)
 
 
 @lru_cache(maxsize=256)
@@ -157,15 +142,12 @@ def _vector_pieces(side: SideLayout, device: torch.device) -> tuple[tuple[Piece,
     return tuple(pieces), alone.codes_bytes + FIELD_BYTES * side.format.field_count
 
 
-def _joined(taken: Iterable[tuple[Piece, Tensor]], wide: bool) -> Tensor:
-    """Bytes [..., dim] per piece -> codes: uint8, or int32 for codes of more than 8 bits."""
-    dtype = torch.int32 if wide else torch.uint8
-    return reduce(torch.bitwise_or, (piece.take(byte).to(dtype) << piece.low_bit for piece, byte in taken))
-
-
-def _field(low: Tensor, high: Tensor) -> Tensor:
-    """Two bytes of each 16-bit field -> int32."""
-    return low.to(torch.int32) | high.to(torch.int32) << 8
+def _unpacked(rows: Tensor, pieces: tuple[Piece, ...], fields: slice, side: SideLayout) -> Encoded:
+    """A side's codes (uint8, or int32 if they have more than 8 bits) and fields from rows uint8 [..., bytes]."""
+    dtype = torch.int32 if side.format.bits > 8 else torch.uint8
+    bits = (((rows[..., p.row_byte] >> p.shift) & ((1 << p.width) - 1)).to(dtype) << p.low_bit for p in pieces)
+    low, high = rows[..., fields].to(torch.int32).unflatten(-1, (-1, FIELD_BYTES)).unbind(-1)
+    return Encoded(reduce(torch.bitwise_or, bits), low | high << 8)
 
 
 def token_bytes(layout: PageLayout, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,15 +163,6 @@ def take_tokens(layout: PageLayout, pages: Tensor, slots: Tensor) -> tuple[Encod
 
     Returns encoded K [tokens, num_kv_heads, key_dim] and V [tokens, num_kv_heads, value_dim].
     """
-    tables = page_tables(layout, pages.device)
-    block, position = slots // layout.block_size, slots % layout.block_size
-    heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
-
-    def take(offsets: Tensor) -> Tensor:  # [block_size, n] -> [tokens, num_kv_heads, n]
-        return pages[block[:, None, None], heads, offsets[position][:, None, :]]
-
-    def side(fmt: SideLayout, pieces: tuple[Piece, ...], fields: Tensor) -> Encoded:
-        codes = _joined(((p, take(p.position)) for p in pieces), wide=fmt.format.bits > 8)
-        return Encoded(codes, _field(take(fields), take(fields + 1)))
-
-    return side(layout.key, tables.key, tables.key_fields), side(layout.value, tables.value, tables.value_fields)
+    tables, rows = page_tables(layout, pages.device), pages[token_bytes(layout, pages, slots)]
+    key = _unpacked(rows, tables.key, tables.key_fields, layout.key)
+    return key, _unpacked(rows, tables.value, tables.value_fields, layout.value)
