@@ -221,8 +221,8 @@ static i32 call_store(const Pool& pool, const Matrix& key, const Matrix& value, 
   Buffer held(slots.size() * (wide ? 8 : 4));
   const std::vector<u8> bytes = slot_bytes(slots, wide);
   if (held.bytes) memcpy(held.data.get(), bytes.data(), held.bytes);
-  StoreCall call{pool.layout, pool.pages, key.vectors, value.vectors, held.data.get(), (i64)slots.size(), wide, threads,
-      matrices, index, count, {}};
+  TokensCall call{pool.layout, pool.pages, key.vectors, value.vectors, held.data.get(), (i64)slots.size(), wide,
+      threads, matrices, index, count, 0, 0, {}};
   return slimkv_store(&call);
 }
 
@@ -231,8 +231,8 @@ static i32 call_gather(const Pool& pool, Matrix& key, Matrix& value, const std::
   Buffer held(slots.size() * (wide ? 8 : 4));
   const std::vector<u8> bytes = slot_bytes(slots, wide);
   if (held.bytes) memcpy(held.data.get(), bytes.data(), held.bytes);
-  GatherCall call{pool.layout, pool.pages, key.vectors, value.vectors, held.data.get(), (i64)slots.size(), wide,
-      rotated, threads, 0, {}};
+  TokensCall call{pool.layout, pool.pages, key.vectors, value.vectors, held.data.get(), (i64)slots.size(), wide,
+      threads, nullptr, nullptr, 1, rotated, 0, {}};
   return slimkv_gather(&call);
 }
 

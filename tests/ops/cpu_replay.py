@@ -120,7 +120,7 @@ def record(case: dict[str, Any], path: Path, threads: int) -> Path:
         "wide_slots": 1,
         "threads": threads,
     }
-    gather_call, store_call = structures.CGatherCall(**common), structures.CStoreCall(**common)
+    gather_call, store_call = structures.CTokensCall(**common), structures.CTokensCall(**common)
     calls = [
         ("slimkv_attend", attend_blob),
         ("slimkv_gather", recorder.structure(gather_call)),

@@ -55,10 +55,15 @@ class _Plan:
         self._inputs = {name: _like(name, x) for name, x in inputs.items()}
         self._shapes = {name: x.shape for name, x in inputs.items() if x is not None}
 
-    def _check(self, name: str, x: Tensor | None) -> None:
-        wanted, found = self._inputs[name], _like(name, x)
-        if wanted != found:
-            raise InputError(f"the plan takes {name} like {_say(wanted)}, not {_say(found)}")
+    def _fits(self, *kept: object, **inputs: Tensor | None) -> bool:
+        same = self._ids == tuple(map(id, kept))
+        return same and all(self._inputs[name] == _like(name, x) for name, x in inputs.items())
+
+    def _check(self, **inputs: Tensor | None) -> None:
+        for name, x in inputs.items():
+            wanted, found = self._inputs[name], _like(name, x)
+            if wanted != found:
+                raise InputError(f"the plan takes {name} like {_say(wanted)}, not {_say(found)}")
 
 
 class AttendPlan(_Plan):
@@ -66,20 +71,18 @@ class AttendPlan(_Plan):
 
     def fits(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions | None) -> bool:
         """Whether ``run`` may take ``query`` for these pages and tables, which must be the very same objects."""
-        same = self._ids == (id(kv.pages), id(batch.block_table), id(batch.cu_seqlens_q), id(options))
-        return same and self._inputs["query"] == _like("query", query)
+        return self._fits(kv.pages, batch.block_table, batch.cu_seqlens_q, options, query=query)
 
     def run(self, query: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> Tensor:
         """query [total_queries, num_heads, key_dim], seq_lens int32 [sequences] -> out, as ``attend`` gives it.
 
         Lengths may be as long as the block table. ``out``: contiguous, of the query's dtype; allocated when None.
         """
-        self._check("query", query)
-        self._check("seq_lens", seq_lens)
+        self._check(query=query, seq_lens=seq_lens)
         if out is None:
             out = query.new_empty(self._shapes["out"])
         else:
-            self._check("out", out)
+            self._check(out=out)
         self._launch(query, out, seq_lens)
         return out
 
@@ -92,20 +95,12 @@ class StorePlan(_Plan):
     ) -> bool:
         """Whether ``run`` may take these vectors for the very same pages, offset and matrices."""
         matrices, index = (None, None) if rounding is None else (rounding.matrices, rounding.index)
-        return (
-            self._ids == (id(kv.pages), id(kv.key_offset), id(matrices))
-            and self._inputs["key"] == _like("key", key)
-            and self._inputs["value"] == _like("value", value)
-            and self._inputs["slot_mapping"] == _like("slot_mapping", slot_mapping)
-            and self._inputs["index"] == _like("index", index)
-        )
+        kept = kv.pages, kv.key_offset, matrices
+        return self._fits(*kept, key=key, value=value, slot_mapping=slot_mapping, index=index)
 
     def run(self, key: Tensor, value: Tensor, slot_mapping: Tensor, index: Tensor | None = None) -> None:
         """key, value [tokens, num_kv_heads, dim], slot_mapping and the rounding's index [tokens]: see ``store_kv``."""
-        self._check("key", key)
-        self._check("value", value)
-        self._check("slot_mapping", slot_mapping)
-        self._check("index", index)
+        self._check(key=key, value=value, slot_mapping=slot_mapping, index=index)
         self._launch(key, value, slot_mapping, index)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,13 +75,6 @@ class AttendOptions:
             )
 
 
-class BackendModule(Protocol):
-    """A module of a backend."""
-
-    def run(self, request: AttendRequest) -> None:
-        """Attends ``request``, with ``request.sinks`` and ``request.score_shift`` applied."""
-
-
 @dataclass(frozen=True)
 class AttendRequest:
     """The checked arguments of one ``attend``."""
@@ -139,13 +132,9 @@ class AttendRequest:
         """The sinks of these queries: float32 [num_heads] or [queries, num_heads], or None."""
         return self.sinks if self.sinks is None or self.sinks.ndim == 1 else self.sinks[rows]
 
-    def lse_without_keys(self, rows: slice) -> Tensor | float:
-        """The log-sum-exp of queries that see no key: that of the sinks alone, or of nothing."""
-        sinks = self.sinks_of(rows)
-        return -torch.inf if sinks is None else sinks
-
-    def run(self, backend: BackendModule) -> None:
-        """Runs a backend on centred keys, and corrects results that depend on absolute scores."""
+    def run(self, backend: Any) -> None:
+        """Runs a backend, which applies ``sinks`` and ``score_shift``, on centred keys, and corrects results that depend
+        on absolute scores."""
         if not self.sees_offset:
             backend.run(self)
             return

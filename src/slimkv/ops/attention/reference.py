@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -20,34 +18,31 @@ def supports(request: AttendRequest) -> str | None:
 
 def run(request: AttendRequest) -> None:
     """See ``slimkv.ops.attend``."""
-
-    def attend_one(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
-        if request.options.deterministic:
-            _row_by_row(request, sequence, length, rows)
-            return
-        long = rows.stop - rows.start > MAX_DECODE_QUERIES
-        (_in_eight_bits if long and request.must_be_eight_bit else _one_sequence)(request, sequence, length, rows)
-
-    each_sequence(request, attend_one)
-
-
-def each_sequence(request: AttendRequest, attend_one: Callable[[AttendRequest, int, int, slice], None]) -> None:
-    """``attend_one(request, sequence, length, rows)`` for each sequence with queries and keys; fills in the rest."""
     starts, lengths = request.cu_seqlens_q.tolist(), request.seq_lens.tolist()
-    check_tables(request, starts, lengths)
+    _check_tables(request, starts, lengths)
     for sequence, length in enumerate(lengths):
         rows = slice(starts[sequence], starts[sequence + 1])
         if rows.stop == rows.start:
             continue
-        if length > 0:
-            attend_one(request, sequence, length, rows)
-            continue
-        request.out[rows] = 0
-        if request.lse is not None:
-            request.lse[rows] = request.lse_without_keys(rows)
+        if length <= 0:
+            _see_nothing(request, rows)
+        elif request.options.deterministic:
+            _row_by_row(request, sequence, length, rows)
+        elif request.must_be_eight_bit and rows.stop - rows.start > MAX_DECODE_QUERIES:
+            _in_eight_bits(request, sequence, length, rows)
+        else:
+            _one_sequence(request, sequence, length, rows)
 
 
-def check_tables(request: AttendRequest, starts: list[int], lengths: list[int]) -> None:
+def _see_nothing(request: AttendRequest, rows: slice) -> None:
+    """Queries without keys: the log-sum-exp is that of the sinks alone, or of nothing."""
+    request.out[rows] = 0
+    if request.lse is not None:
+        sinks = request.sinks_of(rows)
+        request.lse[rows] = -torch.inf if sinks is None else sinks
+
+
+def _check_tables(request: AttendRequest, starts: list[int], lengths: list[int]) -> None:
     """Raises for starts, lengths and blocks that lie outside the query, the block table and the pages."""
     total, room = request.query.shape[0], request.block_table.shape[1] * request.layout.block_size
     if starts[0] < 0:
@@ -107,10 +102,8 @@ def _row_by_row(request: AttendRequest, sequence: int, length: int, rows: slice)
         seen = length - (rows.stop - 1 - row) if request.options.causal else length
         if seen > 0:
             _one_sequence(request, sequence, seen, slice(row, row + 1))
-            continue
-        request.out[row] = 0  # more queries than tokens
-        if request.lse is not None:
-            request.lse[row] = request.lse_without_keys(slice(row, row + 1))
+        else:  # more queries than tokens
+            _see_nothing(request, slice(row, row + 1))
 
 
 def _in_eight_bits(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:

@@ -21,9 +21,9 @@ KINDS = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2, Kind.RAW: 3}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-CPlane, CPiece, CSide, CLayout, CPages, CVectors, CFault, CStoreCall, CGatherCall, CAttendCall = declared(
-    "slimkv.ops.cpu", "types.h",
-    "Plane", "Piece", "Side", "Layout", "Pages", "Vectors", "Fault", "StoreCall", "GatherCall", "AttendCall",
+CPlane, CPiece, CSide, CLayout, CPages, CVectors, CFault, CTokensCall, CAttendCall = declared(
+    "slimkv.ops.cpu", "types.h", "Plane", "Piece", "Side", "Layout", "Pages", "Vectors", "Fault", "TokensCall",
+    "AttendCall",
 )  # fmt: skip
 
 
@@ -35,6 +35,15 @@ def pages_of(pages: Tensor) -> Structure:
 def vectors_of(x: Tensor) -> Structure:
     """[tokens, heads, dim] with a contiguous last axis."""
     return CVectors(x.data_ptr(), x.stride(0), x.stride(1), DTYPES[x.dtype], 0)
+
+
+def tokens_call(tables: LayoutTables, request: Any, slots: Tensor, **options: Any) -> Structure:
+    """The call of a store or gather request; ``slots``: its own, contiguous."""
+    return CTokensCall(
+        layout=tables.address, pages=pages_of(request.pages), key=vectors_of(request.key),
+        value=vectors_of(request.value), slots=slots.data_ptr(), tokens=slots.shape[0],
+        wide_slots=slots.dtype == torch.int64, **options,
+    )  # fmt: skip
 
 
 class LayoutTables:

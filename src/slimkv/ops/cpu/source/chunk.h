@@ -141,29 +141,6 @@ static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, 
   m.rescale[r] = rescale;
 }
 
-#if defined(SLIMKV_DOT)
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE_TOKENS(x) __builtin_shufflevector(x, x, 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
-#else
-#define SHUFFLE_TOKENS(x) __builtin_shuffle(x, (Tile16){0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15})
-#endif
-typedef u8 Tile16 __attribute__((vector_size(16)));
-
-// A row's weights as digits in the order of V's bytes.
-static WeightDigits weight_digits(TileMemory& m, i64 r, int tokens) {
-  i8* digits = m.weight_digits + r * 3 * CHUNK;
-  i32* offset = m.weight_offset + 3 * r;
-  const float unit = as_digits(m.scores + r * CHUNK, tokens, CHUNK, digits, offset);
-  for (int j = 0; j < 3; j++)
-    for (int t = 0; t < tokens; t += TILE) {  // tokens 0 1 8 9, 2 3 10 11, ...
-      Tile16 x = read<Tile16>(digits + j * CHUNK + t);
-      x = SHUFFLE_TOKENS(x);
-      memcpy(digits + j * CHUNK + t, &x, sizeof x);
-    }
-  return {digits, offset, unit, m.rescale[r], nullptr};
-}
-#endif
-
 // Weights times V's floats. A row reads only the tokens that it sees: a weight of zero would not hide a NaN.
 static void weighted_rows(const Attention& a, const RowTile& tile, TileMemory& m, State& state, int count) {
   const int rows = (int)(tile.end - tile.first), dim = a.value.side->dim;
@@ -199,18 +176,18 @@ static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m,
 #endif
   for (int r = 0; r < rows; r++) {
     if (!m.seen[r].any()) continue;
-    float* weights = m.scores + r * CHUNK;
+    float *weights = m.scores + r * CHUNK, ordered[CHUNK];
     for (int t = count; t < whole; t++) weights[t] = 0;
-#if defined(SLIMKV_DOT)
-    weighted[active] = weight_digits(m, r, whole);
-    weighted[active++].out = state.out + (i64)r * dim;
-#else
-    float ordered[CHUNK];
-    for (int t = 0; t < whole; t += TILE)
+    for (int t = 0; t < whole; t += TILE)  // in the order of V's bytes
       for (int i = 0; i < TILE; i++) ordered[t + i] = weights[t + value_token(i)];
+#if defined(SLIMKV_DOT)
+    i8* digits = m.weight_digits + r * 3 * CHUNK;
+    const float unit = as_digits(ordered, whole, CHUNK, digits, m.weight_offset + 3 * r);
+    weighted[active] = {digits, m.weight_offset + 3 * r, unit, m.rescale[r], state.out + (i64)r * dim};
+#else
     memcpy(weights, ordered, sizeof(float) * whole);
-    active++;
 #endif
+    active++;
   }
 #if defined(SLIMKV_DOT)
   weighted_dot(weighted, active, m.value_bytes, whole, dim);

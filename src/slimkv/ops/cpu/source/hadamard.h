@@ -1,24 +1,7 @@
 // The rotation: signs, then a Hadamard matrix per block, as butterflies over a small core matrix (codec.rotation).
 #pragma once
 
-#include <type_traits>
-
 #include "simd.h"
-
-template <typename T>
-struct Four {
-  typedef T type __attribute__((vector_size(4 * sizeof(T))));
-};
-
-#if defined(__clang__) || __GNUC__ >= 12
-#define SWAP_ONE(v) __builtin_shufflevector(v, v, 1, 0, 3, 2)
-#define SWAP_TWO(v) __builtin_shufflevector(v, v, 2, 3, 0, 1)
-#else  // older compilers want integers of the same size
-#define SWAP_ONE(v) __builtin_shuffle(v, (typename Four<Integer<T>>::type){1, 0, 3, 2})
-#define SWAP_TWO(v) __builtin_shuffle(v, (typename Four<Integer<T>>::type){2, 3, 0, 1})
-template <typename T>
-using Integer = typename std::conditional<sizeof(T) == 8, i64, i32>::type;
-#endif
 
 // Butterflies between x[i] and x[i + half], both `half` long.
 template <typename T>
@@ -33,13 +16,10 @@ static inline void butterflies(T* x, int half) {
 template <typename T>
 static void hadamard_block(T* x, int block, int core, const i8* matrix, bool transposed) {
   int half = core;
-  if (core == 1 && block >= 4) {  // strides 1 and 2 inside vectors of four
-    typedef typename Four<T>::type V;
+  if (core == 1 && block >= 4) {  // the first two strides at once, in registers
     for (int i = 0; i < block; i += 4) {
-      V v = read<V>(x + i);
-      v = (V)SWAP_ONE(v) + v * (V){1, -1, 1, -1};
-      v = (V)SWAP_TWO(v) + v * (V){1, 1, -1, -1};
-      memcpy(x + i, &v, sizeof v);
+      const T a = x[i] + x[i + 1], b = x[i] - x[i + 1], c = x[i + 2] + x[i + 3], d = x[i + 2] - x[i + 3];
+      x[i] = a + c, x[i + 1] = b + d, x[i + 2] = a - c, x[i + 3] = b - d;
     }
     half = 4;
   } else if (core > 1) {

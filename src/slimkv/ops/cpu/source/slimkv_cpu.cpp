@@ -14,9 +14,9 @@ static i32 guarded(Status (*run)(Call&), Call* call) {
   } catch (const std::bad_alloc&) { return OUT_OF_MEMORY; }
 }
 
-EXPORT i32 slimkv_store(StoreCall* call) { return guarded(store, call); }
+EXPORT i32 slimkv_store(TokensCall* call) { return guarded(store, call); }
 EXPORT i32 slimkv_attend(AttendCall* call) { return guarded(attend, call); }
-EXPORT i32 slimkv_gather(GatherCall* call) { return guarded(gather, call); }
+EXPORT i32 slimkv_gather(TokensCall* call) { return guarded(gather, call); }
 
 // The function that starts a team of threads, GOMP_parallel of the OpenMP library that torch uses; null for none.
 EXPORT void slimkv_set_team(void* function) { gomp_parallel.store((GompParallel)function, std::memory_order_release); }

@@ -4,21 +4,32 @@
 #include "encode.h"
 #include "parallel.h"
 
-static inline i64 slot_at(const void* slots, bool wide, i64 i) {
-  return wide ? ((const i64*)slots)[i] : (i64)((const i32*)slots)[i];
-}
-
-// OK if every slot is negative or within the pages.
-static Status check_slots(const void* slots, bool wide, i64 tokens, const Pages& pages, int block_size, Fault& fault) {
-  const i64 limit = pages.blocks * block_size;
-  for (i64 i = 0; i < tokens; i++) {
-    const i64 slot = slot_at(slots, wide, i);
-    if (slot >= limit) {
-      fault = {0, i, slot, limit};
+// body(token, its slot, head, scratch) for all tokens and heads of a call, once every slot is known to be negative or
+// within the pages. `work`: a guess in nanoseconds for each number.
+template <typename Scratch, typename Body>
+static Status for_tokens(TokensCall& call, double work, const Body& body) {
+  const i64 heads = call.pages.heads, limit = call.pages.blocks * call.layout->block_size;
+  const auto slot_at = [&](i64 token) {
+    return call.wide_slots ? ((const i64*)call.slots)[token] : (i64)((const i32*)call.slots)[token];
+  };
+  for (i64 i = 0; i < call.tokens; i++)
+    if (slot_at(i) >= limit) {
+      call.fault = {0, i, slot_at(i), limit};
       return BAD_SLOT;
     }
-  }
+  const i64 each = 8;  // tokens of one piece of work
+  work *= (double)call.tokens * heads * (call.layout->key.dim + call.layout->value.dim);
+  parallel_for((call.tokens + each - 1) / each * heads, call.threads, work, [&](i64 i) {
+    Scratch scratch;
+    const i64 head = i % heads, first = i / heads * each;
+    for (i64 token = first; token < call.tokens && token < first + each; token++)
+      body(token, slot_at(token), head, scratch);
+  });
   return OK;
+}
+
+static inline u8* page_of(const TokensCall& call, i64 slot, i64 head) {
+  return call.pages.data + slot / call.layout->block_size * call.pages.block_stride + head * call.pages.head_stride;
 }
 
 // Codes and fields -> the side's bytes of a token's row.
@@ -37,7 +48,7 @@ struct StoreScratch {
   u8 row[2 * (MAX_DIM * 4 + 4)];
 };
 
-static void store_token(const StoreCall& call, i64 token, i64 slot, i64 head, StoreScratch& s) {
+static void store_token(const TokensCall& call, i64 token, i64 slot, i64 head, StoreScratch& s) {
   const Layout& layout = *call.layout;
   const i64 key_dim = layout.key.dim;
   const i8* weights = call.query_aware == nullptr ? nullptr : call.query_aware + head * key_dim * key_dim;
@@ -58,26 +69,13 @@ static void store_token(const StoreCall& call, i64 token, i64 slot, i64 head, St
       *fields++ = (u8)(e.fields[i] >> 8);
     }
   }
-  u8* page = call.pages.data + slot / layout.block_size * call.pages.block_stride + head * call.pages.head_stride;
+  u8* page = page_of(call, slot, head);
   const i32* offsets = layout.byte_offsets + slot % layout.block_size * layout.row_bytes;
   for (int i = 0; i < layout.row_bytes; i++) page[offsets[i]] = s.row[i];
 }
 
-static Status store(StoreCall& call) {
-  const Layout& layout = *call.layout;
-  const Status checked =
-      check_slots(call.slots, call.wide_slots, call.tokens, call.pages, layout.block_size, call.fault);
-  if (checked != OK) return checked;
-  const i64 heads = call.pages.heads;
-  const double work = (double)call.tokens * heads * (layout.key.dim + layout.value.dim) * 8;
-  const i64 each = 8;  // tokens of one piece of work
-  parallel_for((call.tokens + each - 1) / each * heads, call.threads, work, [&](i64 i) {
-    StoreScratch scratch;
-    const i64 head = i % heads, first = i / heads * each;
-    for (i64 token = first; token < call.tokens && token < first + each; token++) {
-      const i64 slot = slot_at(call.slots, call.wide_slots, token);
-      if (slot >= 0) store_token(call, token, slot, head, scratch);
-    }
+static Status store(TokensCall& call) {
+  return for_tokens<StoreScratch>(call, 8, [&](i64 token, i64 slot, i64 head, StoreScratch& scratch) {
+    if (slot >= 0) store_token(call, token, slot, head, scratch);
   });
-  return OK;
 }

@@ -78,7 +78,8 @@ struct Vectors {
 // The index and value that were out of range, for the error message.
 struct Fault { i64 where, index, value, limit; };
 
-struct StoreCall {
+// K and V of tokens, to their slots (store) or from them (gather).
+struct TokensCall {
   const Layout* layout;
   Pages pages;
   Vectors key, value;
@@ -86,22 +87,11 @@ struct StoreCall {
   i64 tokens;
   i32 wide_slots;  // slots are int64, not int32
   i32 threads;
-  const i8*
-      query_aware;  // [matrices, heads, key_dim, key_dim] transposed: [j][i] corrects i for the error of j; or null
+  // Store: [matrices, heads, key_dim, key_dim] transposed, [j][i] corrects i for the error of j; or null.
+  const i8* query_aware;
   const i32* query_aware_index;  // [tokens]: which of the matrices; or null for the first
   i64 matrices;
-  Fault fault;
-};
-
-struct GatherCall {
-  const Layout* layout;
-  Pages pages;
-  Vectors key, value;
-  const void* slots;
-  i64 tokens;
-  i32 wide_slots;
-  i32 keep_rotated;
-  i32 threads, padding;
+  i32 keep_rotated, padding;  // gather
   Fault fault;
 };
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from slimkv.ops.cpu.module import Call, layout_tables, library
-from slimkv.ops.cpu.structures import CStoreCall, pages_of, vectors_of
+from slimkv.ops.cpu.structures import tokens_call
 from slimkv.ops.store.api import StoreRequest
 from slimkv.ops.store.refusals import refuses_policy, refuses_raw_dtype
 
@@ -47,11 +46,8 @@ def _call(request: StoreRequest) -> Call:
     matrices = None if request.query_aware is None else _columns(request.query_aware)
     slots = request.slot_mapping.contiguous()
     index = None if request.query_aware_index is None else request.query_aware_index.contiguous()
-    args = CStoreCall(
-        layout=tables.address, pages=pages_of(request.pages), key=vectors_of(request.key),
-        value=vectors_of(request.value), slots=slots.data_ptr(), tokens=slots.shape[0],
-        wide_slots=slots.dtype == torch.int64,
-        query_aware=None if matrices is None else matrices.data_ptr(), matrices=request.matrices,
+    args = tokens_call(
+        tables, request, slots, query_aware=None if matrices is None else matrices.data_ptr(), matrices=request.matrices,
         query_aware_index=None if index is None else index.data_ptr(),
     )  # fmt: skip
     return Call(library().store, args, tables, matrices, slots, index)
