@@ -107,9 +107,7 @@ def latent_error(sample: LatentSample, kind: str, format: str) -> LatentError:
         return x.to(getattr(torch, dtype)) if raw else x
 
     def stored_latent(x: Tensor) -> Tensor:
-        return codec.decode_key(
-            codec.encode_key(as_stored(x, spec.key.kind == Kind.RAW, spec.key.raw_dtype))
-        ).float()
+        return codec.decode_key(codec.encode_key(as_stored(x, spec.key.kind == Kind.RAW, spec.key.raw_dtype))).float()
 
     latent, mean = stored_latent(sample.latent), sample.latent.mean(0)
     rope = codec.decode_value(

@@ -133,8 +133,7 @@ class AttendRequest:
         return self.sinks if self.sinks is None or self.sinks.ndim == 1 else self.sinks[rows]
 
     def run(self, backend: Any) -> None:
-        """Runs a backend, which applies ``sinks`` and ``score_shift``, on centred keys, and corrects results that depend
-        on absolute scores."""
+        """Runs a backend on centred keys, with the sinks and score shift that undo it where absolute scores matter."""
         if not self.sees_offset:
             backend.run(self)
             return

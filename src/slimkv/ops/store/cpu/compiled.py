@@ -47,7 +47,8 @@ def _call(request: StoreRequest) -> Call:
     slots = request.slot_mapping.contiguous()
     index = None if request.query_aware_index is None else request.query_aware_index.contiguous()
     args = tokens_call(
-        tables, request, slots, query_aware=None if matrices is None else matrices.data_ptr(), matrices=request.matrices,
+        tables, request, slots, matrices=request.matrices,
+        query_aware=None if matrices is None else matrices.data_ptr(),
         query_aware_index=None if index is None else index.data_ptr(),
     )  # fmt: skip
     return Call(library().store, args, tables, matrices, slots, index)
