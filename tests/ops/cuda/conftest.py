@@ -1,8 +1,21 @@
-"""Makes the emulated GPU beside these tests importable."""
+"""Makes the emulated GPU beside these tests importable, and names the GPUs that some of them need."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from slimkv.ops.attention.cuda import prefill as prefill_cuda
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def hopper(device) -> torch.device:
+    """A GPU with the instructions of compute capability 9.0."""
+    if not prefill_cuda.has_warpgroups(device):
+        pytest.skip("these instructions are those of compute capability 9.0")
+    return device

@@ -16,26 +16,18 @@ from slimkv.ops.attention import reference
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendRequest, checked_request
 from slimkv.ops.attention.cuda import decode as attend_cuda
 from slimkv.ops.attention.cuda.decode import KernelCall
-from slimkv.ops.attention.cuda.decode_config import (
-    FEW_BYTES,
-    SHORT_BYTES,
-    UNBOUNDED,
-    DecodeConfig,
-    bound_of,
-    config_for,
-    reachable,
-    shared_bytes,
-)
-from slimkv.ops.attention.cuda.decode_config import VERIFY as PAIRS
-from slimkv.ops.attention.cuda.decode_config import VERIFY_WARPS as TEAMS
 from slimkv.ops.cuda.device import Device, record_of
-from slimkv.spec import CodecSpec, Kind, PageLayout
+from slimkv.spec import Kind
 from tail import sample
 
 emulated = pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 CPU = torch.device("cpu")
 SMALL_GPU = Device(multiprocessors=3, shared_of_multiprocessor=233472, shared_of_block=232448, copy_engine=True)
 OLD_GPU = Device(multiprocessors=2, shared_of_multiprocessor=102400, shared_of_block=101376)
+HOPPER_GPU = replace(SMALL_GPU, warpgroups=True)
+H200 = replace(HOPPER_GPU, multiprocessors=132)
+# Where int8 products are slower than those of fp16.
+B300 = record_of((10, 3), 3)
 
 
 def launch(call: KernelCall) -> None:
@@ -99,8 +91,8 @@ def test_attend(case):
 
 
 LONG = replace(TINY, lens=(700, 90, 1), queries=(1, 1, 1))
-
-
+DRAFTS = replace(LONG, dim=128, lens=(700, 290, 33), queries=(8, 6, 8))
+MANY = replace(DRAFTS, page=64, lens=(300, 150), queries=(16, 9))
 LONG_CASES = [
     *(replace(LONG, format=f) for f in ("k4v4", "k2v2", "k1v3", "ku4vu4", "turboquant_k8v4")),
     *(replace(LONG, format=f) for f in ("k5v5", "k6v6", "k6v5", "k8v7")),
@@ -134,186 +126,6 @@ def test_long_sequences(case):
     check_emulated(case)
 
 
-# Many rows by pairs of warpgroups, whose products are those of sm_90a: one for keys and one for values.
-HOPPER_GPU = replace(SMALL_GPU, warpgroups=True)
-H200 = replace(HOPPER_GPU, multiprocessors=132)
-NO_LENGTHS = {key: value for key, value in EVERYTHING.items() if key not in ("lens", "queries")}
-# Query heads of a KV head, queries of a sequence, columns of a block.
-GROUPS_QUERIES_COLUMNS = (
-    *((2, 16, 32), (3, 16, 48), (5, 16, 40), (6, 16, 48), (7, 8, 64), (8, 8, 64)),
-    *((12, 4, 48), (13, 4, 64), (16, 3, 48), (16, 4, 64), (40, 2, 40), (64, 1, 64)),
-)
-DRAFTS = replace(LONG, dim=128, lens=(700, 290, 33), queries=(8, 6, 8))
-WARPGROUP_CASES = [
-    *(
-        replace(DRAFTS, format=f, page=page)
-        for f, page in (("k4v4", 64), ("k5v6", 16), ("ku4vur8", 64), ("k4vfp8", 64))
-    ),
-    replace(DRAFTS, dim=80, value_dim=64, **EVERYTHING),
-    replace(DRAFTS, dim=64, group=32, num_kv_heads=2, lens=(33, 300, 40, 1, 70), queries=(1,) * 5),
-    replace(DRAFTS, dim=64, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"),
-    replace(DRAFTS, dim=64, page=128, lens=(1300, 40), queries=(8, 7)),
-    *(replace(DRAFTS, format=f, page=64) for f in ("k5v5", "k4v3")),  # two of four parts of the values share a word
-]
-
-
-def config_of(case: Case, device: Device = HOPPER_GPU) -> DecodeConfig:
-    config = config_for(device, build(case, CPU).layout, case.group, max(case.queries))
-    assert config is not None
-    return config
-
-
-@emulated
-@pytest.mark.parametrize("case", sample(WARPGROUP_CASES, 2), ids=str)
-def test_pairs_of_warpgroups(case):
-    assert config_of(case).source == PAIRS
-    check_emulated(case, HOPPER_GPU)
-
-
-# More rows than 32: as many of them as take the least time for all queries.
-MANY = replace(DRAFTS, page=64, lens=(300, 150), queries=(16, 9))
-RAGGED = replace(MANY, lens=(700, 33, 0, 290, 17), queries=(16, 1, 1, 11, 13))
-COLUMN_CASES = [
-    (replace(MANY, queries=(9, 3)), 40),
-    (replace(MANY, queries=(12, 9)), 48),
-    (replace(MANY, queries=(13, 2), page=16), 64),
-    (MANY, 64),
-    (replace(MANY, page=128, lens=(1300, 40), dim=64), 64),
-    (replace(RAGGED, dim=64, num_kv_heads=2), 64),
-    (replace(MANY, queries=(31, 20), dim=64), 64),  # twice
-    *((replace(MANY, group=g, queries=(q, q - 1), dim=64), n) for g, q, n in GROUPS_QUERIES_COLUMNS),
-    (replace(MANY, format="k5v5", queries=(12, 7)), 48),
-    (replace(MANY, format="ku4vur8", queries=(16, 7)), 64),
-    (replace(MANY, format="k6v3", queries=(9, 7)), 40),
-    *((replace(MANY, **NO_LENGTHS, queries=(q, 5)), n) for q, n in ((10, 40), (16, 64))),
-    (replace(MANY, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"), 64),
-    (replace(MANY, causal=False, scale=-0.1, dim=64), 64),
-    (replace(MANY, dim=256, queries=(8, 5)), 32),
-    *((replace(MANY, dim=256, group=6, queries=(q, 3)), n) for q, n in ((4, 24), (6, 40), (8, 48))),
-    (replace(MANY, **NO_LENGTHS, dim=256, group=6, queries=(8, 3), format="k5v5"), 48),
-    (replace(MANY, dim=256, queries=(6, 5), format="ku4vur8", key_norm=1e3, query_norm=0.5, peaked=True), 24),
-    (replace(MANY, dim=192, queries=(16, 9), format="k5v4"), 32),
-    (replace(MANY, dim=192, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block
-]
-# Value slices that four warps do not share evenly: the last ones have fewer or none. What fills no word of a plane is
-# in rows of tokens, for one or two of the warps.
-UNEVEN_CASES = [
-    *((replace(MANY, dim=d, queries=(q, 3), page=page), n) for d, q, page, n in ((80, 5, 16, 24), (96, 12, 64, 48))),
-    (replace(MANY, dim=112), 64),
-    *((replace(MANY, dim=d, queries=(8, 5), format=f), 32) for d, f in ((80, "k3v5"), (96, "k5v7"), (112, "k2v6"))),
-    *((replace(MANY, dim=d, queries=(8, 5), format=f), 32) for d, f in ((80, "k8v8"), (112, "k6v8"), (96, "ku4vur2"))),
-    (replace(MANY, dim=112, queries=(9, 7), format="k5v5", page=16), 40),
-    (replace(MANY, dim=80, queries=(13, 2), format="k4v1"), 64),
-    (replace(MANY, dim=112, **NO_LENGTHS, queries=(9, 5), format="k4v3"), 40),
-    (replace(RAGGED, dim=96, num_kv_heads=2, format="k1v4"), 64),
-    (replace(MANY, dim=80, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block
-    (replace(MANY, dim=80, value_dim=112, queries=(8, 5), sinks=True), 32),
-    (replace(MANY, dim=128, value_dim=80, queries=(8, 5), format="k4v2"), 32),
-    (replace(MANY, dim=64, value_dim=48, queries=(8, 5), format="k4v3"), 32),
-    (replace(MANY, dim=160, queries=(8, 5)), 32),
-]
-
-
-@emulated
-@pytest.mark.parametrize(("case", "rows"), sample([*COLUMN_CASES, *UNEVEN_CASES], 5), ids=str)
-def test_more_rows_than_32(case, rows):
-    config = config_of(case)
-    assert config.source == PAIRS
-    assert config.rows == rows
-    check_emulated(case, HOPPER_GPU)
-
-
-@pytest.mark.parametrize(
-    ("longest", "total", "rows"), [(16, 48, 64), (16, 25, 64), (16, 24, 32), (12, 36, 48), (40, 300, 32)]
-)
-def test_one_long_draft_or_prompt_does_not_widen_the_rows_of_all(longest, total, rows):
-    """Of three sequences with ``total`` queries together."""
-    built, found = build(replace(MANY, lens=(700,) * 3, queries=(16,) * 3), CPU), []
-    out, lse = poisoned_out(built.case, built)
-    request = request_of(built, out, lse)
-    query = torch.empty(1).expand(total, *request.query.shape[1:])
-    request = replace(request, query=query, max_query_len=longest)
-    attend_cuda.attend_packed(request, HOPPER_GPU, lambda call: found.append(call.defines["COLUMNS"]), 32)
-    assert found[0] == rows
-
-
-@pytest.mark.parametrize(("dim", "tokens", "stages"), [(80, 128, 3), (96, 64, 4), (112, 64, 4), (128, 64, 4)])
-def test_blocks_that_fit_only_twice_are_shorter(dim, tokens, stages):
-    config = config_for(H200, PageLayout(CodecSpec.parse("k8v8", dim), 64), 4, 8)
-    assert config is not None
-    assert (config.source, config.block_tokens, config.stages) == (PAIRS, tokens, stages)
-
-
-# The configurations that serve most models, on an H200: by format, head size and query rows.
-@pytest.mark.parametrize(
-    ("format", "dim", "group", "queries", "config"),
-    [
-        ("k4v4", 128, 4, 1, DecodeConfig(4, 64, 8, 2, bulk=True)),
-        ("k4v4", 128, 8, 1, DecodeConfig(8, 64, 8, 2, bulk=True)),
-        ("k4v4", 128, 4, 4, DecodeConfig(16, 64, 8, 2, bulk=True)),
-        ("k4v4", 128, 4, 5, DecodeConfig(24, 128, 16, 4, source=PAIRS, bulk=True)),
-        ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 16, 4, source=PAIRS, bulk=True)),
-        ("k4v4", 128, 4, 16, DecodeConfig(64, 128, 16, 3, source=PAIRS, bulk=True)),
-        ("k5v5", 128, 4, 16, DecodeConfig(64, 64, 16, 4, source=PAIRS, bulk=True)),
-        ("k4v4", 96, 4, 1, DecodeConfig(4, 64, 12, 2, bulk=True)),
-        ("k3v3", 112, 4, 1, DecodeConfig(4, 64, 12, 2, bulk=True)),
-        ("k4v4", 64, 4, 1, DecodeConfig(4, 128, 12, 2, bulk=True)),
-        ("k2v2", 128, 4, 1, DecodeConfig(4, 128, 12, 2, bulk=True)),
-        ("k4v4", 256, 4, 1, DecodeConfig(4, 32, 12, 2)),
-        ("k4v4", 256, 4, 2, DecodeConfig(8, 32, 8, 2)),
-        ("k4v4", 256, 4, 4, DecodeConfig(16, 128, 16, 3, source=PAIRS, bulk=True)),
-        ("k4v4", 256, 6, 8, DecodeConfig(48, 64, 16, 3, source=PAIRS, bulk=True)),
-        ("k4v4", 256, 6, 10, DecodeConfig(32, 128, 16, 2, source=PAIRS, bulk=True)),  # twice
-        ("k8v8", 256, 6, 4, DecodeConfig(24, 64, 16, 2, source=PAIRS, bulk=True)),
-        ("k5v5", 128, 4, 1, DecodeConfig(4, 64, 12, 1, bulk=True)),
-        ("k8v8", 128, 4, 1, DecodeConfig(4, 32, 8, 2)),
-        ("fp8", 128, 4, 1, DecodeConfig(4, 32, 12, 2)),
-    ],
-)
-def test_the_table(format, dim, group, queries, config):
-    assert config_for(H200, PageLayout(CodecSpec.parse(format, dim), 64), group, queries) == config
-
-
-# The same with 99 KB of shared memory and no instructions of sm_90.
-@pytest.mark.parametrize(
-    ("format", "dim", "group", "queries", "config"),
-    [
-        ("k4v4", 128, 4, 1, DecodeConfig(4, 64, 8, 1)),
-        ("k4v4", 128, 8, 1, DecodeConfig(8, 32, 8, 1)),
-        ("k4v4", 128, 4, 8, DecodeConfig(32, 128, 8, 1, 2, source=TEAMS)),
-        ("k4v4", 256, 6, 1, DecodeConfig(8, 32, 8, 1)),
-        ("k4v4", 256, 6, 4, DecodeConfig(24, 128, 8, 1, source=TEAMS)),
-        ("k4v4", 256, 6, 8, DecodeConfig(48, 128, 8, 1, source=TEAMS)),
-        ("k5v5", 128, 4, 1, DecodeConfig(4, 32, 12, 1)),
-    ],
-)
-def test_the_table_of_a_smaller_gpu(format, dim, group, queries, config):
-    assert config_for(OLD_GPU, PageLayout(CodecSpec.parse(format, dim), 64), group, queries) == config
-
-
-@pytest.mark.parametrize(
-    ("dim", "group", "bound", "config"),
-    [
-        (128, 4, SHORT_BYTES, DecodeConfig(4, 64, 4, 2, 3, bulk=True)),
-        (128, 4, FEW_BYTES, DecodeConfig(4, 64, 4, 2, 3, bulk=True)),
-        (64, 8, FEW_BYTES, DecodeConfig(8, 32, 4, 2, 2)),
-        (64, 8, SHORT_BYTES, DecodeConfig(8, 64, 12, 2, bulk=True)),
-        (256, 4, FEW_BYTES, DecodeConfig(4, 32, 8, 2)),
-    ],
-)
-def test_the_table_for_short_sequences(dim, group, bound, config):
-    layout = PageLayout(CodecSpec.parse("k4v4", dim), 64)
-    assert config_for(H200, layout, group, 1, bound) == config
-    assert config in reachable(H200, layout, group, 1, 128)
-
-
-def test_only_many_short_sequences_have_a_bound():
-    layout = PageLayout(CodecSpec.parse("k4v4", 128), 64)
-    assert bound_of(layout, 11_000) == SHORT_BYTES
-    assert bound_of(layout, 400) == FEW_BYTES
-    assert bound_of(layout, 20_000) == bound_of(layout, None) == bound_of(layout, 400, few_tiles=True) == UNBOUNDED
-
-
 @emulated
 @pytest.mark.parametrize(
     ("change", "launches"),
@@ -343,76 +155,12 @@ def test_a_block_with_all_keys_of_its_tile_leaves_nothing_to_merge(change, launc
     check_rows(built, out, lse, lambda count: count <= MAX_DECODE_QUERIES)
 
 
-# Without products of warpgroups, more rows by a team of warps: cases, and the rows of a block.
-TEAM = replace(DRAFTS, dim=256, group=6, lens=(300, 90, 7), queries=(4, 3, 1))
-TEAM_CASES = [
-    (TEAM, 24),
-    (replace(TEAM, queries=(2, 2, 1), num_kv_heads=2), 16),
-    (replace(TEAM, queries=(8, 3, 1), page=64, format="k4v6"), 48),
-    (replace(TEAM, format="ku4vfp8", lens=(260, 0, 70), queries=(5, 2, 4), window=80, sinks=True, page=128), 32),
-    (replace(TEAM, dim=128, group=2, queries=(30, 17, 1), softcap=3.0, dtype="fp32", strided=True, scale=-0.2), 64),
-    (replace(TEAM, queries=(4, 4, 4), causal=False, key_norm=1e3, query_norm=0.5, peaked=True), 24),
-    (replace(TEAM, lens=(140,) * 7, queries=(4,) * 7), 24),  # most are whole in one block
-    (replace(TEAM, dim=192, format="k3v5", lens=(700, 33, 0), queries=(3, 3, 2)), 16),  # two tables
-    (replace(TEAM, dim=128, value_dim=80, format="k4v2"), 24),
-    (replace(TEAM, dim=112, format="k1v7", group=4, queries=(8, 5, 1)), 32),
-    (replace(TEAM, dim=64, format="k8v8", group=20, queries=(1, 1, 1)), 24),
-    (replace(TEAM, dim=64, group=48, queries=(1, 2, 1)), 48),
-]
-
-
-@emulated
-@pytest.mark.parametrize(("case", "rows"), sample(TEAM_CASES, 2), ids=str)
-def test_teams_of_warps(case, rows):
-    config = config_of(case, OLD_GPU)
-    assert config.source == TEAMS
-    assert config.rows == rows
-    check_emulated(case, OLD_GPU)
-
-
-# Where int8 products are slower than those of fp16.
-B300 = record_of((10, 3), 3)
-
-
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize(("format", "rows"), [("k4v4", 8), ("k6v4", 8), ("ku8vu8", 8), ("k5v5", 4), ("fp8", 4)])
-def test_slow_int8_products_are_not_used(format, rows, group):
-    for dim in (64, 128, 256):
-        layout = PageLayout(CodecSpec.parse(format, dim), 64)
-        for bound in (FEW_BYTES, UNBOUNDED):
-            config, fast = (config_for(x, layout, group, 1, bound) for x in (B300, replace(B300, int8_rate=2.0)))
-            assert config is not None
-            assert config.rows == rows
-            assert fast is not None
-            assert fast.rows == 4
-
-
 @emulated
 @pytest.mark.parametrize(
     "case", sample([TINY, replace(VERIFY, format="k2v3"), replace(LONG, format="ku4vu4")], 3), ids=str
 )
 def test_codes_as_fp16_where_int8_is_slow(case):
     check_emulated(case, B300)
-
-
-def test_without_teams_more_than_16_query_heads_are_refused():
-    case = replace(TINY, group=20, dim=16)  # one slice of values, for four warps
-    built = build(case, CPU)
-    with pytest.raises(InputError, match="20 query heads per KV head with k4v4 at head sizes 16/16 need more"):
-        attend_cuda.attend_packed(request_of(built, *poisoned_out(case, built)), SMALL_GPU, launch)
-
-
-@emulated
-def test_a_token_that_is_not_a_number_among_many_rows():
-    built = build(replace(DRAFTS, dim=64, lens=(300, 200), queries=(8, 8)), CPU)
-    block, place = divmod(int(built.positions(0)[296]), built.layout.block_size)
-    field = built.layout.key.field_offset(0) + 2 * place
-    built.pages[block, :, field : field + 2] = 0xFF  # what a kernel writes for a key that is not a number
-    out, lse = poisoned_out(built.case, built)
-    attend_cuda.attend_packed(request_of(built, out, lse), HOPPER_GPU, launch)
-    assert out[4:8].isnan().any(-1).all()
-    assert out[:4].isfinite().all()
-    assert out[8:].isfinite().all()
 
 
 @emulated
@@ -558,20 +306,6 @@ def test_what_it_does_not_do_is_named(case, reason):
     built = build(case, CPU)
     request = request_of(built, *poisoned_out(case, built))
     assert reason in attend_cuda.supports(request)
-
-
-def test_shared_memory_of_every_configuration_fits_its_device():
-    for format in ("k4v4", "k2v2", "k8v8", "fp8"):
-        for dim in (64, 128, 256):
-            layout = PageLayout(CodecSpec.parse(format, dim), 64)
-            for device in (SMALL_GPU, OLD_GPU, HOPPER_GPU):
-                configs = reachable(device, layout, 4, MAX_DECODE_QUERIES)
-                if not configs:  # then the kernel is not used
-                    assert format == "k8v8" or dim == 256
-                    assert device is OLD_GPU
-                for config in configs:
-                    assert shared_bytes(layout, config) * config.blocks_per_sm <= device.shared_of_multiprocessor
-                    assert shared_bytes(layout, config) <= device.shared_of_block
 
 
 def taken(case: Case) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from attention_cases import Built, Case, build
 from test_attention import poisoned_out, request_of, row_errors
-from test_prefill_cuda import BIG, CENTRED, CPU, LONG, SOFT_CAP, hopper, launch  # noqa: F401 - a fixture
+from test_prefill_cuda import BIG, CENTRED, CPU, LONG, SOFT_CAP, launch
 
 from slimkv import ops
 from slimkv.ops.attention import eight_bit, reference
@@ -310,7 +310,7 @@ ON_A_GPU = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
-def test_attend_on_a_gpu(case, hopper):  # noqa: F811
+def test_attend_on_a_gpu(case, hopper):
     on_device = prefill_cuda.launcher(hopper)
     got = attend_and_check(case, hopper, on_device)
     again = attend_and_check(case, hopper, on_device)
@@ -318,7 +318,7 @@ def test_attend_on_a_gpu(case, hopper):  # noqa: F811
 
 
 @pytest.mark.gpu
-def test_passes_on_a_gpu(hopper):  # noqa: F811
+def test_passes_on_a_gpu(hopper):
     each = 2 * MOST_ROWS[128].tile_bytes(128)
     for tiles in (1, 3):
         attend_and_check(BIG, hopper, prefill_cuda.launcher(hopper), tiles * each * 4 * BIG.num_kv_heads)
