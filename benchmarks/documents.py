@@ -7,14 +7,19 @@ They are made from the reports in ``benchmarks/results``; a test fails when they
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from slimkv.lab.bench.results import Report, Row, load
-from slimkv.lab.report.page import filled, table_line, versions_line
+from slimkv.errors import InputError
+from slimkv.lab.bench.results import Baseline, Report, Row
+from slimkv.lab.report.page import table_line, versions_line
 from slimkv.lab.suite.summary import Document, words
 from slimkv.lab.suite.written import markdown_table, read_results
 
 ROOT = Path(__file__).parent.parent
+END = "<!-- end -->"  # of results in a document
 NAMES = {
     "fa3_bf16": "FA3 bf16",
     "fa3_fp8": "FA3 fp8",
@@ -33,6 +38,26 @@ LATENT_NAMES = {
 NAMES |= LATENT_NAMES
 
 
+def load(path: Path) -> Report:
+    """Reads a report that ``slimkv bench --output`` wrote; fields that reports no longer have are left out."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    rows = [{**row, "baselines": [_made(Baseline, b) for b in row["baselines"]]} for row in data["rows"]]
+    return _made(Report, {**data, "rows": [_made(Row, row) for row in rows]})
+
+
+def _made(kind: Any, data: dict[str, Any]) -> Any:
+    return kind(**{field.name: data[field.name] for field in fields(kind)})
+
+
+def filled(text: str, start: str, body: str) -> str:
+    """``text`` with ``body`` between the marker ``start`` and the next ``<!-- end -->``."""
+    before, found, rest = text.partition(start)
+    _, end, after = rest.partition(END)
+    if not found or not end:
+        raise InputError(f"the document has no {start} ... {END} to fill")
+    return f"{before}{start}\n{body}{END}{after}"
+
+
 def table(report: Report) -> str:
     """One report: where it was measured, a row per cell, and the cost of the rotation. Latents have other baselines and
     a separate table.
@@ -45,11 +70,12 @@ def table(report: Report) -> str:
     for rows in ([row for row in report.rows if row not in latents], latents):
         if rows:
             lines += ["", *_table(rows)]
-    for r in report.rotation:
-        lines += [
-            "",
-            f"The rotation ({r.backend}): {_time(r.without_ms)} without, {_time(r.with_ms)} with ({r.cost:+.1%}).",
-        ]
+    times = {(row.cell, row.backend): row.ms for row in report.rows}
+    for (cell, backend), without in times.items():
+        with_it = times.get((cell.replace("rotation-off-", "rotation-on-"), backend))
+        if cell.startswith("rotation-off-") and with_it is not None:
+            cost = f"{with_it / without - 1:+.1%}"
+            lines += ["", f"The rotation ({backend}): {_time(without)} without, {_time(with_it)} with ({cost})."]
     present = {b.name for row in report.rows for b in row.baselines if b.ms is not None}
     absent = {b.name: b.detail for row in report.rows for b in row.baselines if b.ms is None and b.name not in present}
     for name, detail in absent.items():

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from slimkv.lab.report import page as markdown
+import documents
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -158,7 +158,7 @@ def table() -> str:
 
 def filled(readme: str) -> str:
     """The README with its figures up to date."""
-    return markdown.filled(readme, START, f"{table()}\n")
+    return documents.filled(readme, START, f"{table()}\n")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
 from slimkv.cli.output import to_json
 from slimkv.errors import InputError
-from slimkv.lab.bench.results import Baseline, Report, Rotation, Row
-from slimkv.lab.report.page import END
+from slimkv.lab.bench.results import Baseline, Report, Row
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("documents", ROOT / "benchmarks" / "documents.py")
@@ -23,10 +23,14 @@ def report() -> Report:
         Baseline("fa3_bf16", 0.3, 1.5, 0.9, "pages of 16"),
         Baseline("fa3_fp8", None, None, None, "no such kernel"),
     ]
-    decode = Row("decode", "k4v4", {}, "triton", 0.2, 10, 0.51, None, 1.2e-3, None, baselines)
-    prefill = Row("prefill", "k4v4", {}, "triton", 0.05, 10, 0.1, 512.3, 1.2e-3, None, [])
-    rotation = [Rotation("triton", 0.1, 0.102)]
-    return Report("attend", [decode, prefill], rotation, "GPU", 4.2e12, {"torch": "2"}, "today", "slimkv bench attend")
+    decode = Row("decode", "k4v4", {}, "triton", 0.2, 10, 0.51, None, 1.2e-3, baselines)
+    prefill = Row("prefill", "k4v4", {}, "triton", 0.05, 10, 0.1, 512.3, 1.2e-3, [])
+    rotated = [
+        Row(f"rotation-{name}-8", "kur4vur4", {}, "triton", ms, 10, 0.1, None, None, [])
+        for name, ms in (("off", 0.1), ("on", 0.102))
+    ]
+    rows = [decode, prefill, *rotated]
+    return Report("attend", rows, "GPU", 4.2e12, {"torch": "2"}, "today", "slimkv bench attend")
 
 
 def test_a_table():
@@ -39,8 +43,10 @@ def test_a_table():
 
 
 def test_filling_a_document(tmp_path):
-    (tmp_path / "attend-gpu.json").write_text(to_json(report()))
-    text = documents.fill_kernels(f"before\n<!-- bench table -->\nold\n{END}\nafter\n", tmp_path)
+    data = json.loads(to_json(report()))
+    (tmp_path / "attend-gpu.json").write_text(json.dumps({**data, "of_an_older_version": 1}))
+    assert documents.load(tmp_path / "attend-gpu.json") == report()
+    text = documents.fill_kernels(f"before\n<!-- bench table -->\nold\n{documents.END}\nafter\n", tmp_path)
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text

@@ -108,9 +108,8 @@ def report_table(report: Report) -> list[Table | str]:
             "" if row.tflops is None else f"{row.tflops:.1f}", "" if row.error is None else f"{row.error:.1e}",
             *("-" if b is None or b.ratio is None else f"{b.ratio:.2f}{_TIMES}" for b in found),
         )  # fmt: skip
-    lines = [f"rotation ({r.backend}): {r.without_ms:.4f} ms without, {r.with_ms:.4f} ms with" for r in report.rotation]
     absent = {b.name: b.detail for row in report.rows for b in row.baselines if b.ms is None}
-    lines += [f"{name} is absent: {detail}" for name, detail in absent.items()]
+    lines = [f"{name} is absent: {detail}" for name, detail in absent.items()]
     return [table, *lines, "  ".join(f"{name} {version}" for name, version in report.versions.items())]
 
 
@@ -118,13 +117,12 @@ def generation_table(report: GenerateReport) -> Table:
     """``bench generate``."""
     settings = report.settings
     title = f"decoding at {settings.context} tokens, batch {settings.batch}, {report.run.device}"
-    header = ("cache", "tokens/s", "ms/step", "over stock", "repeated lengths: ms/step", "over stock", "cache bytes")
-    table = make_table(title, *header, "of bf16", "prefill s")
+    header = ("cache", "tokens/s", "ms/step", "over stock", "cache bytes", "of bf16", "prefill s")
+    table = make_table(title, *header)
     for row in report.rows:
         table.add_row(
             row.cache, f"{row.tokens_per_second:.1f}", f"{row.milliseconds_per_step:.2f}", f"{row.over_stock:.2f}x",
-            f"{row.milliseconds_per_step_again:.2f}", f"{row.over_stock_again:.2f}x", f"{row.cache_bytes:,}",
-            f"{row.bytes_of_bf16:.3f}", f"{row.prefill_seconds:.2f}",
+            f"{row.cache_bytes:,}", f"{row.bytes_of_bf16:.3f}", f"{row.prefill_seconds:.2f}",
         )  # fmt: skip
     return table
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ _CHECKED_QUERIES = 16
 
 
 @dataclass(frozen=True)
-class Case(run.Case):
+class Case:
     """A cell with its tensors. The blocks of a sequence are in random order; queries on latents are rotated."""
 
     cell: AttendCell
@@ -32,6 +33,7 @@ class Case(run.Case):
     query: Tensor
     query_rope: Tensor
     options: AttendOptions
+    timing: ClassVar[dict[str, Any]] = {}  # arguments of the ``Timer``
 
     @classmethod
     def create(cls, cell: AttendCell, backend: str, device: torch.device, compile_only: bool = False) -> Case:
@@ -112,11 +114,11 @@ class Case(run.Case):
 
     @property
     def shape(self) -> AttendCell:
-        """The cell without its format."""
+        """The cell without its format: cases of equal shape have the same baselines."""
         return replace(self.cell, name="", format="", prefill="16bit")
 
     def baselines(self) -> dict[str, tuple[int, Callable[[], baselines.Candidates]]]:
-        """Attention on plain tensors of the same shape."""
+        """Attention on plain tensors of the same shape: the bytes that each moves, and what prepares it."""
         cell, device = self.cell, self.query.device
         bf16, fp8 = cell.dense_bytes(2), cell.dense_bytes(1)
         if cell.rope_dim:

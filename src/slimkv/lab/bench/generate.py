@@ -1,16 +1,15 @@
 """Times decoding through ``generate``: a packed cache with fused attention, and the stock cache with SDPA.
 
 Torch may prepare for each new sequence length (cuDNN builds a plan), and every decode step of a request has a new one.
-So rounds do not repeat lengths. Afterwards the cache is cropped and the same lengths are timed again without that cost.
+So rounds do not repeat lengths.
 """
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +22,7 @@ from slimkv.lab.provenance import Provenance, provenance
 from slimkv.lab.settings import check_limits, setting
 
 STOCK_NAME = "DynamicCache"
-CPU_SIZES: dict[str, Any] = {
-    "context": 1024,
-    "layers": 2,
-    "dtype": "float32",
-}  # instead of the defaults, which are for a GPU
+CPU_SIZES: dict[str, Any] = {"context": 1024, "layers": 2, "dtype": "float32"}  # for a CPU
 
 
 @dataclass(frozen=True)
@@ -55,15 +50,12 @@ class GenerateSettings:
 
 @dataclass(frozen=True)
 class GenerateRow:
-    """One cache. ``again``: at lengths that the process has decoded before, as only benchmarks do."""
+    """One cache."""
 
     cache: str
     tokens_per_second: float  # of the whole batch, median of the rounds
     milliseconds_per_step: float
     over_stock: float  # tokens per second over those of DynamicCache in the same run
-    tokens_per_second_again: float
-    milliseconds_per_step_again: float
-    over_stock_again: float
     cache_bytes: int
     bytes_of_bf16: float  # cache bytes over the same tokens in bfloat16
     prefill_seconds: float
@@ -99,17 +91,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Times(NamedTuple):
-    """The times of one cache in one round, in seconds."""
-
-    prefill: float
-    step: float
-    step_again: float
-
-
 @torch.no_grad()
-def _one(model: Any, ids: Tensor, kind: CacheKind, settings: GenerateSettings) -> tuple[_Times, Any]:
-    """Fills a cache with all of ``ids`` but the last, and decodes ``new_tokens`` twice: (times, the filled cache)."""
+def _one(model: Any, ids: Tensor, kind: CacheKind, settings: GenerateSettings) -> tuple[float, float, Any]:
+    """Fills a cache with all of ``ids`` but the last, and decodes: (seconds of prefill, of one step, the cache)."""
     cache, context, new = kind.new(model, SERVING), ids.shape[1] - 1, settings.new_tokens
     _synchronize(model.device)
     start = time.perf_counter()
@@ -119,7 +103,7 @@ def _one(model: Any, ids: Tensor, kind: CacheKind, settings: GenerateSettings) -
     _synchronize(model.device)
     prefill = time.perf_counter() - start
 
-    def decode(given: Tensor, count: int) -> tuple[float, Tensor]:  # into the current ``cache``
+    def decode(given: Tensor, count: int) -> tuple[float, Tensor]:
         arguments = {"attention_mask": torch.ones_like(given), "past_key_values": cache, "do_sample": False}
         _synchronize(model.device)
         begin = time.perf_counter()
@@ -129,15 +113,8 @@ def _one(model: Any, ids: Tensor, kind: CacheKind, settings: GenerateSettings) -
 
     # The first steps allocate and, on a GPU, compile; they are not timed.
     _, more = decode(ids, 2)
-    full = not any(cache.is_sliding) and not any(getattr(cache, "is_linear", []))
-    kept = None if full else copy.deepcopy(cache)  # a full window or a recurrent state cannot be cropped
     step, _ = decode(more, new)
-    if kept is None:
-        cache.crop(-new)
-    else:
-        cache = kept
-    step_again, _ = decode(more, new)
-    return _Times(prefill, step, step_again), cache
+    return prefill, step, cache
 
 
 def time_generation(
@@ -157,7 +134,7 @@ def time_generation(
     longest = settings.context + apart * (settings.rounds - 1) + 1
     ids = torch.randint(3, limit, (settings.batch, longest), generator=generator).to(model.device)
     kinds = {STOCK_NAME: STOCK, **{kind.name: kind for kind in cache_kinds(settings.formats, calibration)}}
-    times: dict[str, list[_Times]] = {name: [] for name in kinds}
+    prefills, steps = ({name: list[float]() for name in kinds} for _ in range(2))  # seconds of each round
     sizes: dict[str, tuple[int, float]] = {}
     configured, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
     try:
@@ -165,20 +142,18 @@ def time_generation(
             given = ids[:, : settings.context + apart * number + 1]
             for name, kind in kinds.items():
                 with attending(model, kind.format):
-                    found, cache = _one(model, given, kind, settings)
+                    prefill, step, cache = _one(model, given, kind, settings)
                 size, in_bf16 = cache_bytes(cache)
                 sizes[name] = size, size / in_bf16
-                times[name].append(found)
+                prefills[name].append(prefill)
+                steps[name].append(step)
                 del cache
     finally:
         model.generation_config.eos_token_id = configured
 
-    def median(format: str, name: str) -> float:
-        return statistics.median(getattr(t, name) for t in times[format])
-
-    def speed(format: str, name: str) -> tuple[float, float, float]:
-        step = median(format, name)
-        return settings.batch / step, 1000 * step, median(STOCK_NAME, name) / step
-
-    rows = [GenerateRow(w, *speed(w, "step"), *speed(w, "step_again"), *sizes[w], median(w, "prefill")) for w in kinds]
+    rows = []
+    for name in kinds:
+        step, stock = (statistics.median(steps[x]) for x in (name, STOCK_NAME))
+        speed = settings.batch / step, 1000 * step, stock / step
+        rows.append(GenerateRow(name, *speed, *sizes[name], statistics.median(prefills[name])))
     return GenerateReport(settings, tuple(rows), provenance(model.device))

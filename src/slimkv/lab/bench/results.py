@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +38,6 @@ class Row:
     fraction_of_copy: float
     tflops: float | None  # of compute-bound cells
     error: float | None  # relative, of the output against float64 on the same codes
-    over_k4v4_by_bytes: float | None  # time per byte over that of the k4v4 cell of this shape
     baselines: list[Baseline]
 
     def baseline(self, name: str) -> Baseline | None:
@@ -49,26 +46,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """The same codes stored and read with and without the rotation."""
-
-    backend: str
-    without_ms: float
-    with_ms: float
-
-    @property
-    def cost(self) -> float:
-        """Relative: 0.02 is 2% slower."""
-        return self.with_ms / self.without_ms - 1
-
-
-@dataclass(frozen=True)
 class Report:
     """Rows of one run."""
 
     operation: str
     rows: list[Row]
-    rotation: list[Rotation]
     device: str
     copy_bytes_per_second: float
     versions: dict[str, str]
@@ -76,28 +58,8 @@ class Report:
     command: str
 
 
-def load(path: Path) -> Report:
-    """Reads a report that ``slimkv bench --output`` wrote."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    data["rows"] = [Row(**{**row, "baselines": [Baseline(**b) for b in row["baselines"]]}) for row in data["rows"]]
-    data["rotation"] = [Rotation(**r) for r in data["rotation"]]
-    return Report(**data)
-
-
-def make_report(operation: str, rows: list[Row], device: torch.device, copy: float) -> Report:
-    """Adds the provenance of the run."""
-    return Report(operation, rows, _rotation(rows), copy_bytes_per_second=copy, **run_facts(device))
-
-
 def run_facts(device: torch.device) -> dict[str, Any]:
     """Where and when: the fields device, versions, date and command of a report."""
     run = asdict(provenance(device))
     del run["cpu_threads"]
     return run
-
-
-def _rotation(rows: list[Row]) -> list[Rotation]:
-    """Pairs cells called rotation-off-X and rotation-on-X."""
-    times = {(row.cell, row.backend): row.ms for row in rows}
-    pairs = [(row, (row.cell.replace("rotation-off-", "rotation-on-"), row.backend)) for row in rows]
-    return [Rotation(r.backend, r.ms, times[on]) for r, on in pairs if on[0] != r.cell and on in times]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 
 from slimkv.errors import SlimKVError
-from slimkv.lab.bench.baselines import Candidates, time_baseline
-from slimkv.lab.bench.results import Baseline, Report, Row, make_report
+from slimkv.lab.bench.baselines import time_baseline
+from slimkv.lab.bench.results import Baseline, Report, Row, run_facts
 from slimkv.lab.bench.timing import Timer, copy_bandwidth
 from slimkv.lab.settings import check_limits, setting
 from slimkv.ops.cuda import cuda_unavailable_reason
@@ -53,40 +52,8 @@ class Options:
         return ["triton" if cuda_unavailable_reason(device) else "cuda"]
 
 
-class Case(ABC):
-    """A cell with its tensors on a device."""
-
-    cell: Any
-
-    @abstractmethod
-    def run(self) -> object:
-        """The timed call."""
-
-    def error(self) -> float | None:
-        """Relative error of the result against float64 on the same codes; None: not checked."""
-        return None
-
-    @property
-    @abstractmethod
-    def moved_bytes(self) -> int:
-        """Bytes that the call reads and writes."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> object:
-        """Cases of equal shape have the same baselines."""
-
-    @property
-    def timing(self) -> dict[str, Any]:
-        """Arguments of the ``Timer``."""
-        return {}
-
-    @abstractmethod
-    def baselines(self) -> dict[str, tuple[int, Callable[[], Candidates]]]:
-        """The bytes that each baseline moves, and what prepares it."""
-
-
-Create = Callable[[Any, str, torch.device, bool], Case]  # cell, backend, device, whether only to compile
+# (cell, backend, device, whether only to compile) -> ``attention.Case`` or ``store.Case``
+Create = Callable[[Any, str, torch.device, bool], Any]
 
 
 def _compile(job: tuple[Create, Any, str, str]) -> None:
@@ -120,8 +87,7 @@ def run_cells(
         _compile_ahead([(create, cell, backend, str(device)) for cell, backend in work], step)
     step("copy bandwidth")
     copy, timer, rows = copy_bandwidth(device), Timer(device), list[Row]()
-    per_byte: dict[object, float] = {}  # time of the first k4v4 cell of a shape
-    shared: dict[object, list[Baseline]] = {}
+    shared: dict[object, list[Baseline]] = {}  # by shape
     for cell, backend in work:
         step(f"{cell.name}: {backend}")
         torch.manual_seed(0)
@@ -132,9 +98,6 @@ def run_cells(
                 f"{cell.name} with {backend}: the output differs from float64 by {error:.2g}; its time means nothing"
             )
         ms = timer(case.run, **timing)
-        base = per_byte.get((shape, backend))
-        if cell.format == "k4v4":
-            per_byte.setdefault((shape, backend), ms / moved)
         if not options.no_baselines and shape not in shared:
             shared[shape] = []
             for name, (size, candidates) in case.baselines().items():
@@ -145,11 +108,10 @@ def run_cells(
                 cell=cell.name, format=cell.format, shape=cell.sizes, backend=backend, ms=ms, moved_bytes=moved,
                 fraction_of_copy=moved / (1e-3 * ms) / copy, error=error,
                 tflops=cell.flops / (1e9 * ms) if getattr(cell, "compute_bound", False) else None,
-                over_k4v4_by_bytes=ms / moved / base if base else None,
                 baselines=[baseline.against(ms) for baseline in shared.get(shape, [])],
             )
         )  # fmt: skip
         del case
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return make_report(operation, rows, device, copy)
+    return Report(operation, rows, copy_bytes_per_second=copy, **run_facts(device))

@@ -7,11 +7,8 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from slimkv.errors import InputError
-
 Plot = tuple[str, str, str]  # title, caption, SVG
 
-END = "<!-- end -->"  # of results that are written into a document
 _COLOURS = ("#1f6feb", "#e8590c", "#2b8a3e", "#9c36b5", "#c92a2a", "#0b7285", "#b08900", "#5c677d")
 
 
@@ -79,12 +76,3 @@ def document(title: str, body: str) -> str:
 def table_line(cells: Sequence[str]) -> str:
     """One row of a table."""
     return f"| {' | '.join(cells)} |"
-
-
-def filled(text: str, start: str, body: str) -> str:
-    """``text`` with ``body`` between the marker ``start`` and the next ``<!-- end -->``."""
-    before, found, rest = text.partition(start)
-    _, end, after = rest.partition(END)
-    if not found or not end:
-        raise InputError(f"the document has no {start} ... {END} to fill")
-    return f"{before}{start}\n{body}{END}{after}"
