@@ -26,6 +26,22 @@ def test_missing_and_old_packages(monkeypatch):
     assert checks["transformers"].version == "4.57.1"
 
 
+@pytest.mark.parametrize(
+    ("engine", "tested"), [(doctor._VLLM, "vLLM 0.32"), (doctor._SGLANG, "SGLang 0.5.23")], ids=["vllm", "sglang"]
+)
+def test_an_engine_of_another_release(engine, tested, monkeypatch, tmp_path):
+    package = tmp_path / engine.package
+    package.mkdir()
+    for name in ("__init__.py", "version.py"):
+        (package / name).write_text("__version__ = '9.9.0'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "_version", {engine.package: "9.9.0"}.get)
+    found = doctor._plugin(engine)
+    assert not found.works
+    assert f"slimkv was tested with {tested} and runs in no other release; 9.9.0 is installed" in found.detail
+
+
 def test_an_interpreter_is_enough_for_triton(monkeypatch):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -13,7 +13,8 @@ from importlib import metadata, util
 from slimkv.errors import InputError
 from slimkv.versions import version_numbers
 
-_VERSION_NEEDED = {"triton": (3, 3), "transformers": (5, 17), "vllm": (0, 32), "sglang": (0, 5, 23)}
+# The plugins of vLLM and SGLang check the version of their engine themselves.
+_VERSION_NEEDED = {"triton": (3, 3), "transformers": (5, 17)}
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def _package(name: str, purpose: str, distributions: Sequence[str] = ()) -> Chec
     version = next((v for v in map(_version, (name, *distributions)) if v), None)
     if version is None or util.find_spec(name) is None:
         return Check(name, False, version, f"not installed: pip install 'slimkv[{name}]'")
-    least = _VERSION_NEEDED[name]
+    least = _VERSION_NEEDED.get(name, ())
     if version_numbers(version, len(least)) < least:
         wanted = ".".join(map(str, least))
         return Check(name, False, version, f"older than {wanted}: pip install -U '{name}>={wanted}'")
@@ -152,8 +153,8 @@ _VLLM = _Engine(
 )  # fmt: skip
 _SGLANG = _Engine(
     "sglang", "SGLang", (), "sglang.srt.plugins", "SGLANG_PLUGINS", True,
+    "from slimkv.integrations.sglang import compat, backend, plugin\n"
     "from sglang.srt.plugins import load_plugins\n"
-    "from slimkv.integrations.sglang import backend, compat, plugin\n"
     "load_plugins()\n"
     "compat.check_hooks(plugin.TARGETS)\n" + _LATENTS.format("sglang", "backend, pool"),
     "python -m sglang.launch_server --model-path MODEL --attention-backend slimkv --page-size 64",
