@@ -16,10 +16,9 @@ from slimkv.config import AUTO
 from slimkv.errors import InputError
 from slimkv.lab.bench.attention import bench_attend
 from slimkv.lab.bench.generate import CPU_SIZES, GenerateReport, GenerateSettings, time_generation
-from slimkv.lab.bench.plot import plot_sessions
 from slimkv.lab.bench.results import Report
 from slimkv.lab.bench.run import Options
-from slimkv.lab.bench.serve import ServeReport, bench_serve, notes, table_rows
+from slimkv.lab.bench.serve import ServeReport, bench_serve, notes, plot_sessions, table_rows
 from slimkv.lab.bench.serve_settings import SESSIONS, ServeSettings
 from slimkv.lab.bench.store import bench_store
 from slimkv.lab.engine_process import require_engine

@@ -20,10 +20,10 @@ from slimkv.errors import InputError
 from slimkv.lab.evals.agreement import measure_agreement
 from slimkv.lab.evals.generation import PROMPTS, measure_generation
 from slimkv.lab.evals.harness import RAW, check_formats
-from slimkv.lab.evals.intervals import wilson
 from slimkv.lab.evals.needle import measure_needle
 from slimkv.lab.evals.positions import measure_positions
 from slimkv.lab.evals.scores import measure_scores
+from slimkv.lab.evals.statistics import wilson
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.lab.provenance import with_provenance
 from slimkv.lab.report.page import Plot as Drawing

@@ -15,8 +15,8 @@ from slimkv.calibration import Calibration
 from slimkv.cli.output import console
 from slimkv.config import AUTO
 from slimkv.errors import InputError
+from slimkv.integrations.serving.listener import Progress, silent
 from slimkv.lab import models
-from slimkv.lab.evals.harness import Progress, quiet
 from slimkv.lab.models import Loaded
 
 
@@ -29,7 +29,7 @@ def progress_bar(enter: bool = True, lines: bool = True) -> Iterator[tuple[Calla
     """
     screen = console(stderr=True)
     if not screen.is_terminal:
-        yield lambda: None, _lines_of_progress() if lines else quiet
+        yield lambda: None, _lines_of_progress() if lines else silent
         return
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Bar(*columns, console=screen, transient=True)

@@ -29,11 +29,11 @@ import torch
 
 from slimkv.arguments import typed
 from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, SlimKVError, UnsupportedError
+from slimkv.integrations.serving.listener import Progress
 from slimkv.paths import cache_dir, whole_file
 
 FOLDER_VERSION = 1  # of the converted folders in the cache
 DTYPES = ("float32", "bfloat16", "float16")
-Progress = Callable[[str, int, int], None]  # stage, steps done, steps in total
 
 _SENTENCE = "The quick brown fox jumps over the lazy dog"
 

@@ -15,7 +15,6 @@ import pytest
 
 from slimkv.errors import InputError, SlimKVError
 from slimkv.lab.bench import serve
-from slimkv.lab.bench.plot import plot_sessions
 from slimkv.lab.bench.serve import bench_serve, over_stock, table_rows
 from slimkv.lab.bench.serve_engine import percentile
 from slimkv.lab.bench.serve_settings import SHAPES, ServeSettings, cache_arguments, engine_plan
@@ -217,12 +216,12 @@ def test_a_chart_of_sessions(tmp_path):
     names = "hit_share", "time_to_first_token_p50", "time_to_first_token_p99", "output_tokens_per_second"
     systems = {name: {"sessions": dict.fromkeys(names, value)} for name, value in (("bf16", 0.25), ("k4v4", 0.5))}
     report = serve.ServeReport(ServeSettings(), systems, over_stock(systems), "d", {}, "", "")
-    plot_sessions(report, tmp_path / "sessions.svg")
+    serve.plot_sessions(report, tmp_path / "sessions.svg")
     root = ElementTree.parse(tmp_path / "sessions.svg").getroot()
     assert len(root.findall("{http://www.w3.org/2000/svg}g")) == 4
     assert report.over_bf16["k4v4"]["sessions_time_to_first_token_p50"] == 2.0
     with pytest.raises(InputError, match="needs a system"):
-        plot_sessions(serve.ServeReport(ServeSettings(), {}, {}, "d", {}, "", ""), tmp_path / "none.svg")
+        serve.plot_sessions(serve.ServeReport(ServeSettings(), {}, {}, "d", {}, "", ""), tmp_path / "none.svg")
 
 
 def test_percentiles():

@@ -24,8 +24,12 @@ from slimkv.integrations.serving.model import rank_heads
 
 FRAGMENT = 128  # consecutive sampled tokens
 STEPS = 4  # reported as progress
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # stage, steps done, steps in total
 _BY_HEAD = ("query_moment", "key_mean", "first_key")  # fields of ``LayerStatistics`` that are divided over ranks
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """No progress."""
 
 
 @dataclass(frozen=True)

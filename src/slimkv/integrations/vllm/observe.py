@@ -71,7 +71,7 @@ def gather_calibration(
     samples: tuple[int, int] = (3, 1024),
     seed: int = 0,
     max_positions: int | None = None,
-    progress: listener.Progress = lambda what, done, total: None,
+    progress: listener.Progress = listener.silent,
     **engine_options: Any,
 ) -> Calibration:
     """Starts vLLM with ``model`` and collects statistics while it generates windows x ids tokens (``samples``).

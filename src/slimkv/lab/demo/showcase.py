@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimkv.calibration import Calibration
+from slimkv.integrations.serving.listener import Progress, silent
 from slimkv.lab.demo.questions import LONG_QUESTION, SHORT_QUESTION, Question, Shown, ask, long_prompt
 from slimkv.lab.evals.agreement import AgreementReport, measure_agreement
 from slimkv.lab.evals.generation import prompt_ids
-from slimkv.lab.evals.harness import RAW, Progress, Stopwatch, cache_kinds, quiet
+from slimkv.lab.evals.harness import RAW, Stopwatch, cache_kinds
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.lab.provenance import Provenance, provenance
 from slimkv.memory_plan import sequence_bytes, shape_of
@@ -59,7 +60,7 @@ def memory_curves(model: Any, formats: Sequence[str], contexts: Sequence[int]) -
 def run_showcase(
     model: Any, tokenizer: Any, calibration: Calibration, *, name: str, best: str = BEST, new_tokens: int = 64,
     long_new_tokens: int = 24, text_tokens: int = TEXT_TOKENS, windows: int = 2, window_tokens: int = 192,
-    shown: Shown = lambda question, texts: None, progress: Progress = quiet,
+    shown: Shown = lambda question, texts: None, progress: Progress = silent,
 ) -> Showcase:  # fmt: skip
     """Asks both questions and measures every format on the included text.
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from slimkv.config import AUTO
 from slimkv.lab.evals.harness import RAW, STOCK, Common, Run, each_window, with_prefill
-from slimkv.lab.evals.intervals import Interval, mean_over_tokens
+from slimkv.lab.evals.statistics import Interval, mean_over_tokens
 
 _SLICE = 128  # positions compared at a time, to bound memory
 
@@ -26,7 +26,7 @@ class AgreementRow:
     format: str  # as requested: k4v4, k4v4+cal, calibrated; k4v4@8bit if prefill differs between rows
     top1: float  # share of positions whose most likely token is the same
     kl: float  # mean KL(raw || packed), nats
-    kl_low: float  # its 95% interval, from blocks of tokens: see ``intervals``
+    kl_low: float  # its 95% interval, from blocks of tokens: see ``statistics``
     kl_high: float
     kl_99: float  # its 99th percentile over positions
     perplexity: float

@@ -15,7 +15,7 @@ from torch import Tensor
 from slimkv.calibration import Calibration
 from slimkv.config import AUTO, CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.lab.models import Progress
+from slimkv.integrations.serving.listener import Progress, silent
 from slimkv.spec import BF16_BYTES, parse_format, parse_size
 
 RAW = "raw"
@@ -23,10 +23,6 @@ WITH_CALIBRATION = "+cal"
 MEMORY = "memory="  # prefix of a cache whose formats follow a memory budget
 STRICT, SERVING = "strict", "serving"
 T = TypeVar("T")
-
-
-def quiet(what: str, done: int, total: int) -> None:
-    """No progress."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +245,7 @@ class Run(Stopwatch):
 
     def __init__(
         self, formats: Sequence[str], name: str = "", mode: str = STRICT, calibration: Calibration | None = None,
-        progress: Progress = quiet,
+        progress: Progress = silent,
     ) -> None:  # fmt: skip
         super().__init__()
         self.kinds = cache_kinds(formats, calibration)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slimkv.lab.evals.statistics import NOT_DISTINGUISHABLE, paired_answers, verdict
 from slimkv.lab.report.page import table_line
-from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, paired_answers, verdict
 from slimkv.lab.suite.summary import Document, Questions
 from slimkv.lab.suite.written import metrics
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import InputError, MissingDependencyError
-from slimkv.lab.evals.harness import RAW, STRICT, CacheKind, Progress, attending
+from slimkv.integrations.serving.listener import Progress
+from slimkv.lab.evals.harness import RAW, STRICT, CacheKind, attending
 from slimkv.lab.suite.settings import VLLM
 from slimkv.lab.suite.vllm_engine import engine_arguments
 from slimkv.lab.suite.workbench import Workbench

@@ -5,10 +5,10 @@ from __future__ import annotations
 from html import escape
 
 from slimkv.lab.evals.harness import RAW
+from slimkv.lab.evals.statistics import NOT_DISTINGUISHABLE
 from slimkv.lab.report.charts import Axis, Bar, Estimate, Series, bars, chart, intervals, shaded
 from slimkv.lab.report.page import Plot, document, plot_cards, table, table_of_lines, td, tile, versions_line
 from slimkv.lab.report.plots import position_plots, quality_plot
-from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE
 from slimkv.lab.suite.summary import SHOWN, Column, Document, first_part, parts_of, words
 
 _TONE = {NOT_DISTINGUISHABLE: "same", "worse": "worse", "better": "better"}

@@ -8,16 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slimkv.formats import DEFAULT_FORMAT
+from slimkv.integrations.serving.listener import Progress
 from slimkv.lab.bench.generate import GenerateSettings, time_generation
 from slimkv.lab.evals.acceptance import measure_acceptance
 from slimkv.lab.evals.agreement import measure_agreement
-from slimkv.lab.evals.harness import (
-    MEMORY,
-    STRICT,
-    WITH_CALIBRATION,
-    Progress,
-    takes_budget,
-)
+from slimkv.lab.evals.harness import MEMORY, STRICT, WITH_CALIBRATION, takes_budget
 from slimkv.lab.evals.needle import measure_needle
 from slimkv.lab.evals.positions import measure_positions
 from slimkv.lab.suite.lm_eval import run_lm_eval

@@ -16,7 +16,8 @@ from typing import Any
 
 import slimkv
 from slimkv.errors import InputError
-from slimkv.lab.evals.harness import RAW, Progress, quiet
+from slimkv.integrations.serving.listener import Progress, silent
+from slimkv.lab.evals.harness import RAW
 from slimkv.lab.provenance import device_name, provenance
 from slimkv.lab.suite.parts import Part, plan_parts
 from slimkv.lab.suite.settings import SuiteSettings, lighter
@@ -77,7 +78,10 @@ def _check_folder(folder: Path) -> None:
 
 
 def run_suite(
-    settings: SuiteSettings, folder: Path, progress: Progress = quiet, tell: Callable[[str], object] = lambda line: None
+    settings: SuiteSettings,
+    folder: Path,
+    progress: Progress = silent,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Measures everything and writes ``results.json``, ``results.csv``, ``summary.md`` and ``report.html``.
 

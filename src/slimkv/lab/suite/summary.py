@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from slimkv.lab.evals.harness import RAW
-from slimkv.lab.evals.intervals import wilson
-from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, PairedTest, holm, paired_answers, verdict
+from slimkv.lab.evals.statistics import NOT_DISTINGUISHABLE, PairedTest, holm, paired_answers, verdict, wilson
 
 Document = dict[str, Any]
 _EQUAL = 1.08  # largest relative difference in bytes of caches that are compared as equal

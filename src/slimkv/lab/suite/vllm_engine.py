@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slimkv.integrations.serving.listener import Progress
 from slimkv.lab.engine_process import EngineError, environment, log_tail, require_engine, run_plan
-from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, Progress
+from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION
 from slimkv.lab.suite.tasks import Context
 from slimkv.lab.suite.workbench import Workbench
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from slimkv.calibration import Calibration
 from slimkv.calibration.identity import folder_digest
 from slimkv.errors import InputError
+from slimkv.integrations.serving.listener import Progress
 from slimkv.lab import models
-from slimkv.lab.evals.harness import RAW, STOCK, WITH_CALIBRATION, CacheKind, Progress, cache_kinds
+from slimkv.lab.evals.harness import RAW, STOCK, WITH_CALIBRATION, CacheKind, cache_kinds
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.lab.suite.settings import AUTO, NO_CALIBRATION, SuiteSettings
 from slimkv.lab.suite.tasks import TaskMaker

@@ -11,8 +11,8 @@ from slimkv.calibration import Calibration, ModelIdentity
 from slimkv.calibration.identity import parameter_digest
 from slimkv.errors import InputError, SlimKVError
 from slimkv.formats import AUTO
+from slimkv.integrations.serving.listener import Progress, silent
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
-from slimkv.integrations.transformers.calibration.samples import Progress, silent
 from slimkv.paths import cache_dir
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from slimkv.calibration import Calibration, LayerStatistics, ModelIdentity, gather
 from slimkv.calibration.rotary import CONTEXTS
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.serving.listener import ObservedLayer, QueryListener
+from slimkv.integrations.serving.listener import FRAGMENT, ObservedLayer, Progress, QueryListener, silent
 from slimkv.integrations.transformers.calibration import samples as sampling
-from slimkv.integrations.transformers.calibration.sensitivity import layer_gains
 from slimkv.integrations.transformers.decoded_attention import probabilities
 from slimkv.integrations.transformers.plugin import observed_attention
 from slimkv.integrations.transformers.stock_attention import layer_number
 
 _SAMPLED = 32  # queries per pass and head whose full attention is computed
 _PROBED = 128  # tokens on which the sensitivity of layers is measured
+_NOISE = 0.1  # relative to the attention output: small enough for a linear response, large enough to measure
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 _UNSTABLE_ROPE = ("dynamic", "longrope")  # whose frequencies change with the length
 
@@ -35,7 +35,7 @@ def gather_calibration(
     max_positions: int | None = None,
     samples: tuple[int, int] = (sampling.WINDOWS, sampling.TOKENS),
     seed: int = 0,
-    progress: sampling.Progress = sampling.silent,
+    progress: Progress = silent,
 ) -> Calibration:
     """Statistics of ``model`` on windows int64 [count, tokens], one at a time; by default on its own samples.
 
@@ -56,7 +56,7 @@ def gather_calibration(
     recorder = _Recorder()
     with observed_attention(model, recorder.observe), torch.no_grad():
         _measure_positions(model, recorder, declared or wanted, progress)
-        read = sampling.FRAGMENT
+        read = FRAGMENT
         if windows is None:
             windows = sampling.sampled_windows(model, *samples, seed, progress, recorder.at)
             source = source or f"{windows.numel()} token ids sampled from the model, seed {seed}"
@@ -83,7 +83,7 @@ def gather_calibration(
 def _checked_range(config: Any, wanted: int | None, declared: int | None) -> int:
     text = config.get_text_config(decoder=True)
     if wanted is None:
-        return declared or sampling.FRAGMENT
+        return declared or FRAGMENT
     if wanted < 1:
         raise InputError(f"max_positions must be at least 1, not {wanted}")
     rope = getattr(text, "rope_parameters", None)
@@ -96,7 +96,7 @@ def _checked_range(config: Any, wanted: int | None, declared: int | None) -> int
     return wanted
 
 
-def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress: sampling.Progress) -> None:
+def _measure_positions(model: Any, recorder: _Recorder, declared: int, progress: Progress) -> None:
     """Measures the rotary embedding of every layer's queries."""
     ids = sampling.random_window(model.config, gather.PROBE_TOKENS).to(model.device)
     shifts = (0, *(gather.probe_shifts(declared) if declared > gather.PROBE_TOKENS else ()))
@@ -210,3 +210,34 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None, at: Tensor, kwargs
         rows = mask[: len(query), :, at, : key.shape[2]]
     scale, softcap = kwargs.get("scaling"), kwargs.get("softcap") or 0.0
     return probabilities(query, key, rows, scale=scale, softcap=softcap, sinks=kwargs.get("s_aux"))[0]
+
+
+def layer_gains(model: Any, ids: Tensor, layers: Sequence[int], progress: Progress) -> dict[int, float]:
+    """KL divergence of predictions per relative squared error of a layer's attention output, for each of ``layers``.
+
+    The model reads ids int64 [1, tokens] once unchanged and once per layer, with white noise in that layer's output
+    before the output projection.
+    """
+    noisy: list[int] = []
+
+    def add_noise(out: Tensor, module: Any, *_: Any, **__: Any) -> Tensor:
+        if layer_number(module) not in noisy:
+            return out
+        generator = torch.Generator(device=out.device).manual_seed(layer_number(module))
+        noise = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
+        size = out.float().square().mean((-2, -1), keepdim=True).sqrt()  # of each token
+        return (out.float() + _NOISE * size * noise).to(out.dtype)
+
+    gains = {}
+    with observed_attention(model, add_noise), torch.no_grad():
+        base = _log_probabilities(model, ids)
+        for number, layer in enumerate(layers):
+            progress("sensitivity of layers", number, len(layers))
+            noisy[:] = [layer]
+            other = _log_probabilities(model, ids)
+            gains[layer] = max(float((base.exp() * (base - other)).sum(-1).mean()), 0.0) / _NOISE**2
+    return gains
+
+
+def _log_probabilities(model: Any, ids: Tensor) -> Tensor:
+    return torch.log_softmax(model(ids, use_cache=False).logits[0].float(), -1)

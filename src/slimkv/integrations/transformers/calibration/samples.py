@@ -9,15 +9,10 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import InputError
+from slimkv.integrations.serving.listener import FRAGMENT, Progress, silent
 
 WINDOWS, TOKENS = 8, 1024  # together one batch of fragments
-FRAGMENT = 128  # tokens per sampled fragment; a window has several
 _BATCH = 64  # sequences sampled at a time
-Progress = Callable[[str, int, int], None]  # what, done, of
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """No progress."""
 
 
 def random_windows(config: Any, count: int = WINDOWS, tokens: int = TOKENS, seed: int = 0) -> Tensor:

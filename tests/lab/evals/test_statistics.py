@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from slimkv.errors import InputError
-from slimkv.lab.evals.intervals import bootstrap, mean_over_tokens, wilson
-from slimkv.lab.suite.statistics import NOT_DISTINGUISHABLE, holm, mcnemar, paired_answers, verdict
+from slimkv.lab.evals.statistics import (
+    NOT_DISTINGUISHABLE,
+    bootstrap,
+    holm,
+    mcnemar,
+    mean_over_tokens,
+    paired_answers,
+    verdict,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(
