@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.worker.utils import select_common_block_size
 
 from slimkv import ops
 from slimkv.calibration.learned_offset import LayerOffset
@@ -328,8 +329,9 @@ def test_kernels_are_compiled_while_vllm_loads_weights(monkeypatch):
     assert asked.get(timeout=1) == device
     assert asked.empty()
     assert kernel_block(config, 32) == 32, "vLLM's default, which the backend's preference will replace"
-    config.cache_config.block_size = 528  # a hybrid model's
-    assert kernel_block(config, 32) == 64
+    for of_hybrids, cut in ((528, 16), (544, 32), (1152, 128)):
+        config.cache_config.block_size = of_hybrids
+        assert kernel_block(config, 32) == cut == select_common_block_size(of_hybrids, [SlimKVBackend])
     config.cache_config = CacheConfig(block_size=16)
     assert kernel_block(config, 32) == 16
 
@@ -363,7 +365,7 @@ def test_each_kind_of_step_runs_before_serving(monkeypatch):
         cache_config=CacheConfig(block_size=48), model_config=SimpleNamespace(max_model_len=4096),
         speculative_config=SimpleNamespace(num_speculative_tokens=4),
     )  # fmt: skip
-    assert kernel_block(config) == 64
+    assert kernel_block(config) == 16
     profile_run(kind, 512, config)
     assert ran[0] == Step(1, 512, 4096)
     assert {0, 1, 5, 33} <= {step.queries for step in ran}

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("vllm")
 
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm import compat, prompt_pages, startup
+from slimkv.integrations.vllm import compat, prompt_pages, refusals
 from slimkv.integrations.vllm.backend import SlimKVBackend
 from slimkv.integrations.vllm.compat import CONNECTORS, CROSS_LAYER_LAYOUT, FOLDER_KEYS, Rule
 from slimkv.integrations.vllm.connectors import (
@@ -333,12 +333,12 @@ def test_attention_both_ways_among_image_tokens_is_refused():
     gemma = engine()
     gemma.model_config.is_mm_prefix_lm = True
     with pytest.raises(UnsupportedError, match=r"(?s)tokens of an image attend to one another.*text only"):
-        startup.check_engine(gemma)
+        refusals.check_engine(gemma)
 
 
 def test_connectors_are_checked_when_the_first_layer_is_made():
     with pytest.raises(UnsupportedError, match="LMCacheConnectorV1"):
-        startup.check_engine(engine("LMCacheConnectorV1"))
+        refusals.check_engine(engine("LMCacheConnectorV1"))
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_a_notice_where_blocks_make_prefix_caching_useless(block, caching, unit,
     hybrid = engine()
     hybrid.cache_config = SimpleNamespace(block_size=block, enable_prefix_caching=caching, prefix_match_unit=unit)
     hybrid.model_config.max_model_len = longest
-    notice = startup.prefix_caching_notice(hybrid)
+    notice = refusals.prefix_caching_notice(hybrid)
     if said is None:
         assert notice is None
     else:

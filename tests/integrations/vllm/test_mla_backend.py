@@ -18,7 +18,7 @@ from slimkv.codec import Codec
 from slimkv.errors import SlimKVError, UnsupportedError
 from slimkv.integrations.vllm.mla import compat
 from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
-from slimkv.integrations.vllm.mla.folding import FoldedProjections
+from slimkv.integrations.vllm.mla.impl import FoldedProjections
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadataBuilder, chunk_slots
 from slimkv.integrations.vllm.page_sizes import backend_for_spec, slot_bytes
 from slimkv.integrations.vllm.refusals import check_latents

@@ -9,6 +9,8 @@ import torch
 
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.vllm import compat, page_sizes
+from slimkv.integrations.vllm.impl import SlimKVImpl
+from slimkv.integrations.vllm.metadata import SlimKVMetadataBuilder
 from slimkv.spec import CodecSpec
 
 
@@ -25,6 +27,7 @@ class PackedBackend:
     held: ClassVar[str] = "cache"  # the contents of the cache, for messages
     preferred_block: ClassVar[int] = page_sizes.PREFERRED_BLOCK
     cross_layer_blocks: ClassVar[bool] = False  # whether a block of all layers must lie side by side
+    is_supported_spec = staticmethod(compat.is_supported_spec)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
@@ -47,11 +50,6 @@ class PackedBackend:
         own = cls.preferred_block
         return max(default_block_size, own) if default_block_size in page_sizes.KERNEL_BLOCKS else own
 
-    @staticmethod
-    def is_supported_spec(spec: compat.AttentionSpec) -> bool:
-        """Whether slimkv supports layers with this kind of cache spec."""
-        return compat.is_supported_spec(spec)
-
     @classmethod
     def customize_spec(cls, spec: compat.AttentionSpec) -> compat.AttentionSpec:
         """Bytes of cache per token of this layer."""
@@ -71,25 +69,17 @@ class SlimKVBackend(PackedBackend, compat.AttentionBackend):
     """Attention on packed pages. A layer's class is a subclass that knows its format (``backend_for_spec``)."""
 
     preferred_block: ClassVar[int] = page_sizes.PREFERRED_DENSE_BLOCK
+    supports_head_size = staticmethod(page_sizes.supports_head_size)
 
     @staticmethod
     def get_impl_cls() -> Any:
         """The class that runs a layer's attention."""
-        from slimkv.integrations.vllm.impl import SlimKVImpl
-
         return SlimKVImpl
 
     @staticmethod
     def get_builder_cls() -> Any:
         """The class that builds the metadata of a step."""
-        from slimkv.integrations.vllm.metadata import SlimKVMetadataBuilder
-
         return SlimKVMetadataBuilder
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        """Multiples of 16 up to 512."""
-        return page_sizes.supports_head_size(head_size)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -23,9 +23,8 @@ from slimkv.integrations.vllm.context_parallel import attend_shards
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
 from slimkv.integrations.vllm.model import find_layer, guard_of, layer_offset, layer_spec, served_model, whole_offset
 from slimkv.integrations.vllm.page_sizes import PREFERRED_DENSE_BLOCK, backend_for_spec, supports_head_size
-from slimkv.integrations.vllm.refusals import check_cache_dtype, refuse
+from slimkv.integrations.vllm.refusals import check_cache_dtype, check_engine, refuse
 from slimkv.integrations.vllm.settings import parse
-from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import compile_ahead, kernel_block, profile_run
 from slimkv.ops import PackedKV
 from slimkv.ops.warmup import LayerKind

@@ -19,8 +19,8 @@ from slimkv.errors import UnsupportedError
 from slimkv.integrations.vllm import compat
 from slimkv.integrations.vllm.context_parallel import DCPConfig, ShardTables, shard_tables
 from slimkv.integrations.vllm.model import served_model
+from slimkv.integrations.vllm.refusals import check_cache
 from slimkv.integrations.vllm.settings import parse
-from slimkv.integrations.vllm.startup import check_cache
 from slimkv.integrations.vllm.warmup import verified_tokens
 from slimkv.ops import AttentionBatch
 

@@ -1,4 +1,4 @@
-"""Features of a model or an engine that slimkv does not support; each raises an error while the engine starts."""
+"""Checks while an engine starts: they raise for features of a model or an engine that slimkv does not support."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.compat import layout_is_chosen
-from slimkv.integrations.vllm.connectors import EXAMPLE_CONNECTOR, connectors
+from slimkv.integrations.vllm.compat import layout_is_chosen, logger
+from slimkv.integrations.vllm.connectors import EXAMPLE_CONNECTOR, check_connectors, check_fingerprints, connectors
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES
 from slimkv.integrations.vllm.settings import parse
 
+USEFUL_MATCH = 1024  # tokens; prompts seldom share larger blocks
 OWN_BACKEND = "serve this model with vLLM's own attention backend"
 LATENTS = "slimkv's latent attention"
 SPARSE = (
@@ -24,6 +25,52 @@ LATENT_ARGUMENTS = frozenset(
         "indexer", "q_pad_num_heads",
     }
 )  # fmt: skip
+_checked: dict[tuple[int, int], Any] = {}  # engine configs that this process has checked, by id and block size
+
+
+def _first_time(vllm_config: Any, block_size: int = 0) -> bool:
+    if (id(vllm_config), block_size) in _checked:
+        return False
+    _checked[id(vllm_config), block_size] = vllm_config
+    return True
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raises for engine settings that packed pages do not support; called by the first layer."""
+    if not _first_time(vllm_config):
+        return
+    if vllm_config.model_config is not None and vllm_config.model_config.is_mm_prefix_lm:
+        raise UnsupportedError(
+            "the tokens of an image attend to one another in both directions, and slimkv attends causally: serve text "
+            "only (--language-model-only, or --limit-mm-per-prompt '{\"image\": 0}'), or use vLLM's own backend"
+        )
+    check_connectors(vllm_config)
+
+
+def check_cache(vllm_config: Any, block_size: int) -> None:
+    """Runs the checks that need the block size; ``block_size`` is that of the kernels' blocks."""
+    if not _first_time(vllm_config, block_size):
+        return
+    check_fingerprints(vllm_config, block_size)
+    if notice := prefix_caching_notice(vllm_config):
+        logger.warning("slimkv: %s", notice)
+
+
+def prefix_caching_notice(vllm_config: Any) -> str | None:
+    """A notice if blocks are so large that prompts seldom share one; otherwise None."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if not cache.enable_prefix_caching or getattr(cache, "prefix_match_unit", None) is not None:
+        return None
+    block, longest = cache.block_size, model.max_model_len
+    if block <= USEFUL_MATCH and block < longest:
+        return None
+    effect = "prompts that share fewer tokens share nothing in the prefix cache"
+    if block >= longest:
+        effect = f"no prompt of up to {longest} tokens fills one, so prefix caching never hits"
+    return (
+        f"a block has {block} tokens, because a packed token is small beside the model's recurrent state, and "
+        f"{effect}. --prefix-match-unit 64 makes hits possible inside a block"
+    )
 
 
 def refuse(who: str, features: Mapping[str, Any], remedy: str = OWN_BACKEND) -> None:

@@ -24,11 +24,13 @@ _ahead: set[tuple[Any, ...]] = set()
 
 
 def kernel_block(config: Any, preferred: int = PREFERRED_BLOCK) -> int:
-    """The block size that kernels will see. vLLM chooses one after loading, by the backend's preference."""
+    """The block size that kernels will see. vLLM chooses one after loading, by the backend's preference, and divides a
+    block that kernels do not support (a hybrid model's) into the largest ones that they do.
+    """
     cache = config.cache_config
     chosen = cache.user_specified_block_size or cache.block_size != cache.DEFAULT_BLOCK_SIZE
     block = cache.block_size if chosen else preferred
-    return block if block in KERNEL_BLOCKS else PREFERRED_BLOCK
+    return max((size for size in KERNEL_BLOCKS if block % size == 0), default=PREFERRED_BLOCK)
 
 
 def verified_tokens(config: Any) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from slimkv.integrations.vllm.backend import PackedBackend
-from slimkv.integrations.vllm.compat import AttentionSpec
 from slimkv.integrations.vllm.mla.compat import MLACommonBackend, call_after_loading, is_supported_spec
+from slimkv.integrations.vllm.mla.impl import SlimKVMLAImpl
+from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadataBuilder
 from slimkv.integrations.vllm.refusals import SPARSE
 
 
@@ -14,20 +15,17 @@ class SlimKVMLABackend(PackedBackend, MLACommonBackend):
     """Latent attention on packed pages. A layer's class is a subclass that knows its format (``backend_for_spec``)."""
 
     held: ClassVar[str] = "latents"
+    is_supported_spec = staticmethod(is_supported_spec)
 
     @staticmethod
     def get_impl_cls() -> Any:
         """The class that runs a layer's attention."""
-        from slimkv.integrations.vllm.mla.impl import SlimKVMLAImpl
-
         call_after_loading()
         return SlimKVMLAImpl
 
     @staticmethod
     def get_builder_cls() -> Any:
         """The class that builds the metadata of a step."""
-        from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadataBuilder
-
         return SlimKVMLAMetadataBuilder
 
     @classmethod
@@ -35,8 +33,3 @@ class SlimKVMLABackend(PackedBackend, MLACommonBackend):
         """Why this kind of layer is not supported, in addition to vLLM's own reasons."""
         use_sparse = layer[6]
         return SPARSE if use_sparse and not cls.is_sparse() else None
-
-    @staticmethod
-    def is_supported_spec(spec: AttentionSpec) -> bool:
-        """See ``PackedBackend``."""
-        return is_supported_spec(spec)

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
+from slimkv.errors import UnsupportedError
 from slimkv.integrations.serving.model import shared_codec
 from slimkv.integrations.vllm.compat import AttentionType, get_current_vllm_config
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.mla import compat
-from slimkv.integrations.vllm.mla.folding import FoldedProjections
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadata
 from slimkv.integrations.vllm.model import find_layer, layer_spec, served_model
 from slimkv.integrations.vllm.page_sizes import backend_for_spec
-from slimkv.integrations.vllm.refusals import check_latents
+from slimkv.integrations.vllm.refusals import check_engine, check_latents
 from slimkv.integrations.vllm.settings import parse
-from slimkv.integrations.vllm.startup import check_engine
 from slimkv.integrations.vllm.warmup import kernel_block, verified_tokens
+from slimkv.ops.latent.folding import fold_key_projection, fold_value_projection
 from slimkv.ops.latent.warmup import LatentKind, run_latent_steps
 from slimkv.ops.warmup import Step, decoding_steps
 from slimkv.spec import LatentSpec, page_layout
@@ -189,3 +189,34 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
             compat.accumulate_mla_context_chunk(chunk, *part, *total)
         assert total is not None
         return total
+
+
+class FoldedProjections:
+    """The absorbed projections of a layer with the latent's rotation folded in, again whenever it has made new ones."""
+
+    FOLDS = (("W_UK_T", fold_key_projection), ("W_UV", fold_value_projection))
+
+    def __init__(self) -> None:
+        self._own: dict[str, torch.nn.Parameter] = {}
+
+    @torch.no_grad()
+    def fold(self, layer: Any, rotation: Tensor) -> None:
+        """Folds ``rotation`` into the layer's projections.
+
+        At first they are views of a weight that prefill reads as it is, so the layer gets parameters of its own. When
+        weights are loaded again vLLM fills those in place, and they stay where they are, as captured graphs need.
+        """
+        for name, fold in self.FOLDS:
+            weight = getattr(layer, name, None)
+            if not isinstance(weight, torch.nn.Parameter):
+                raise UnsupportedError(
+                    f"vLLM has absorbed the projections of {layer.layer_name} into other weights than {name}, so that "
+                    "slimkv cannot fold its rotation into them; use a format that is stored unrotated, such as 'craw' "
+                    "or 'cu4'"
+                )
+            folded = fold(weight, rotation)
+            if self._own.get(name) is weight:
+                weight.copy_(folded)
+                continue
+            self._own[name] = torch.nn.Parameter(folded.contiguous(), requires_grad=False)
+            setattr(layer, name, self._own[name])

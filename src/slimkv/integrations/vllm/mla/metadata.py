@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slimkv.integrations.vllm.compat import AttentionCGSupport, CommonAttentionMetadata
 from slimkv.integrations.vllm.mla import compat
-from slimkv.integrations.vllm.startup import check_cache
+from slimkv.integrations.vllm.refusals import check_cache
 from slimkv.integrations.vllm.warmup import verified_tokens
 from slimkv.ops import AttentionBatch
 

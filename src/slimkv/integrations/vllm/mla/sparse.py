@@ -18,7 +18,7 @@ from slimkv.integrations.vllm.compat import AttentionCGSupport, AttentionMetadat
 from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
 from slimkv.integrations.vllm.mla.compat import SharedTopkIndicesBuffer, call_after_loading, global_slots
 from slimkv.integrations.vllm.mla.impl import SlimKVMLAImpl
-from slimkv.integrations.vllm.startup import check_cache
+from slimkv.integrations.vllm.refusals import check_cache
 from slimkv.ops.latent.cuda.launch import format_refusal
 from slimkv.ops.warmup import Step
 from slimkv.spec import page_layout
