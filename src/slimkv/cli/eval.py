@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -25,7 +25,7 @@ from slimkv.lab.evals.positions import measure_positions
 from slimkv.lab.evals.scores import measure_scores
 from slimkv.lab.evals.statistics import wilson
 from slimkv.lab.evals.texts import load_text, token_windows
-from slimkv.lab.provenance import with_provenance
+from slimkv.lab.provenance import provenance
 from slimkv.lab.report.page import Plot as Drawing
 from slimkv.lab.report.plots import position_plots, quality_plot, write_plots
 
@@ -78,7 +78,8 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
                 report, shown, plots = measure(Subject(loaded.model, loaded.tokenizer, read, names, common), **own)
             if plot and given["plot"] is not None:
                 write_plots(f"{measure.__name__} of {given['model']}", [svg for _, _, svg in plots], given["plot"])
-            emit(with_provenance(report, given["device"]), given["as_json"], *shown, output=given["output"])
+            result = {**asdict(report), "run": asdict(provenance(given["device"]))}
+            emit(result, given["as_json"], *shown, output=given["output"])
 
         _, *found = inspect.signature(measure, eval_str=True).parameters.values()
         options = [parameter.name for parameter in found]

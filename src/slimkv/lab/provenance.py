@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -63,8 +62,3 @@ def device_name(device: torch.device | str) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.machine())
-
-
-def with_provenance(report: Any, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """A report dataclass as a dict with its provenance."""
-    return {**asdict(report), "run": asdict(provenance(device))}

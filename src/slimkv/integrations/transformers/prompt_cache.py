@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,13 @@ def model_weights(model: Any) -> str:
     return parameter_digest(model.named_parameters())
 
 
+def _fingerprint(layers: Sequence[LayerFingerprint], block_size: int, seed: int, dtype: str, model: Any) -> Fingerprint:
+    return Fingerprint.of(
+        layers, block_size=block_size, seed=seed, dtype=dtype, model=model_fields(config_of(model), WRITER),
+        weights=model_weights(model),
+    )  # fmt: skip
+
+
 def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any) -> Path:
     """Writes the cached part of ``input_ids`` to a file; see ``SlimKVCache.save``."""
     count = cache.get_seq_length()
@@ -66,14 +74,7 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
         mark, pages, dtype = _layer_pages(number, layer, count, cache.block_size, cache.settings.seed, lossless)
         marks.append(mark)
         layers[number] = pages
-    fingerprint = Fingerprint.of(
-        marks,
-        block_size=cache.block_size,
-        seed=cache.settings.seed,
-        dtype=_name(dtype),
-        model=model_fields(config, WRITER),
-        weights=model_weights(model),
-    )
+    fingerprint = _fingerprint(marks, cache.block_size, cache.settings.seed, _name(dtype), model)
     return PromptCache(fingerprint, tuple(tokens[:count]), layers).save(path, WRITER)
 
 
@@ -169,16 +170,8 @@ def load_prompt(
     """A cache with the file's formats, filled with its pages; see ``SlimKVCache.load``."""
     prompt = PromptCache.load(path)
     mark = prompt.fingerprint
-    config = config_of(model)
-    own = Fingerprint.of(
-        mark.layers,
-        block_size=mark.block_size,
-        seed=mark.seed,
-        dtype=_name(getattr(model, "dtype", None) or mark.dtype),
-        model=model_fields(config, WRITER),
-        weights=model_weights(model),
-    )
-    mark.check_same(own, str(path))
+    dtype = _name(getattr(model, "dtype", None) or mark.dtype)
+    mark.check_same(_fingerprint(mark.layers, mark.block_size, mark.seed, dtype, model), str(path))
     count = _usable(prompt, input_ids, path)
     formats = {layer.number: layer.format for layer in mark.layers}
     cache = cache_class(

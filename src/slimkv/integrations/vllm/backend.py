@@ -28,6 +28,18 @@ class PackedBackend:
     preferred_block: ClassVar[int] = page_sizes.PREFERRED_BLOCK
     cross_layer_blocks: ClassVar[bool] = False  # whether a block of all layers must lie side by side
     is_supported_spec = staticmethod(compat.is_supported_spec)
+    impl: ClassVar[type]  # runs a layer's attention
+    builder: ClassVar[type]  # builds the metadata of a step
+
+    @classmethod
+    def get_impl_cls(cls) -> Any:
+        """See ``impl``."""
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> Any:
+        """See ``builder``."""
+        return cls.builder
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
@@ -69,17 +81,8 @@ class SlimKVBackend(PackedBackend, compat.AttentionBackend):
     """Attention on packed pages. A layer's class is a subclass that knows its format (``backend_for_spec``)."""
 
     preferred_block: ClassVar[int] = page_sizes.PREFERRED_DENSE_BLOCK
+    impl, builder = SlimKVImpl, SlimKVMetadataBuilder
     supports_head_size = staticmethod(page_sizes.supports_head_size)
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        """The class that runs a layer's attention."""
-        return SlimKVImpl
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        """The class that builds the metadata of a step."""
-        return SlimKVMetadataBuilder
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -30,12 +30,6 @@ class User:
     said: list[int] = field(default_factory=list)  # the conversation so far
     turn: int = 0
 
-    def next_prompt(self) -> list[int]:
-        """The conversation so far and the next question."""
-        self.said = [*self.said, *self.asks[self.turn]]
-        self.turn += 1
-        return self.said
-
 
 class Sessions:
     """The users of a plan, the same for every engine with the same seed."""
@@ -69,10 +63,12 @@ class Sessions:
         return self._ask(number, now) if user.turn < self.turns else None
 
     def _ask(self, number: int, now: float) -> tuple[float, int, list[int]]:
+        """The conversation so far and the user's next question."""
         user = self.users[number]
-        due, prompt = now + user.thinks[user.turn], user.next_prompt()
-        self.prompt_tokens += len(prompt)
-        return due, number, prompt
+        due, user.said = now + user.thinks[user.turn], [*user.said, *user.asks[user.turn]]
+        user.turn += 1
+        self.prompt_tokens += len(user.said)
+        return due, number, user.said
 
 
 def lengths(context: int, turns: int, new_tokens: int) -> tuple[int, int]:

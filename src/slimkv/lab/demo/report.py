@@ -41,7 +41,7 @@ def _question(title: str, question: Question, note: str) -> str:
 
 
 def _plots(showcase: Showcase) -> list[Plot]:
-    curves = [Series(c.format, showcase.contexts, [b / 2**20 for b in c.bytes]) for c in showcase.memory]
+    curves = [Series(name, showcase.contexts, [b / 2**20 for b in held]) for name, held in showcase.memory.items()]
     memory = chart("Memory at length", Axis("tokens of one sequence"), Axis("cache, MiB"), curves)
     return [
         quality_plot([(r.format, r.bytes_per_token, r.kl) for r in showcase.quality.rows]),

@@ -25,14 +25,6 @@ TEXT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class MemoryCurve:
-    """Cache bytes of one sequence at each context length, from the page layout."""
-
-    format: str
-    bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Showcase:
     """Everything ``slimkv demo`` measures."""
 
@@ -43,18 +35,15 @@ class Showcase:
     long: Question | None  # None: the context of the model is too short
     quality: AgreementReport
     contexts: tuple[int, ...]
-    memory: tuple[MemoryCurve, ...]
+    memory: dict[str, tuple[int, ...]]  # cache bytes of one sequence at each context, by format
     run: Provenance
     seconds: float
 
 
-def memory_curves(model: Any, formats: Sequence[str], contexts: Sequence[int]) -> list[MemoryCurve]:
-    """Bytes of one sequence at each context, bfloat16 first; sliding layers hold at most their window."""
+def memory_curves(model: Any, formats: Sequence[str], contexts: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Bytes of one sequence at each context by format, bfloat16 first; sliding layers hold at most their window."""
     shape, named = shape_of(model.config.to_dict()), {"bf16": RAW, **{format: format for format in formats}}
-    return [
-        MemoryCurve(name, tuple(sequence_bytes(shape, format, c, 64) for c in contexts))
-        for name, format in named.items()
-    ]
+    return {name: tuple(sequence_bytes(shape, x, c, 64) for c in contexts) for name, x in named.items()}
 
 
 def run_showcase(
@@ -77,7 +66,7 @@ def run_showcase(
         long = ask(model, tokenizer, kinds, LONG_QUESTION, prompt, long_new_tokens, shown)
     ids = token_windows(tokenizer, text, windows, window_tokens)
     quality = measure_agreement(model, ids, measured, name=name, progress=progress, calibration=calibration)
-    curves = tuple(memory_curves(model, REMEMBERED, CONTEXTS))
+    curves = memory_curves(model, REMEMBERED, CONTEXTS)
     return Showcase(
         name, calibration.source, best, short, long, quality, CONTEXTS, curves, provenance(model.device), watch.seconds
     )

@@ -112,12 +112,10 @@ class Workbench:
 
     def calibrate(self, progress: Progress) -> Path:
         """Loads or makes the calibration; returns the run's copy, which is passed to engines."""
-        from slimkv.integrations.transformers.calibration.cached import auto_calibration, find_calibration
+        from slimkv.integrations.transformers.calibration.cached import find_calibration
 
-        if self.settings.calibration == AUTO:
-            self.calibration = auto_calibration(self.loaded.model, progress=progress)
-        else:
-            self.calibration = find_calibration(self.settings.calibration, self.config, None)
+        model = self.loaded.model if self.settings.calibration == AUTO else None
+        self.calibration = find_calibration(self.settings.calibration, self.config, model, progress)
         assert self.calibration is not None
         path = self.folder / "calibration.safetensors"
         self.calibration.save(path)

@@ -20,7 +20,7 @@ _RECIPE = "sampled"  # the kind of tokens, part of a calibration's file name
 
 
 def find_calibration(
-    calibration: Calibration | str | Path | None, config: Any, model: Any | None
+    calibration: Calibration | str | Path | None, config: Any, model: Any | None, progress: Progress = silent
 ) -> Calibration | None:
     """The calibration for a cache of a model with ``config``, checked to be for it; see ``SlimKVCache``."""
     if calibration is None:
@@ -31,7 +31,7 @@ def find_calibration(
                 "calibration='auto' runs the model once: give the model itself instead of its config, or a file from "
                 "slimkv calibrate"
             )
-        return auto_calibration(model)
+        return auto_calibration(model, progress=progress)
     found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
     found.check_model(config)
     return found

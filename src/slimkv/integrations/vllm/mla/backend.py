@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from slimkv.integrations.vllm.backend import PackedBackend
-from slimkv.integrations.vllm.mla.compat import MLACommonBackend, call_after_loading, is_supported_spec
+from slimkv.integrations.vllm.mla.compat import MLACommonBackend, is_supported_spec
 from slimkv.integrations.vllm.mla.impl import SlimKVMLAImpl
 from slimkv.integrations.vllm.mla.metadata import SlimKVMLAMetadataBuilder
 from slimkv.integrations.vllm.refusals import SPARSE
@@ -16,17 +16,7 @@ class SlimKVMLABackend(PackedBackend, MLACommonBackend):
 
     held: ClassVar[str] = "latents"
     is_supported_spec = staticmethod(is_supported_spec)
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        """The class that runs a layer's attention."""
-        call_after_loading()
-        return SlimKVMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        """The class that builds the metadata of a step."""
-        return SlimKVMLAMetadataBuilder
+    impl, builder = SlimKVMLAImpl, SlimKVMLAMetadataBuilder
 
     @classmethod
     def supports_combination(cls, *layer: Any) -> str | None:

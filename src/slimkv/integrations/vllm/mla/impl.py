@@ -62,6 +62,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         }
         check_latents(self._config, kv_cache_dtype, features, mla)
         compat.forbid_fused_cache_updates(self._config)
+        compat.call_after_loading()
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, **mla,

@@ -16,7 +16,7 @@ from slimkv import ops
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.vllm.compat import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
-from slimkv.integrations.vllm.mla.compat import SharedTopkIndicesBuffer, call_after_loading, global_slots
+from slimkv.integrations.vllm.mla.compat import SharedTopkIndicesBuffer, global_slots
 from slimkv.integrations.vllm.mla.impl import SlimKVMLAImpl
 from slimkv.integrations.vllm.refusals import check_cache
 from slimkv.ops.latent.cuda.launch import format_refusal
@@ -24,31 +24,6 @@ from slimkv.ops.warmup import Step
 from slimkv.spec import page_layout
 
 QUERIES_AT_ONCE = 256  # the partial results of more would take too much memory
-
-
-class SlimKVSparseMLABackend(SlimKVMLABackend):
-    """Sparse latent attention on packed token rows."""
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        """The class that runs a layer's attention."""
-        call_after_loading()
-        return SlimKVSparseMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        """The class that builds the metadata of a step."""
-        return SlimKVSparseMetadataBuilder
-
-    @classmethod
-    def is_sparse(cls) -> bool:
-        """Whether layers have an indexer."""
-        return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """Where there is a kernel that reads token rows."""
-        return (capability.major, capability.minor) == (9, 0)
 
 
 @dataclass
@@ -173,3 +148,19 @@ class SlimKVSparseMLAImpl(SharedTopkIndicesBuffer, SlimKVMLAImpl):
                 output_is_rotated=True, out=out[part], backend=self._settings.backend,
             )  # fmt: skip
         return out, None
+
+
+class SlimKVSparseMLABackend(SlimKVMLABackend):
+    """Sparse latent attention on packed token rows."""
+
+    impl, builder = SlimKVSparseMLAImpl, SlimKVSparseMetadataBuilder
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Whether layers have an indexer."""
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Where there is a kernel that reads token rows."""
+        return (capability.major, capability.minor) == (9, 0)
