@@ -17,9 +17,8 @@ from slimkv.cli.options import DEFAULT_MODEL, Device, Dtype, Json, Model, Thread
 from slimkv.cli.output import console, emit, make_table
 from slimkv.cli.parsing import check_folder, option
 from slimkv.config import AUTO
-from slimkv.lab.demo.questions import Question
 from slimkv.lab.demo.report import QUALITY, quality_rows, write_report
-from slimkv.lab.demo.showcase import Showcase, run_showcase
+from slimkv.lab.demo.showcase import Question, Showcase, run_showcase
 from slimkv.lab.evals.harness import check_formats
 
 _SHOWN = 2  # the stock cache and the best one; the page has all of them

@@ -14,9 +14,8 @@ import torch
 
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 from slimkv.integrations.transformers.calibration.samples import random_windows
-from slimkv.lab.demo.questions import LONG_QUESTION, SHORT_QUESTION, Reader, long_prompt, read_together
 from slimkv.lab.demo.report import write_report
-from slimkv.lab.demo.showcase import run_showcase
+from slimkv.lab.demo.showcase import LONG_QUESTION, SHORT_QUESTION, Reader, long_prompt, read_together, run_showcase
 from slimkv.lab.evals.harness import STOCK, CacheKind
 from slimkv.lab.evals.texts import load_text
 from slimkv.lab.report.charts import Axis, Series, chart

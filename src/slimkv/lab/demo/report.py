@@ -7,8 +7,7 @@ from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
-from slimkv.lab.demo.questions import Answer, Question
-from slimkv.lab.demo.showcase import Showcase
+from slimkv.lab.demo.showcase import Answer, Question, Showcase
 from slimkv.lab.evals.agreement import AgreementReport
 from slimkv.lab.report.charts import Axis, Series, chart
 from slimkv.lab.report.page import Plot, document, plot_cards, table, td, tile, versions_line
