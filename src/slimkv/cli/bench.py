@@ -18,7 +18,7 @@ from slimkv.lab.bench.attention import bench_attend
 from slimkv.lab.bench.generate import CPU_SIZES, GenerateReport, GenerateSettings, time_generation
 from slimkv.lab.bench.results import Report
 from slimkv.lab.bench.run import Options
-from slimkv.lab.bench.serve import ServeReport, bench_serve, notes, plot_sessions, table_rows
+from slimkv.lab.bench.serve import bench_serve, notes, plot_sessions, table_rows
 from slimkv.lab.bench.serve_settings import SESSIONS, ServeSettings
 from slimkv.lab.bench.store import bench_store
 from slimkv.lab.engine_process import require_engine
@@ -89,7 +89,9 @@ def serve(
     report = bench_serve(settings, _say, folder)
     if plot is not None:
         plot_sessions(report, plot)
-    emit(report, as_json, *([] if as_json else serving_table(report)), output=output)
+    header, *rows = table_rows(report)
+    table = make_table(f"serving {settings.shape}, {report.device}", *header, rows=rows)
+    emit(report, as_json, table, *notes(report), output=output)
     if any("error" in system for system in report.systems.values()):
         raise typer.Exit(1)
 
@@ -124,9 +126,3 @@ def generation_table(report: GenerateReport) -> Table:
             f"{row.cache_bytes:,}", f"{row.bytes_of_bf16:.3f}", f"{row.prefill_seconds:.2f}",
         )  # fmt: skip
     return table
-
-
-def serving_table(report: ServeReport) -> list[Table | str]:
-    """``bench serve``."""
-    header, *rows = table_rows(report)
-    return [make_table(f"serving {report.settings.shape}, {report.device}", *header, rows=rows), *notes(report)]

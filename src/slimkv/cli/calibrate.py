@@ -58,9 +58,9 @@ def calibrate(
         )
     if engine_options is not None and engine not in SERVING:
         raise InputError(f"--engine-options are for --engine {' and '.join(SERVING)}")
-    watch, started, samples = Stopwatch(), None, (windows, tokens)
+    watch, samples = Stopwatch(), (windows, tokens)
     if engine in SERVING:
-        made, started = _gather_serving(engine, model, samples, seed, max_positions, engine_options)
+        made = _gather_serving(engine, model, samples, seed, max_positions, engine_options)
     else:
         from slimkv.integrations.transformers.calibration.collect import gather_calibration
         from slimkv.integrations.transformers.calibration.samples import random_windows
@@ -86,7 +86,7 @@ def calibrate(
         made = made.with_formats(solution.formats)
     path = output if output is not None else cached_path(models.source(model))
     made.save(path)
-    result = _result(model, made, solution, path, watch.seconds, started)
+    result = _result(model, made, solution, path, watch.seconds)
     emit(result, as_json, *([] if as_json else _shown(result, solution)))
 
 
@@ -106,8 +106,8 @@ def _chooses_widths(budget: float | None, profile: str | None) -> bool:
 
 def _gather_serving(
     engine: str, name: str, samples: tuple[int, int], seed: int, max_positions: int | None, options: str | None
-) -> tuple[Calibration, float]:
-    """The calibration, and the seconds that the engine took to start."""
+) -> Calibration:
+    """The calibration, from statistics that the engine gathers."""
     try:
         given = json.loads(options) if options else {}
     except ValueError as error:
@@ -117,23 +117,13 @@ def _gather_serving(
     require_engine(engine)
     observe = importlib.import_module(f"slimkv.integrations.{engine}.observe")
     source = models.source(name)
-    watch, started = Stopwatch(), [0.0]
     with progress_bar() as (_, progress):
-
-        def told(what: str, done: int, total: int) -> None:
-            if done == 1:  # the first step after the engine's start
-                started[0] = watch.seconds
-            progress(what, done, total)
-
-        made = observe.gather_calibration(
-            source, samples=samples, seed=seed, max_positions=max_positions, progress=told, **given
+        return observe.gather_calibration(
+            source, samples=samples, seed=seed, max_positions=max_positions, progress=progress, **given
         )
-    return made, started[0]
 
 
-def _result(
-    model: str, made: Calibration, solution: Solution | None, out: Path, seconds: float, started: float | None
-) -> dict[str, Any]:
+def _result(model: str, made: Calibration, solution: Solution | None, out: Path, seconds: float) -> dict[str, Any]:
     gains = []
     for layer in made.layers.values():
         plain, query_aware = logit_noise(layer, made.seed, query_aware=False), logit_noise(layer, made.seed)
@@ -157,19 +147,18 @@ def _result(
         "max_positions": made.max_positions,
         "widths": widths,
         "seconds": seconds,
-        "engine_start_seconds": started,  # part of ``seconds``
     }
 
 
 def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
-    gains, started = result["logit_error_reduction"], result["engine_start_seconds"]
+    gains = result["logit_error_reduction"]
     rows = [
         ("read", result["source"]),
         ("layers, KV heads in total", f"{result['layers']}, {result['num_kv_heads']}"),
         ("file", f"{result['file_bytes']:,} bytes"),
         ("squared error that queries see", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's"),
         ("valid up to position", f"{result['max_positions']:,}"),
-        ("time", f"{result['seconds']:.1f} s" + (f", {started:.1f} s to start the engine" if started else "")),
+        ("time", f"{result['seconds']:.1f} s"),
     ]
     tables = []
     if solution is not None:
