@@ -53,11 +53,6 @@ class Subject:
         """Windows of the text, int64 [count, tokens]."""
         return token_windows(self.tokenizer, self.text, count, tokens, offset)
 
-    @property
-    def name(self) -> str:
-        """The name of the model, as given."""
-        return self.options["name"]
-
 
 def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable[[Callable[..., Result]], Any]:
     """The frame of every eval command: shared options, loading the model and its calibration, printing.
@@ -124,7 +119,7 @@ def perplexity(
     """Measure perplexity, compared with the stock cache; agreement shows more of the same run."""
     ids, mode = subject.windows(windows, tokens, offset), "serving" if serving else "strict"
     report = measure_agreement(subject.model, ids, subject.formats, mode=mode, **subject.options)
-    table = make_table(f"perplexity, {mode}, {subject.name}", "format", "perplexity", "over raw", "bytes/token")
+    table = make_table(f"perplexity, {mode}, {report.model}", "format", "perplexity", "over raw", "bytes/token")
     table.add_row(RAW, f"{report.raw_perplexity:.4f}", "", f"{report.raw_bytes_per_token:.0f}")
     for row in report.rows:
         table.add_row(row.format, f"{row.perplexity:.4f}", _over_raw(row), f"{row.bytes_per_token:.0f}")
@@ -148,7 +143,7 @@ def agreement(
     report = measure_agreement(
         subject.model, ids, subject.formats, mode="serving" if serving else "strict", prefill=ways, **subject.options
     )
-    title = f"against the stock cache, {report.mode}, {subject.name}; raw perplexity {report.raw_perplexity:.4f}"
+    title = f"against the stock cache, {report.mode}, {report.model}; raw perplexity {report.raw_perplexity:.4f}"
     table = make_table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
     for row in report.rows:
         kl = f"{row.kl:.5f} ± {max(row.kl_high - row.kl, row.kl - row.kl_low):.5f}"
@@ -185,7 +180,7 @@ def positions(subject: Subject, windows: Windows = 1, tokens: Tokens = 8192, off
     ids = subject.windows(windows, tokens, offset)
     report = measure_positions(subject.model, ids, subject.formats, **subject.options)
     ranges = [f"{a:,}-{b:,}" for a, b in zip((0, *report.edges[:-1]), report.edges, strict=True)]
-    table = make_table(f"KL by position (top-1 agreement), strict, {subject.name}", "format", *ranges, "mean", "MiB")
+    table = make_table(f"KL by position (top-1 agreement), strict, {report.model}", "format", *ranges, "mean", "MiB")
     for row in report.rows:
         cells = (f"{kl:.3g} ({top1:.1%})" for kl, top1 in zip(row.kl, row.top1, strict=True))
         table.add_row(row.format, *cells, f"{row.mean_kl:.3g}", f"{row.bytes[-1] / 2**20:.1f}")
@@ -206,7 +201,7 @@ def needle(
         depths=numbers("--depths", depths, float), mode="strict" if strict else "serving", offset=offset,
         **subject.options,
     )  # fmt: skip
-    table = make_table(f"needles found, {report.mode}, {subject.name}", "format", "context", "depth", "found")
+    table = make_table(f"needles found, {report.mode}, {report.model}", "format", "context", "depth", "found")
     for cell in report.cells:
         table.add_row(cell.format, str(cell.context), f"{cell.depth:.0%}", f"{cell.found}/{cell.tried}")
     for format in dict.fromkeys(cell.format for cell in report.cells):
@@ -230,7 +225,7 @@ def generation(
         subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens,
         mode="strict" if strict else "serving", **subject.options,
     )  # fmt: skip
-    title = f"greedy text, {report.mode}, {subject.name}"
+    title = f"greedy text, {report.mode}, {report.model}"
     table = make_table(title, "format", "prompt", "first difference", "same tokens")
     for row in report.rows:
         first = "none" if row.first_divergence is None else f"token {row.first_divergence} of {row.tokens}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -36,16 +36,28 @@ class Part:
 
 
 @dataclass
-class SlimKVMetadata:
-    """One step, with the field names that vLLM expects."""
+class StepMetadata:
+    """What vLLM expects to find in the metadata of a step, under its own names."""
 
     num_actual_tokens: int
     max_query_len: int
     max_seq_len: int
     query_start_loc: Tensor
     seq_lens: Tensor
-    block_table: Tensor
     slot_mapping: Tensor
+    block_table: Tensor  # int32 [requests, blocks]
+
+    @classmethod
+    def of(cls, common: compat.CommonAttentionMetadata, **own: Any) -> Self:
+        """The metadata of a step from the scheduler's output and from the fields that only slimkv has."""
+        names = ("num_actual_tokens", "max_query_len", "max_seq_len", "query_start_loc", "seq_lens", "slot_mapping")
+        return cls(**{name: getattr(common, name) for name in names}, block_table=common.block_table_tensor, **own)
+
+
+@dataclass
+class SlimKVMetadata(StepMetadata):
+    """One step."""
+
     parts: tuple[Part, ...]
     causal: bool = True  # False for drafters of blocks with bidirectional attention
     matrix_index: Tensor | None = None  # int32 [at least num_actual_tokens]: of query-aware matrices, by position
@@ -106,19 +118,9 @@ class SlimKVMetadataBuilder(compat.AttentionMetadataBuilder):
             starts, lengths = common.query_start_loc[: requests + 1], common.seq_lens[:requests]
             index = self._matrix_index.fill(starts, lengths, common.num_actual_tokens)
         by_prompt = self._deterministic and common.is_prefilling is not None
-        parts = _parts(common, self.reorder_batch_threshold or 1, by_prompt)
-        return SlimKVMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
-            parts=tuple(self._with_shard(part) for part in parts),
-            causal=common.causal,
-            matrix_index=index,
-        )
+        found = _parts(common, self.reorder_batch_threshold or 1, by_prompt)
+        parts = tuple(self._with_shard(part) for part in found)
+        return SlimKVMetadata.of(common, parts=parts, causal=common.causal, matrix_index=index)
 
     def _with_shard(self, part: Part) -> Part:
         if self._sharing is None:

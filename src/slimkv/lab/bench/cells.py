@@ -34,6 +34,12 @@ class Cell:
     page: int = 64
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The shape as reports name it."""
+        names = ("batch", "context", "queries", "tokens", "num_heads", "num_kv_heads", "head_dim", "page")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+    @property
     def layout(self) -> PageLayout:
         """The pages of this cell."""
         if self.rope_dim:
@@ -68,12 +74,6 @@ class AttendCell(Cell):
     sinks: bool = False
     prefill: str = "16bit"
     deterministic: bool = False
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The shape as reports name it."""
-        names = ("batch", "context", "queries", "num_heads", "num_kv_heads", "head_dim", "page")
-        return {name: getattr(self, name) for name in names}
 
     @property
     def softmax_scale(self) -> float:
@@ -130,11 +130,6 @@ class StoreCell(Cell):
     query_aware: bool = False
     max_positions: int = 0  # positions per matrix; the tokens of a decode step are scattered over several ranges
     centred: bool = False
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The shape as reports name it."""
-        return {name: getattr(self, name) for name in ("tokens", "num_kv_heads", "head_dim", "page")}
 
     def moved_bytes(self, element_bytes: int) -> int:
         """K and V read, and their bytes in the pages written."""

@@ -62,15 +62,6 @@ def slimkv_lm(model: Any, tokenizer: Any, kind: CacheKind, batch_size: int = 1) 
     return SlimKVLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
-def vllm_lm(bench: Workbench, format: str) -> LM:
-    """The harness's own vLLM model, with slimkv's pages in the engine and prefix caching on."""
-    _import_lm_eval()
-    from lm_eval.models.vllm_causallms import VLLM as VLLMModel
-
-    arguments = engine_arguments(bench, format, None)
-    return VLLMModel(pretrained=arguments.pop("model"), **arguments)
-
-
 @lru_cache(maxsize=4)
 def _task_manager(task_folder: str | None) -> Any:
     """Created once, because it reads thousands of files."""
@@ -131,8 +122,12 @@ def run_lm_eval(bench: Workbench, format: str, progress: Progress) -> dict[str, 
     settings = bench.settings
     progress(f"lm-evaluation-harness: {format}", 0, 1)
     if settings.engine == VLLM:
+        _import_lm_eval()
+        from lm_eval.models.vllm_causallms import VLLM as VLLMModel
+
         bench.release()
-        model = vllm_lm(bench, format)
+        arguments = engine_arguments(bench, format, None)  # the harness's own model, with slimkv's pages in the engine
+        model = VLLMModel(pretrained=arguments.pop("model"), **arguments)
     else:
         model = slimkv_lm(bench.loaded.model, bench.loaded.tokenizer, bench.kind(format))
     found = evaluate(model, settings.tasks, settings.size.limit, settings.task_folder)

@@ -61,13 +61,9 @@ def run_engine(bench: Workbench, format: str, contexts: Sequence[Context], progr
         result, error = run_plan("slimkv.lab.suite.vllm_engine", request, stem, environment(**on_cpu), tell)
         if error or not result:
             tail = log_tail(stem.with_suffix(".log"), 2000)
-            raise EngineError(f"vLLM with {format} ended with {error}: {_last_line(tail)}\n{tail}")
+            last = (tail.strip() or "it printed nothing").splitlines()[-1]
+            raise EngineError(f"vLLM with {format} ended with {error}: {last[:300]}\n{tail}")
         return result
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else "it printed nothing"
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.vllm.compat import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
+from slimkv.integrations.vllm.metadata import StepMetadata
 from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
 from slimkv.integrations.vllm.mla.compat import SharedTopkIndicesBuffer, global_slots
 from slimkv.integrations.vllm.mla.impl import SlimKVMLAImpl
@@ -27,17 +28,10 @@ QUERIES_AT_ONCE = 256  # the partial results of more would take too much memory
 
 
 @dataclass
-class SlimKVSparseMetadata:
+class SlimKVSparseMetadata(StepMetadata):
     """One step. All tokens count as decoded ones: vLLM then expands no latents into K and V."""
 
     num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    slot_mapping: Tensor
-    block_table: Tensor  # int32 [requests, blocks]
     req_id_per_token: Tensor  # int32 [tokens]
     block_size: int
     lengths: Tensor  # int32 [tokens]: how many slots a query has, skipped ones included
@@ -73,11 +67,9 @@ class SlimKVSparseMetadataBuilder(AttentionMetadataBuilder):
         tokens = step.num_actual_tokens
         requests = self._requests[:tokens]  # of a buffer that graphs know
         torch.searchsorted(step.query_start_loc[1:], self._starts[:tokens], right=True, out_int32=True, out=requests)
-        return SlimKVSparseMetadata(
-            num_reqs=step.num_reqs, num_actual_tokens=tokens, max_query_len=step.max_query_len,
-            max_seq_len=step.max_seq_len, query_start_loc=step.query_start_loc, seq_lens=step.seq_lens,
-            slot_mapping=step.slot_mapping, block_table=step.block_table_tensor,
-            req_id_per_token=requests.clamp_(max=step.num_reqs - 1), block_size=self.kv_cache_spec.block_size,
+        return SlimKVSparseMetadata.of(
+            step, num_reqs=step.num_reqs, req_id_per_token=requests.clamp_(max=step.num_reqs - 1),
+            block_size=self.kv_cache_spec.block_size,
             lengths=self._lengths[:tokens], starts=self._starts[: tokens + 1], topk_tokens=self._topk,
             num_decodes=step.num_reqs, num_decode_tokens=tokens,
         )  # fmt: skip
