@@ -30,7 +30,7 @@ class Case:
     key: Tensor
     value: Tensor
     slots: Tensor
-    call: Callable[[], None]
+    run: Callable[[], None]  # the timed call
 
     @classmethod
     def create(cls, cell: StoreCell, backend: str, device: torch.device, compile_only: bool = False) -> Case:
@@ -53,10 +53,6 @@ class Case:
         plan = ops.plan_store(key, value, kv, slots, rounding, backend=backend)
         index = None if rounding is None else rounding.index
         return cls(cell, key, value, slots, partial(plan.run, key, value, slots, index))  # as engines do in every step
-
-    def run(self) -> None:
-        """The timed call."""
-        self.call()
 
     def error(self) -> None:
         """Not checked: tests compare the bytes with those of the reference."""

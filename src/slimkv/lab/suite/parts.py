@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from slimkv.formats import DEFAULT_FORMAT
@@ -36,12 +37,10 @@ class Part:
     title: str
     settings: Data  # what determines its result besides the model and the versions
     weight: float  # expected cost, in tokens that the model reads
-    run: Callable[[Progress], Data]
+    run: Callable[..., Data]  # takes ``progress``
 
 
-def _part(
-    bench: Workbench, name: str, title: str, weight: float, run: Callable[[Progress], Data], **given: Any
-) -> Part:
+def _part(bench: Workbench, name: str, title: str, weight: float, run: Callable[..., Data], **given: Any) -> Part:
     """A part called ``kind`` or ``kind-more``. Its result depends on ``given``, the text and the formats."""
     kind = next(kind for kind in PARTS if name == kind or name.startswith(f"{kind}-"))
     formats = {} if "format" in given else {"formats": bench.settings.formats}
@@ -107,10 +106,7 @@ def _agreement(bench: Workbench, notes: list[str]) -> list[Part]:
         notes.append(
             f"agreement: {count} windows in place of {size.windows}, the text is shorter; give a longer --text"
         )
-
-    def run(progress: Progress) -> Data:
-        return bench.measured(measure_agreement, bench.windows(count, tokens), progress=progress)
-
+    run = partial(bench.measured, measure_agreement, windows=(count, tokens))
     weight, title = _reading(settings, count * tokens), "perplexity, agreement, KL divergence"
     return [_part(bench, "agreement", title, weight, run, windows=count, tokens=tokens)]
 
@@ -121,7 +117,7 @@ def _positions(bench: Workbench, notes: list[str]) -> list[Part]:
 
     def run(progress: Progress) -> Data:
         more = [BUDGET] if takes_budget(bench.loaded.model) else []
-        return bench.measured(measure_positions, bench.windows(1, tokens), progress=progress, more=more)
+        return bench.measured(measure_positions, windows=(1, tokens), progress=progress, more=more)
 
     weight, title = _reading(settings, tokens * (1 + tokens / 8192)), f"KL divergence by position to {tokens:,}"
     return [_part(bench, "positions", title, weight, run, budget=BUDGET, tokens=tokens)]
@@ -131,12 +127,8 @@ def _needle(bench: Workbench, notes: list[str]) -> list[Part]:
     settings, depths = bench.settings, bench.settings.size.needle_depths
 
     def at(context: int) -> Part:
-        def run(progress: Progress) -> Data:
-            return bench.measured(
-                measure_needle, bench.tokenizer, bench.text,
-                contexts=[context], depths=depths, mode=STRICT, progress=progress,
-            )  # fmt: skip
-
+        asked: Data = {"contexts": [context], "depths": depths, "mode": STRICT}
+        run = partial(bench.measured, measure_needle, bench.tokenizer, bench.text, **asked)
         weight, title = _reading(settings, 4 * len(depths) * (context + 100)), f"needle grid at {context:,} tokens"
         return _part(bench, f"needle-{context}", title, weight, run, context=context, depths=depths)
 
@@ -208,11 +200,8 @@ def _lm_eval(bench: Workbench, notes: list[str]) -> list[Part]:
     settings, size = bench.settings, bench.settings.size
 
     def of(format: str) -> Part:
-        def run(progress: Progress) -> Data:
-            return run_lm_eval(bench, format, progress)
-
         given = {"format": format, "tasks": settings.tasks, "limit": size.limit, "folder": settings.task_folder}
-        title = f"lm-evaluation-harness: {format}"
+        title, run = f"lm-evaluation-harness: {format}", partial(run_lm_eval, bench, format)
         return _part(bench, f"lm-eval-{format}", title, _START * len(settings.tasks), run, **given)
 
     return [of(format) for format in settings.formats] if settings.tasks else []
@@ -223,10 +212,7 @@ def _drafts(bench: Workbench, notes: list[str]) -> list[Part]:
     new = 3 * size.decode_tokens
     tokens = _window(bench, min(size.window_tokens, max((bench.max_positions or 1024) - new, 16)), "drafts", notes)
     count = max(1, min(size.windows, 8, bench.text_tokens // tokens))
-
-    def run(progress: Progress) -> Data:
-        return bench.measured(measure_acceptance, bench.windows(count, tokens), progress=progress, new_tokens=new)
-
+    run = partial(bench.measured, measure_acceptance, windows=(count, tokens), new_tokens=new)
     weight, title = _reading(settings, count * tokens + 25.0 * new), f"n-gram drafts accepted after {tokens:,} tokens"
     return [_part(bench, "drafts", title, weight, run, windows=count, tokens=tokens, new_tokens=new)]
 

@@ -153,7 +153,7 @@ def _run_part(part: Part, calibration: str | None, bench: Workbench, progress: P
     begin = time.monotonic()
     progress(part.title, 0, 1)
     try:
-        data = json.loads(json.dumps(part.run(progress), allow_nan=False))
+        data = json.loads(json.dumps(part.run(progress=progress), allow_nan=False))
     except Exception as error:  # any error: the other parts continue
         write_whole(bench.folder / _KEPT / f"{part.name}-failed.txt", traceback.format_exc().encode())
         told = f"{type(error).__name__}: {error}"

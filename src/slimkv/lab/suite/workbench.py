@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from slimkv.calibration import Calibration
 from slimkv.calibration.identity import folder_digest
@@ -145,14 +144,16 @@ class Workbench:
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
-    def windows(self, count: int, tokens: int) -> Tensor:
-        """Windows of the text, int64 [count, tokens]."""
-        return token_windows(self.tokenizer, self.text, count, tokens)
-
     def measured(
-        self, measure: Callable[..., Any], *inputs: Any, progress: Progress, more: Sequence[str] = (), **options: Any
-    ) -> dict[str, Any]:
-        """What an eval, ``measure(model, *inputs, formats)``, reports of the packed caches and of ``more``."""
+        self, measure: Callable[..., Any], *inputs: Any, progress: Progress, windows: tuple[int, int] | None = None,
+        more: Sequence[str] = (), **options: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """What an eval, ``measure(model, *inputs, formats)``, reports of the packed caches and of ``more``.
+
+        ``windows``: how many windows of how many tokens of the text are its input.
+        """
+        if windows is not None:
+            inputs = (token_windows(self.tokenizer, self.text, *windows),)
         report = measure(
             self.loaded.model, *inputs, [*self.packed, *more], name=self.settings.model, progress=progress,
             calibration=self.used_calibration, **options,
