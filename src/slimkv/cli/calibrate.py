@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from slimkv.calibration import Calibration
-from slimkv.calibration.bit_allocation import PROFILES, WIDTHS, Solution, budget_bytes, profile_bytes, solve_widths
+from slimkv.calibration.bit_allocation import Solution
 from slimkv.calibration.cache import cached_path
 from slimkv.calibration.predict import logit_noise
 from slimkv.cli.loading import load_quietly, progress_bar
@@ -50,7 +50,11 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Run a model once and write the statistics of its queries that query-aware rounding needs."""
-    chooses = _chooses_widths(budget, profile)
+    from slimkv.integrations.transformers.calibration.calibrate import choose_widths, chooses_widths
+    from slimkv.integrations.transformers.calibration.collect import gather_calibration
+    from slimkv.integrations.transformers.calibration.samples import random_windows
+
+    chooses = chooses_widths(budget, profile)
     if engine in SERVING and (chooses or text is not None or ids != SAMPLED):
         raise InputError(
             f"--text, --ids, --budget and --profile need --engine transformers: {SERVING[engine]} calibrates on tokens "
@@ -62,9 +66,6 @@ def calibrate(
     if engine in SERVING:
         made = _gather_serving(engine, model, samples, seed, max_positions, engine_options)
     else:
-        from slimkv.integrations.transformers.calibration.collect import gather_calibration
-        from slimkv.integrations.transformers.calibration.samples import random_windows
-
         body = load_text(text) if text is not None else None
         with progress_bar() as (_, progress):
             loaded = load_quietly(model, threads, device, dtype, progress)
@@ -81,27 +82,12 @@ def calibrate(
             )  # fmt: skip
     solution = None
     if chooses:
-        size = budget_bytes(made, budget) if budget is not None else profile_bytes(made, str(profile))
-        solution = solve_widths(made, size)
+        solution = choose_widths(made, budget, profile)
         made = made.with_formats(solution.formats)
     path = output if output is not None else cached_path(models.source(model))
     made.save(path)
     result = _result(model, made, solution, path, watch.seconds)
     emit(result, as_json, *([] if as_json else _shown(result, solution)))
-
-
-def _chooses_widths(budget: float | None, profile: str | None) -> bool:
-    """Whether widths per layer are requested; raises if that is not possible."""
-    if budget is not None and profile is not None:
-        raise InputError("--budget and --profile both choose the widths; give one of them")
-    if profile is not None and profile not in PROFILES:
-        raise InputError(f"unknown profile {profile!r}; use one of {', '.join(PROFILES)}")
-    if budget is not None and not WIDTHS[0] < budget < WIDTHS[-1] + 1:
-        raise InputError(
-            f"--budget is in bits per value, scales included: more than {WIDTHS[0]} and less than {WIDTHS[-1] + 1}, "
-            f"not {budget:g}"
-        )
-    return budget is not None or profile is not None
 
 
 def _gather_serving(

@@ -9,7 +9,7 @@ import torch
 import transformers
 from tiny import LOSSLESS, generate, padded, tiny, tokens
 
-from slimkv import SlimKVCache
+from slimkv import SlimKVCache, calibrate_model
 from slimkv.calibration import Calibration
 from slimkv.calibration.rotary import Rotary
 from slimkv.codec import Codec
@@ -134,6 +134,19 @@ def test_files_are_taken_and_checked(model, calibration, tmp_path):
     SlimKVCache(model, calibration=str(path))
     with pytest.raises(InputError, match="num_key_value_heads is 4, the calibration has 2"):
         SlimKVCache(tiny("mha").config, calibration=path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"profile": "silly"}, "unknown profile 'silly'; use one of lossless, balanced, aggressive"),
+        ({"budget": 99}, "more than 2 and less than 9, not 99"),
+        ({"budget": 4, "profile": "balanced"}, "give one of them"),
+    ],
+)
+def test_widths_are_refused_before_the_model_runs(asked, message):
+    with pytest.raises(InputError, match=message):
+        calibrate_model(None, **asked)
 
 
 def test_formats_that_the_calibration_chose(model, calibration):
