@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,16 +39,13 @@ def verify(file: File, as_json: Json = False) -> None:
 
 def _facts(header: PromptHeader) -> dict[str, Any]:
     mark = header.fingerprint
-    formats: dict[str, int] = {}
-    for layer in mark.layers:
-        formats[layer.format] = formats.get(layer.format, 0) + 1
     size = header.path.stat().st_size
     return {
         "tokens": header.num_tokens,
         "bytes": size,
         "bytes_per_token": round(size / header.num_tokens, 1),
         "layers": len(mark.layers),
-        "formats": formats,  # layers of each
+        "formats": Counter(layer.format for layer in mark.layers),  # layers of each
         "num_kv_heads": sorted({layer.num_kv_heads for layer in mark.layers}),
         "head_dims": sorted({(layer.key_dim, layer.value_dim) for layer in mark.layers}),
         "block_size": mark.block_size,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from slimkv.errors import MissingDependencyError
+from slimkv.integrations.serving.listener import silent
 from slimkv.lab import models
 from slimkv.lab.engine_process import EngineError
-from slimkv.lab.evals.harness import quiet
 from slimkv.lab.suite.settings import make_settings
 from slimkv.lab.suite.tasks import Context, Question
 from slimkv.lab.suite.vllm_engine import engine_arguments, run_engine
@@ -41,7 +41,7 @@ CONTEXT = Context("t", 128, tuple(range(100, 190)), (Question((5, 9), (7, 8), 0.
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
 def test_without_vllm(bench):
     with pytest.raises(MissingDependencyError, match=r"pip install 'slimkv\[vllm\]'"):
-        run_engine(bench, "raw", [CONTEXT], quiet)
+        run_engine(bench, "raw", [CONTEXT], silent)
 
 
 def test_an_engine_that_does_not_start_is_reported(bench, monkeypatch):
@@ -50,7 +50,7 @@ def test_an_engine_that_does_not_start_is_reported(bench, monkeypatch):
     monkeypatch.setattr("slimkv.lab.engine_process.find_spec", lambda name: object())
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(EngineError, match="vLLM with raw ended with exit code 1: it printed nothing"):
-        run_engine(bench, "raw", [CONTEXT], quiet)
+        run_engine(bench, "raw", [CONTEXT], silent)
 
 
 @pytest.mark.vllm
@@ -78,6 +78,6 @@ def test_it_answers_as_transformers_does(bench, tiny_folder, format):
                 )[0, ids.shape[1] :].tolist()  # fmt: skip
             questions.append(Question(suffix, tuple(said if right else [*said[:-1], said[-1] + 1]), 0.5))
         contexts.append(Context("t", 256, prefix, tuple(questions)))
-    found = run_engine(bench, format, contexts, quiet)
+    found = run_engine(bench, format, contexts, silent)
     assert found["exact"] == [True, True, False, False]
     assert found["prefix_cache_hits"] >= 3 * 64

@@ -35,6 +35,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
     supports_dcp = False
     supports_pcp = False
     token_rows = False  # how pages hold tokens
+    _spec: LatentSpec  # once the weights are loaded
 
     def __init__(
         self,
@@ -68,7 +69,6 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
             attn_type, kv_sharing_target_layer_name, **mla,
         )  # fmt: skip
         self.sliding_window = None  # of the fingerprint: every layer keeps all tokens
-        self._spec: LatentSpec | None = None
         self._unbound: Any = None  # the layer's backend before it knew a format
         self._folded = FoldedProjections()
         self._fresh_codes = not self._settings.reads_fresh_raw(shared_pages=True)
@@ -90,7 +90,6 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
 
     def absorbed_weights_ready(self, layer: Any) -> None:
         """Folds the rotation of the latent into the projections that the layer has absorbed."""
-        assert self._spec is not None
         rotation = ops.latent_rotation(shared_codec(self._spec, torch.device("cpu")))
         if rotation is not None:
             self._folded.fold(layer, rotation)
@@ -112,7 +111,6 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
 
     def _packed(self, kv_cache: Tensor) -> ops.PackedKV:
         """vLLM's uint8 [blocks, tokens, bytes] as pages [blocks, page_bytes]."""
-        assert self._spec is not None
         blocks, tokens, size = kv_cache.shape
         layout = page_layout(self._spec, tokens, self.token_rows)
         return ops.PackedKV(kv_cache.view(blocks, tokens * size), shared_codec(self._spec, kv_cache.device), layout)
@@ -159,7 +157,6 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         output_scale: Tensor | None = None,
     ) -> None:
         """Prefill. With ``fresh: codes``, new tokens attend to one another's codes, as later requests will."""
-        assert self._spec is not None
         if self._fresh_codes and not self._spec.is_lossless_for(str(kv_c_normed.dtype)):
             first = attn_metadata.num_decode_tokens
             slots = attn_metadata.slot_mapping[first : first + len(kv_c_normed)]

@@ -103,16 +103,13 @@ class SlimKVSparseMLAImpl(SharedTopkIndicesBuffer, SlimKVMLAImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """See ``SlimKVMLAImpl``; raises for a format that the GPU's kernel does not read."""
         super().process_weights_after_loading(act_dtype)
-        assert self._spec is not None
         device = next(self.kv_b_proj.parameters()).device
         if device.type != "cpu" and (reason := format_refusal(page_layout(self._spec, 64, True))):
             raise UnsupportedError(f"sparse latent attention on a GPU: {reason}")
 
     def _warmup_steps(self) -> list[Step]:
         """A step of one token, and the largest one."""
-        buffer = self.topk_indices_buffer
-        assert buffer is not None
-        return [Step(queries, 1, buffer.shape[1]) for queries in (1, QUERIES_AT_ONCE)]
+        return [Step(queries, 1, self.topk_indices_buffer.shape[1]) for queries in (1, QUERIES_AT_ONCE)]
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
         """Does nothing; vLLM moves host caches here."""
@@ -124,7 +121,6 @@ class SlimKVSparseMLAImpl(SharedTopkIndicesBuffer, SlimKVMLAImpl):
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
         """See ``SlimKVMLAImpl``: queries attend the positions in ``topk_indices_buffer``, -1 where there are fewer."""
-        assert self.topk_indices_buffer is not None
         latent, rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         kv, step, tokens = self._packed(kv_c_and_k_pe_cache), attn_metadata, len(latent)
         slots = global_slots(
