@@ -12,12 +12,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import documents
-
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 CHART = ROOT / "docs" / "images" / "serving.svg"
-START = "<!-- figures: benchmarks/readme.py -->"
+START, END = "<!-- figures: benchmarks/readme.py -->", "<!-- end -->"
 
 SYSTEMS = {"bf16": "bf16", "fp8": "fp8", "turboquant_4bit_nc": "vLLM 4-bit", "k4v4": "slimkv k4v4"}
 _STYLE = """
@@ -158,7 +156,9 @@ def table() -> str:
 
 def filled(readme: str) -> str:
     """The README with its figures up to date."""
-    return documents.filled(readme, START, f"{table()}\n")
+    before, rest = readme.split(START, 1)
+    _, after = rest.split(END, 1)
+    return f"{before}{START}\n{table()}\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -52,8 +52,7 @@ def test_the_bytes_table_of_the_readme():
             )
 
 
-def test_the_readmes_chart_and_figures_are_those_of_the_reports(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+def test_the_readmes_chart_and_figures_are_those_of_the_reports():
     spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
     readme = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(readme)
