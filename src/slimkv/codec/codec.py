@@ -138,7 +138,7 @@ class Codec:
             encoded = quantize.encode_uniform(x, fmt, tables)
         else:
             encoded = quantize.encode_fp8(x)
-        bad = quantize.invalid_vectors(x, encoded, fmt)
+        bad = quantize.invalid_vectors(x, encoded)
         if mark:
             return quantize.mark_invalid(encoded, bad)
         if bad.any():

@@ -115,12 +115,7 @@ def run(request: AttendRequest) -> None:
         return
     if request.min_query_len <= MAX_DECODE_QUERIES:  # the host knows bounds only: any sequence may have few queries
         _attend_packed(request, fresh, MAX_DECODE_QUERIES)
-    _attend_prefill(request, fresh)
-
-
-def attend_prefill(request: AttendRequest) -> None:
-    """Only the sequences of more than MAX_DECODE_QUERIES queries; another backend attends the rest."""
-    _attend_prefill(request, _fresh_in_stored_space(request))
+    attend_prefill(request, fresh)
 
 
 def _attend_packed(request: AttendRequest, fresh: Fresh, most_queries: int) -> None:
@@ -252,7 +247,7 @@ def prefill_step(dim: int, itemsize: int, device: torch.device) -> tuple[int, in
     return 32, 1
 
 
-def _attend_prefill(request: AttendRequest, fresh: Fresh) -> None:
+def attend_prefill(request: AttendRequest, fresh: Fresh = (None, None)) -> None:
     """The sequences of more than MAX_DECODE_QUERIES queries: per pass one launch to unpack and one to attend."""
     total, heads = request.query.shape[:2]
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
