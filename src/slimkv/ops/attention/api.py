@@ -273,13 +273,6 @@ def refuses_eight_bit(request: AttendRequest) -> str | None:
     return None
 
 
-def refuses_deterministic(request: AttendRequest) -> str | None:
-    """Why a backend whose results depend on the whole call cannot take the request, or None."""
-    if request.options.deterministic:
-        return "it cuts keys by the shape of the call, which deterministic attention may not"
-    return None
-
-
 def split_workspace_bytes(total_queries: int, num_heads: int, value_dim: int, num_splits: int) -> int:
     """Bytes for the results of ``num_splits`` parts of the keys (0 when they are not split)."""
     return 0 if num_splits == 1 else 4 * total_queries * num_heads * num_splits * (value_dim + 1)

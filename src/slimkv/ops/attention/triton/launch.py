@@ -19,7 +19,6 @@ from slimkv.ops.attention.api import (
     MIN_TRITON_HEAD_DIM,
     NO_WINDOW,
     AttendRequest,
-    refuses_deterministic,
     refuses_eight_bit,
     split_workspace_bytes,
 )
@@ -48,7 +47,9 @@ class Shape:
 def supports(request: AttendRequest) -> str | None:
     """Every format and head size from 32 to 512; blocks of at least a tile; up to 64 query heads per KV head."""
     spec = request.layout.spec
-    if reason := refuses_eight_bit(request) or refuses_deterministic(request):
+    if request.options.deterministic:
+        return "it cuts keys by the shape of the call, which deterministic attention may not"
+    if reason := refuses_eight_bit(request):
         return reason
     if request.layout.block_size == 1:
         return PLAIN_ROWS
