@@ -148,7 +148,7 @@ class AttendRequest:
 
 
 REGISTRY = Registry.of_kernels(
-    "attend", "attention", cpu="cpu.compiled", cuda="cuda.decode", triton="triton.launch", reference="reference"
+    "attend", "attention", cpu="cpu", cuda="cuda.decode", triton="triton.launch", reference="reference"
 )
 
 

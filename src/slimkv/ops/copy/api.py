@@ -29,7 +29,7 @@ class CopyRequest:
     to_pages: bool
 
 
-REGISTRY = Registry.of_kernels("copy", "copy", cpu="reference", triton="triton.launch", reference="reference")
+REGISTRY = Registry.of_kernels("copy", "copy", cpu="reference", triton="triton", reference="reference")
 
 
 @typed

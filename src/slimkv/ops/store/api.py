@@ -52,7 +52,7 @@ class StoreRequest:
 
 
 REGISTRY = Registry.of_kernels(
-    "store", "store", cpu="cpu.compiled", cuda="cuda.launch", triton="triton.launch", reference="reference"
+    "store", "store", cpu="cpu", cuda="cuda.launch", triton="triton.launch", reference="reference"
 )
 
 
