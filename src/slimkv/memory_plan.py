@@ -257,13 +257,13 @@ def make_plan(
         raise SpecError("no format was given")
     states = shape.state.sequence_bytes if shape.state is not None else 0
     each = max(memory // sequences - states, 0)
-    base_bytes = _bytes_per_token(shape, BASELINE, block_size)
+    base_bytes = sum(group.bytes_per_token for group in _group_plans(shape, BASELINE, block_size))
     base_tokens = _tokens_that_fit(shape, BASELINE, each, block_size)
     plans = []
     for format in formats:
-        layouts = _layouts(shape, format, block_size)
+        layouts, groups = _layouts(shape, format, block_size), _group_plans(shape, format, block_size)
         tokens = _tokens_that_fit(shape, format, each, block_size)
-        per_token = _bytes_per_token(shape, format, block_size)
+        per_token = sum(group.bytes_per_token for group in groups)
         plans.append(
             FormatPlan(
                 format=format,
@@ -273,7 +273,7 @@ def make_plan(
                 tokens_per_sequence=tokens,
                 total_tokens=None if tokens is None else tokens * sequences,
                 tokens_ratio_to_bf16=tokens / base_tokens if tokens is not None and base_tokens else None,
-                groups=tuple(_group_plan(shape, group, format, block_size) for group in shape.groups),
+                groups=groups,
                 hybrid_block_size=_hybrid_block(shape, format),
             )
         )
@@ -289,8 +289,8 @@ def _hybrid_block(shape: ModelShape, format: str) -> int | None:
     return aligned_block_size(shape.state.layer_bytes, layout.bytes_per_token * group.num_kv_heads, alignment)
 
 
-def _bytes_per_token(shape: ModelShape, format: str, block_size: int) -> float:
-    return sum(_group_plan(shape, group, format, block_size).bytes_per_token for group in shape.groups)
+def _group_plans(shape: ModelShape, format: str, block_size: int) -> tuple[GroupPlan, ...]:
+    return tuple(_group_plan(shape, group, format, block_size) for group in shape.groups)
 
 
 def _group_plan(shape: ModelShape, group: LayerGroup, format: str, block_size: int) -> GroupPlan:

@@ -55,8 +55,8 @@ def main() -> None:
     from test_attention import poisoned_out, request_of
 
     from slimkv.ops.attention.triton import launch as attention
+    from slimkv.ops.gather import triton as gather
     from slimkv.ops.gather.api import GatherRequest
-    from slimkv.ops.gather.triton import launch as gather
     from slimkv.ops.latent.triton import launch as latent
     from slimkv.ops.store.api import StoreRequest
     from slimkv.ops.store.triton import launch as store

@@ -10,8 +10,8 @@ import attention_cases
 import torch
 from torch import Tensor
 
+from slimkv.ops.attention import cpu as attention
 from slimkv.ops.attention.api import checked_request as attend_request
-from slimkv.ops.attention.cpu import compiled as attention
 from slimkv.ops.cpu import structures
 from slimkv.ops.cpu.compiler import build_library
 from slimkv.ops.cpu.isa import InstructionSet

@@ -69,7 +69,7 @@ def instruction_set(request, monkeypatch):
     else:
         pytest.skip("SIMDe is not installed: apt-get install libsimde-dev")
     for operation in ("store", "attention", "gather"):
-        monkeypatch.setattr(f"slimkv.ops.{operation}.cpu.compiled.library", lambda: chosen)
+        monkeypatch.setattr(f"slimkv.ops.{operation}.cpu.library", lambda: chosen)
     return request.param
 
 

@@ -10,8 +10,9 @@ import torch
 
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops.attention.api import REGISTRY as ATTEND
+from slimkv.ops.cpu.module import compiled_unavailable_reason
 from slimkv.ops.gather.api import REGISTRY as GATHER
-from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
+from slimkv.ops.registry import Backend, Registry, anywhere, triton_unavailable_reason
 from slimkv.ops.store.api import REGISTRY as STORE
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -31,7 +32,7 @@ def registry(monkeypatch):
         "attend",
         [
             Backend("picky", module("a_picky_one", "it takes no request", monkeypatch), anywhere),
-            Backend("cpu_only", module("a_cpu_one", None, monkeypatch), cpu_unavailable_reason),
+            Backend("cpu_only", module("a_cpu_one", None, monkeypatch), compiled_unavailable_reason),
             Backend("any", module("an_easy_one", None, monkeypatch), anywhere),
         ],
     )

@@ -42,7 +42,6 @@ class Solution:
     bits_per_number: float  # as allocated, scales included
     bytes_per_token: float  # all layers
     cost: float  # of all layers
-    uniform_cost: float | None  # of the largest single width within the budget; None if there is none
 
     @property
     def formats(self) -> dict[int, str]:
@@ -156,11 +155,9 @@ def solve_widths(calibration: Calibration, budget: float) -> Solution:
         key, value = bits[layer, "key"], bits[layer, "value"]
         believed = costs[layer, "key", key], costs[layer, "value", value]
         choices.append(LayerChoice(layer, key, value, format_of(key, value), *believed))
-    uniform = [w for w in WIDTHS if sum(layer_bytes(x, format_of(w, w)) for x in calibration.layers.values()) <= budget]
     return Solution(
         tuple(choices),
         8 * spent / _numbers(calibration),
         spent,
         sum(c.key_cost + c.value_cost for c in choices),
-        sum(costs[layer, side, uniform[-1]] for layer in layers for side in ("key", "value")) if uniform else None,
     )

@@ -115,8 +115,6 @@ class Codec:
         Raises ``InputError`` on NaN, Inf or a norm no scale can hold, naming the vector; with ``mark_invalid`` such
         vectors are marked the way kernels mark them instead.
         """
-        if query_aware is not None:
-            self._check_query_aware(query_aware, x)
         return self._encode(x, self.spec.key, self.key_tables, "key", mark_invalid, query_aware)
 
     @typed
@@ -128,6 +126,8 @@ class Codec:
         self, x: Tensor, fmt: TensorFormat, tables: SideTables, name: str, mark: bool, query_aware: Tensor | None = None
     ) -> Encoded:
         self._check(x, len(tables.hadamard), name)
+        if query_aware is not None:
+            self._check_query_aware(query_aware, x)
         if fmt.kind == Kind.RAW:
             return quantize.encode_raw(x, fmt)
         short = quantize.becomes_short(fmt, x.dtype, x.shape[-1])
@@ -138,7 +138,7 @@ class Codec:
             encoded = quantize.encode_uniform(x, fmt, tables)
         else:
             encoded = quantize.encode_fp8(x)
-        bad = quantize.invalid_vectors(x, encoded, fmt)
+        bad = quantize.invalid_vectors(x, encoded)
         if mark:
             return quantize.mark_invalid(encoded, bad)
         if bad.any():
@@ -152,7 +152,6 @@ class Codec:
     def _check_query_aware(self, query_aware: Tensor, x: Tensor) -> None:
         if self.spec.key.kind != Kind.LLOYD:
             raise InputError(f"query-aware rounding is for lloyd keys; these are {self.spec.key.name}")
-        self._check(x, self.spec.key_dim, "key")
         wanted = torch.Size((*x.shape, x.shape[-1]))
         try:
             fits = query_aware.shape[-2:] == wanted[-2:] and torch.broadcast_shapes(query_aware.shape, wanted) == wanted

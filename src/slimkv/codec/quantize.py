@@ -65,12 +65,16 @@ def becomes_short(fmt: TensorFormat, dtype: torch.dtype, dim: int) -> bool:
     return fmt.kind == Kind.LLOYD and fmt.bits <= 4 and dtype.itemsize == 2 and dim <= LARGEST_SHORT_DIM
 
 
+def _largest(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the largest magnitude of each vector: its bits, its biased exponent, and whether the vector counts as zero."""
+    largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
+    exponent = largest >> 23
+    return largest, exponent.clamp(LEAST_EXPONENT, 254), exponent < LEAST_EXPONENT
+
+
 def _fixed_point(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """x as integers of at most 2^bits (in float32), the unit of each vector, and which vectors count as zero."""
-    largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
-    exponent = (largest >> 23).clamp(max=254)
-    zero = exponent < LEAST_EXPONENT
-    exponent = exponent.clamp(min=LEAST_EXPONENT)
+    _, exponent, zero = _largest(x)
     up = _power_of_two(127 + bits + 126 - exponent)
     down = _power_of_two(exponent - bits + 1)
     fixed = (x * up + ROUND_MAGIC) - ROUND_MAGIC
@@ -168,10 +172,7 @@ def decode_uniform(encoded: Encoded) -> Tensor:
 
 def encode_fp8(x: Tensor) -> Encoded:
     """float32 [..., dim] (finite) -> e4m3 codes, with the largest scaled by a power of two into (224, 448]."""
-    largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
-    exponent = (largest >> 23).clamp(max=254)
-    zero = exponent < LEAST_EXPONENT
-    exponent = exponent.clamp(min=LEAST_EXPONENT)
+    largest, exponent, zero = _largest(x)
     over = ((largest & 0x7FFFFF) > 0x600000).to(torch.int32)  # mantissa beyond 1.75, which is 448 / 256
     down = _power_of_two(exponent - 8 + over)
     up = _power_of_two(254 - (exponent - 8 + over))
@@ -209,10 +210,9 @@ def decode_raw(encoded: Encoded, fmt: TensorFormat) -> Tensor:
     return signed.to(torch.int16).view(dtype)
 
 
-def invalid_vectors(x: Tensor, encoded: Encoded, fmt: TensorFormat) -> Tensor:
+def invalid_vectors(x: Tensor, encoded: Encoded) -> Tensor:
     """bool [...]: vectors with a NaN or Inf, or whose scale or zero lies outside the 16-bit fields' range."""
-    bad = ~torch.isfinite(x).all(-1)
-    return bad | (encoded.fields == scale16.INVALID).any(-1) if fmt.kind != Kind.RAW else bad
+    return ~torch.isfinite(x).all(-1) | (encoded.fields == scale16.INVALID).any(-1)
 
 
 def mark_invalid(encoded: Encoded, bad: Tensor) -> Encoded:

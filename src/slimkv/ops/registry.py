@@ -86,11 +86,6 @@ def anywhere(device: torch.device) -> str | None:
     return None
 
 
-def cpu_unavailable_reason(device: torch.device) -> str | None:
-    """On a CPU it precedes Triton's interpreter, which is for testing kernels."""
-    return None if device.type == "cpu" else f"it runs on a CPU, not on {device.type}"
-
-
 def triton_unavailable_reason(device: torch.device) -> str | None:
     """Triton needs a CUDA (or ROCm) device, or its interpreter."""
     try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,13 @@ class Step:
     queries: int
     max_seq_len: int
 
+    def batch(self, entries: int, device: torch.device) -> AttentionBatch:
+        """Its tables, ``entries`` for each sequence: all tokens are in block 0."""
+        table = torch.zeros(self.sequences, entries, dtype=torch.int32, device=device)
+        lengths = torch.full((self.sequences,), self.queries, dtype=torch.int32, device=device)
+        starts = torch.arange(self.sequences + 1, dtype=torch.int32, device=device) * self.queries
+        return AttentionBatch(table, lengths, starts, self.queries, self.max_seq_len)
+
 
 def decoding_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
     """Decode, and verification of ``verified`` tokens, in short sequences and long ones."""
@@ -69,14 +77,19 @@ def serving_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
     return list(dict.fromkeys([*decoding_steps(max_seq_len, verified), *cached]))
 
 
-def start_compiling(kind: LayerKind, steps: Iterable[Step]) -> list[Future[Any]]:
-    """Starts to compile, in threads, all kernels of these steps and all that ``attend`` can use; returns at once."""
-    if cuda_unavailable_reason(kind.codec.device) is not None:
-        return []
+def start_loading_steps(run: Callable[[Step], None], steps: Iterable[Step], device: torch.device) -> bool:
+    """Starts to compile, in threads, the CUDA kernels of ``run(step)`` for all steps; False where there are none."""
+    if cuda_unavailable_reason(device) is not None:
+        return False
     with only_loading():
         for step in steps:
-            _run(kind, step)
-    if kind.backend not in (None, "cuda"):
+            run(step)
+    return True
+
+
+def start_compiling(kind: LayerKind, steps: Iterable[Step]) -> list[Future[Any]]:
+    """Starts to compile, in threads, all kernels of these steps and all that ``attend`` can use; returns at once."""
+    if not start_loading_steps(partial(_run, kind), steps, kind.codec.device) or kind.backend not in (None, "cuda"):
         return []
     group = kind.num_heads // kind.num_kv_heads
     return start_loading_reachable(kind.layout, group, kind.dtype, kind.options, kind.codec.device)
@@ -100,9 +113,6 @@ def _run(kind: LayerKind, step: Step) -> None:
         return torch.ones(tokens, heads, dim, dtype=kind.dtype, device=device)
 
     pages = torch.zeros(1, kind.num_kv_heads, layout.page_bytes, dtype=torch.uint8, device=device)
-    table = torch.zeros(step.sequences, layout.blocks_for(step.max_seq_len), dtype=torch.int32, device=device)
-    lengths = torch.full((step.sequences,), step.queries, dtype=torch.int32, device=device)
-    starts = torch.arange(step.sequences + 1, dtype=torch.int32, device=device) * step.queries
     kv, rounding = PackedKV(pages, codec, layout, kind.key_offset), None
     if kind.query_aware is not None:
         several = kind.query_aware.ndim == 4
@@ -112,5 +122,5 @@ def _run(kind: LayerKind, step: Step) -> None:
         ones(kind.num_kv_heads, spec.key_dim), ones(kind.num_kv_heads, spec.value_dim), kv,
         torch.arange(tokens, device=device) % layout.block_size, rounding, backend=kind.backend,
     )  # fmt: skip
-    batch = AttentionBatch(table, lengths, starts, step.queries, step.max_seq_len)
+    batch = step.batch(layout.blocks_for(step.max_seq_len), device)
     attend(ones(kind.num_heads, spec.key_dim), kv, batch, kind.options, backend=kind.backend)

@@ -312,8 +312,7 @@ def test_core_does_not_import_transformers():
 @pytest.mark.parametrize("window", [{}, {"sink_tokens": 4, "recent_tokens": 8}], ids=["paged", "windowed"])
 def test_a_named_implementation_also_attends(window, monkeypatch):
     """Asked for by name it is used or refuses; nothing else steps in."""
-    from slimkv.ops.attention import reference
-    from slimkv.ops.attention.cpu import compiled as cpu
+    from slimkv.ops.attention import cpu, reference
 
     ran = []
 

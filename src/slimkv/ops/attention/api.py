@@ -148,7 +148,7 @@ class AttendRequest:
 
 
 REGISTRY = Registry.of_kernels(
-    "attend", "attention", cpu="cpu.compiled", cuda="cuda.decode", triton="triton.launch", reference="reference"
+    "attend", "attention", cpu="cpu", cuda="cuda.decode", triton="triton.launch", reference="reference"
 )
 
 
@@ -270,13 +270,6 @@ def refuses_eight_bit(request: AttendRequest) -> str | None:
             "it does not prefill in 8 bits; 'cuda' does on compute capability 9.0, 'reference' everywhere, or "
             "leave prefill at 'auto'"
         )
-    return None
-
-
-def refuses_deterministic(request: AttendRequest) -> str | None:
-    """Why a backend whose results depend on the whole call cannot take the request, or None."""
-    if request.options.deterministic:
-        return "it cuts keys by the shape of the call, which deterministic attention may not"
     return None
 
 

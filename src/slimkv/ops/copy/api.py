@@ -14,7 +14,7 @@ from torch import Tensor
 from slimkv.arguments import typed
 from slimkv.errors import InputError
 from slimkv.ops.checks import check_pages, check_slots
-from slimkv.ops.registry import Backend, Registry, anywhere, cpu_unavailable_reason, triton_unavailable_reason
+from slimkv.ops.registry import Registry
 from slimkv.spec import PageLayout
 
 
@@ -29,14 +29,7 @@ class CopyRequest:
     to_pages: bool
 
 
-REGISTRY = Registry(
-    "copy",
-    [
-        Backend("cpu", "slimkv.ops.copy.reference", cpu_unavailable_reason),
-        Backend("triton", "slimkv.ops.copy.triton.launch", triton_unavailable_reason),
-        Backend("reference", "slimkv.ops.copy.reference", anywhere),
-    ],
-)
+REGISTRY = Registry.of_kernels("copy", "copy", cpu="reference", triton="triton", reference="reference")
 
 
 @typed

@@ -100,14 +100,11 @@ class Call:
         self.args.threads = torch.get_num_threads()
         status = self._function(self._address)
         if status:
-            check_status(status, self.args)
+            _raise(status, self.args.fault)
 
 
-def check_status(status: int, call: Any) -> None:
-    """Raises if a call rejected its arguments; nothing has been written then."""
-    if status == 0:
-        return
-    fault = call.fault
+def _raise(status: int, fault: Any) -> None:
+    """For a call that rejected its arguments; nothing has been written then."""
     if status == _BAD_SLOT:
         raise InputError(
             f"slot {fault.value} of token {fault.index} is beyond the pages' {fault.limit} slots; "

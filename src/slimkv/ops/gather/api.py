@@ -30,7 +30,7 @@ class GatherRequest:
     key_offset: Tensor | None = None  # [heads, key_dim], for a kernel that adds it (``FUSES_OFFSET``)
 
 
-REGISTRY = Registry.of_kernels("gather", "gather", cpu="cpu.compiled", triton="triton.launch", reference="reference")
+REGISTRY = Registry.of_kernels("gather", "gather", cpu="cpu", triton="triton", reference="reference")
 
 
 @typed

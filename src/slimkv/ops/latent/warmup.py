@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from slimkv.codec import Codec
-from slimkv.ops.batch import AttentionBatch, PackedKV
-from slimkv.ops.cuda import cuda_unavailable_reason
-from slimkv.ops.cuda.module import only_loading
+from slimkv.ops.batch import PackedKV
 from slimkv.ops.latent.api import attend_latent
 from slimkv.ops.latent.tokens import gather_latent, store_latent
-from slimkv.ops.warmup import Step
+from slimkv.ops.warmup import Step, start_loading_steps
 from slimkv.spec import PageLayout
 
 _seen: set[tuple[object, ...]] = set()
@@ -40,10 +39,7 @@ def run_latent_steps(kind: LatentKind, steps: Iterable[Step]) -> int:
         return 0
     _seen.add(signature)
     steps = list(steps)
-    if cuda_unavailable_reason(kind.codec.device) is None:
-        with only_loading():
-            for step in steps:
-                _run(kind, step)
+    start_loading_steps(partial(_run, kind), steps, kind.codec.device)
     for step in steps:
         _run(kind, step)
     return len(steps)
@@ -60,15 +56,8 @@ def _run(kind: LatentKind, step: Step) -> None:
     if not layout.token_rows:  # which nothing expands
         gather_latent(kv, slots, dtype=kind.dtype)
     width = step.max_seq_len if layout.token_rows else layout.blocks_for(step.max_seq_len)
-    batch = AttentionBatch(
-        torch.zeros(step.sequences, width, dtype=torch.int32, device=device),
-        torch.full((step.sequences,), step.queries, dtype=torch.int32, device=device),
-        torch.arange(step.sequences + 1, dtype=torch.int32, device=device) * step.queries,
-        step.queries,
-        step.max_seq_len,
-    )
     query, query_rope = (x[:, None].repeat(1, kind.num_heads, 1) for x in (latent, rope))
     attend_latent(
-        query, query_rope, kv, batch, softmax_scale=kind.softmax_scale, query_is_rotated=True,
+        query, query_rope, kv, step.batch(width, device), softmax_scale=kind.softmax_scale, query_is_rotated=True,
         output_is_rotated=True, backend=kind.backend,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from slimkv.errors import InputError
 from slimkv.ops.batch import PackedKV, Rounding
 from slimkv.ops.checks import check_int32, check_pages, check_slots, check_vectors
 from slimkv.ops.registry import Registry
-from slimkv.spec import Kind, PageLayout
+from slimkv.spec import Kind, PageLayout, ScalePolicy
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class StoreRequest:
 
 
 REGISTRY = Registry.of_kernels(
-    "store", "store", cpu="cpu.compiled", cuda="cuda.launch", triton="triton.launch", reference="reference"
+    "store", "store", cpu="cpu", cuda="cuda.launch", triton="triton.launch", reference="reference"
 )
 
 
@@ -118,3 +119,22 @@ def _check_matrices(matrices: Tensor, pages: Tensor, layout: PageLayout) -> None
         )
     if not matrices.is_contiguous() or matrices.data_ptr() % 16:
         raise InputError("matrices must be contiguous and start at a multiple of 16 bytes")
+
+
+@cache
+def refuses_policy(layout: PageLayout) -> str | None:
+    """Why kernels do not support the layout's scale policies, or None; they only support ``norm``."""
+    for name, side in (("key_policy", layout.key), ("value_policy", layout.value)):
+        policy = side.format.policy
+        if side.format.kind == Kind.LLOYD and policy != ScalePolicy.NORM:
+            return f"kernels encode with the scale policy 'norm'; {name}={str(policy)!r} needs backend='reference'"
+    return None
+
+
+def refuses_raw_dtype(request: StoreRequest) -> str | None:
+    """Why raw sides cannot hold the request's K and V, or None."""
+    spec = request.layout.spec
+    for name, fmt, x in (("key", spec.key, request.key), ("value", spec.value, request.value)):
+        if fmt.kind == Kind.RAW and str(x.dtype) != f"torch.{fmt.raw_dtype}":
+            return f"the raw format holds {fmt.raw_dtype} bit for bit, but the {name} is {x.dtype}"
+    return None

@@ -19,7 +19,6 @@ from slimkv.ops.attention.api import (
     MIN_TRITON_HEAD_DIM,
     NO_WINDOW,
     AttendRequest,
-    refuses_deterministic,
     refuses_eight_bit,
     split_workspace_bytes,
 )
@@ -48,7 +47,9 @@ class Shape:
 def supports(request: AttendRequest) -> str | None:
     """Every format and head size from 32 to 512; blocks of at least a tile; up to 64 query heads per KV head."""
     spec = request.layout.spec
-    if reason := refuses_eight_bit(request) or refuses_deterministic(request):
+    if request.options.deterministic:
+        return "it cuts keys by the shape of the call, which deterministic attention may not"
+    if reason := refuses_eight_bit(request):
         return reason
     if request.layout.block_size == 1:
         return PLAIN_ROWS
@@ -115,12 +116,7 @@ def run(request: AttendRequest) -> None:
         return
     if request.min_query_len <= MAX_DECODE_QUERIES:  # the host knows bounds only: any sequence may have few queries
         _attend_packed(request, fresh, MAX_DECODE_QUERIES)
-    _attend_prefill(request, fresh)
-
-
-def attend_prefill(request: AttendRequest) -> None:
-    """Only the sequences of more than MAX_DECODE_QUERIES queries; another backend attends the rest."""
-    _attend_prefill(request, _fresh_in_stored_space(request))
+    attend_prefill(request, fresh)
 
 
 def _attend_packed(request: AttendRequest, fresh: Fresh, most_queries: int) -> None:
@@ -252,7 +248,7 @@ def prefill_step(dim: int, itemsize: int, device: torch.device) -> tuple[int, in
     return 32, 1
 
 
-def _attend_prefill(request: AttendRequest, fresh: Fresh) -> None:
+def attend_prefill(request: AttendRequest, fresh: Fresh = (None, None)) -> None:
     """The sequences of more than MAX_DECODE_QUERIES queries: per pass one launch to unpack and one to attend."""
     total, heads = request.query.shape[:2]
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out

@@ -6,6 +6,8 @@
 // call. Several threads attend the parts of a sequence with a single tile, as in decoding.
 #pragma once
 
+#include <deque>
+
 #include "chunk.h"
 
 constexpr i64 SPLIT_TOKENS = 512;
@@ -132,20 +134,16 @@ static Status check_tables(AttendCall& call) {
 }
 
 // Tiles of every sequence with queries, and how many splits they have in all.
-static i64 make_tiles(const Attention& a, std::vector<RowTile>& tiles, i64& partials, i64& most_rows, double& work) {
+static i64 make_tiles(const Attention& a, std::deque<RowTile>& tiles, i64& partials, i64& most_rows, double& work) {
   const AttendCall& call = a.call;
   const i64 value_dim = a.value.side->dim;
-  i64 tasks = 0, count = 0;
-  for (i64 i = 0; i < call.sequences; i++)
-    count += (a.queries(i) * a.group + TILE_ROWS - 1) / TILE_ROWS * call.pages.heads;
-  tiles = std::vector<RowTile>((size_t)count);
+  i64 tasks = 0;
   partials = most_rows = 0;
-  size_t next = 0;
   for (i64 i = 0; i < call.sequences; i++) {
     const i64 rows = a.queries(i) * a.group;
     for (i64 first = 0; first < rows; first += TILE_ROWS)
       for (i64 head = 0; head < call.pages.heads; head++) {
-        RowTile& tile = tiles[next++];
+        RowTile& tile = tiles.emplace_back();
         tile.sequence = i, tile.head = head;
         tile.first = first, tile.end = std::min(first + TILE_ROWS, rows);
         tile.key_begin = a.sees_from(i, tile.first);
@@ -191,7 +189,7 @@ static Status attend(AttendCall& call) {
   if (checked != OK) return checked;
   Attention a(call);
   if (call.fresh_key.data != nullptr) rotate_fresh(a);
-  std::vector<RowTile> tiles;
+  std::deque<RowTile> tiles;
   i64 partials, most_rows;
   double work = 0;
   const i64 tasks = make_tiles(a, tiles, partials, most_rows, work);

@@ -88,25 +88,25 @@ static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m,
   const int rows = (int)(tile.end - tile.first), four = (count + 3) / 4 * 4;
   const i64 stride = a.key_stride;
   if (fresh) {
-    load_fresh(a, a.key, false, tile, first, count, m.key_floats, stride);
+    load_fresh(a, a.key, false, tile, first, count, m.floats, stride);
     for (int t = 0; t < CHUNK; t++) m.key_scale[t] = 1, m.key_zero[t] = 0;
   } else {
     load_fields(a, a.key, tile, first, skip, count, m.key_scale, m.key_zero);
     if (a.key.bytes)
       for (int t = 0; t < count; t += TILE)
-        unpack_key_bytes(side, tile_codes(a, side, tile, first + t), a.key.table, m.key_bytes + t * stride, stride);
-    else load_floats(a, a.key, tile, first, skip, count, m.key_floats, stride);
+        unpack_key_bytes(side, tile_codes(a, side, tile, first + t), a.key.table, m.bytes + t * stride, stride);
+    else load_floats(a, a.key, tile, first, skip, count, m.floats, stride);
   }
   if (fresh || !a.key.bytes) {
-    scores_float<float>(m.query, rows, stride, m.key_floats, stride, four, side.dim, m.scores);
+    scores_float<float>(m.query, rows, stride, m.floats, stride, four, side.dim, m.scores);
     return;
   }
 #if defined(SLIMKV_DOT)
   for (int r = 0; r < rows; r++)
     if (m.seen[r].any())
-      scores_dot(m.digits + r * 3 * stride, m.offset + 3 * r, m.key_bytes, stride, four, m.scores + r * CHUNK);
+      scores_dot(m.digits + r * 3 * stride, m.offset + 3 * r, m.bytes, stride, four, m.scores + r * CHUNK);
 #else
-  scores_float<i8>(m.query, rows, stride, (const i8*)m.key_bytes, stride, four, side.dim, m.scores);
+  scores_float<i8>(m.query, rows, stride, (const i8*)m.bytes, stride, four, side.dim, m.scores);
 #endif
 }
 
@@ -145,14 +145,14 @@ static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, 
 static void weighted_rows(const Attention& a, const RowTile& tile, TileMemory& m, State& state, int count) {
   const int rows = (int)(tile.end - tile.first), dim = a.value.side->dim;
   if (std::all_of(m.seen, m.seen + rows, [&](const Seen& seen) { return seen.all(count); })) {
-    weighted_float(m.scores, rows, m.value_floats, dim, count, dim, m.rescale, state.out, dim);
+    weighted_float(m.scores, rows, m.floats, dim, count, dim, m.rescale, state.out, dim);
     return;
   }
   for (int r = 0; r < rows; r++) {
     const Seen seen = m.seen[r];
     if (seen.any())
-      weighted_float(m.scores + r * CHUNK + seen.begin, 1, m.value_floats + seen.begin * dim, dim,
-          seen.end - seen.begin, dim, m.rescale + r, state.out + (i64)r * dim, dim);
+      weighted_float(m.scores + r * CHUNK + seen.begin, 1, m.floats + seen.begin * dim, dim, seen.end - seen.begin, dim,
+          m.rescale + r, state.out + (i64)r * dim, dim);
   }
 }
 
@@ -162,14 +162,14 @@ static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m,
   const Side& side = *a.value.side;
   const int rows = (int)(tile.end - tile.first), dim = side.dim;
   if (fresh || !a.value.bytes) {
-    if (fresh) load_fresh(a, a.value, true, tile, first, count, m.value_floats, dim);
-    else load_floats(a, a.value, tile, first, skip, count, m.value_floats, dim);
+    if (fresh) load_fresh(a, a.value, true, tile, first, count, m.floats, dim);
+    else load_floats(a, a.value, tile, first, skip, count, m.floats, dim);
     weighted_rows(a, tile, m, state, count);
     return;
   }
   const int whole = (count + TILE - 1) / TILE * TILE;
   for (int t = 0; t < whole; t += TILE)
-    unpack_value_bytes(side, tile_codes(a, side, tile, first + t), a.value.table, m.value_bytes, t);
+    unpack_value_bytes(side, tile_codes(a, side, tile, first + t), a.value.table, m.bytes, t);
   int active = 0;
 #if defined(SLIMKV_DOT)
   WeightDigits weighted[TILE_ROWS];
@@ -190,8 +190,8 @@ static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m,
     active++;
   }
 #if defined(SLIMKV_DOT)
-  weighted_dot(weighted, active, m.value_bytes, whole, dim);
+  weighted_dot(weighted, active, m.bytes, whole, dim);
 #else
-  if (active) weighted_bytes(m.scores, rows, (const i8*)m.value_bytes, whole, dim, m.rescale, state.out, dim);
+  if (active) weighted_bytes(m.scores, rows, (const i8*)m.bytes, whole, dim, m.rescale, state.out, dim);
 #endif
 }

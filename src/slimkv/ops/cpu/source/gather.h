@@ -13,11 +13,14 @@ static void gather_vector(const TokensCall& call, const Side& side, const Vector
     const int position = (int)(slot % side.block_size);
     const u8* page = page_of(call, slot, head);
     unpack_token(side, page, position, table, x);
-    if (side.kind != RAW) {
-      const Affine a = token_fields(side, page, position);
-      for (int d = 0; d < side.dim; d++) x[d] = x[d] * a.scale;
-      if (side.field_count > 1)
-        for (int d = 0; d < side.dim; d++) x[d] += a.zero;
+    const auto field = [&](int i) { return load_u16(page + side.field_offset[i] + 2 * position); };
+    if (side.field_count > 0) {
+      const float scale = decode_unsigned(field(0));
+      for (int d = 0; d < side.dim; d++) x[d] *= scale;
+    }
+    if (side.field_count > 1) {
+      const float zero = decode_signed(field(1));
+      for (int d = 0; d < side.dim; d++) x[d] += zero;
     }
     if (side.rotated && !call.keep_rotated) unrotate_normalised(x, side);
   }

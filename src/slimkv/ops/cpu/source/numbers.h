@@ -100,10 +100,7 @@ static inline void load_row(const Vectors& v, i64 token, i64 head, int dim, floa
     memcpy(out, (const float*)v.data + first, sizeof(float) * dim);
   } else {
     const u16* x = (const u16*)v.data + first;
-    if (v.dtype == BF16)
-      for (int d = 0; d < dim; d++) out[d] = bf16_to_float(x[d]);
-    else
-      for (int d = 0; d < dim; d++) out[d] = half_to_float(x[d]);
+    for (int d = 0; d < dim; d++) out[d] = v.dtype == BF16 ? bf16_to_float(x[d]) : half_to_float(x[d]);
   }
 }
 
@@ -113,9 +110,6 @@ static inline void store_row(const Vectors& v, i64 token, i64 head, int dim, con
     memcpy((float*)v.data + first, x, sizeof(float) * dim);
   } else {
     u16* out = (u16*)v.data + first;
-    if (v.dtype == BF16)
-      for (int d = 0; d < dim; d++) out[d] = float_to_bf16(x[d]);
-    else
-      for (int d = 0; d < dim; d++) out[d] = float_to_half(x[d]);
+    for (int d = 0; d < dim; d++) out[d] = v.dtype == BF16 ? float_to_bf16(x[d]) : float_to_half(x[d]);
   }
 }

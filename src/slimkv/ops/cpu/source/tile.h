@@ -128,11 +128,10 @@ struct TileMemory {
   float* scores;  // [rows][CHUNK]; then weights
   i8* weight_digits;  // [rows][3][CHUNK]
   i32* weight_offset;  // [rows][3]
-  // A chunk of K and, once its scores are computed, of V: they share memory, which then stays in the L1 cache.
-  u8* key_bytes;  // [CHUNK][key_stride]
-  float* key_floats;  // [CHUNK][key_stride]
-  u8* value_bytes;  // see value_offset
-  float* value_floats;  // [CHUNK][value_dim]
+  // A chunk of K ([CHUNK][key_stride]) and, once its scores are computed, of V ([CHUNK][value_dim], or of bytes as
+  // value_offset says), in the same memory, which then stays in the L1 cache.
+  float* floats;
+  u8* bytes;
   float *key_scale, *key_zero, *value_scale, *value_zero;  // [CHUNK]
   float* row;  // [MAX_DIM]
   float *state, *part;  // softmax states of a tile: of its first part of keys, and of a later one
@@ -153,9 +152,8 @@ struct TileMemory {
     take(scores, rows * CHUNK, base, used);
     take(weight_digits, rows * 3 * CHUNK, base, used);
     take(weight_offset, rows * 3, base, used);
-    take(key_floats, CHUNK * (key_stride > value_dim ? key_stride : value_dim), base, used);
-    key_bytes = value_bytes = (u8*)key_floats;
-    value_floats = key_floats;
+    take(floats, CHUNK * (key_stride > value_dim ? key_stride : value_dim), base, used);
+    bytes = (u8*)floats;
     for (float** fields : {&key_scale, &key_zero, &value_scale, &value_zero}) take(*fields, CHUNK, base, used);
     take(row, MAX_DIM, base, used);
     for (float** of : {&state, &part}) take(*of, (size_t)state_floats((i64)rows, (i64)value_dim), base, used);

@@ -255,13 +255,3 @@ static void unpack_token(const Side& side, const u8* page, int position, const f
   }
   for (int d = 0; d < dim; d++) out[d] = table[codes[d]];
 }
-
-// x = number * scale + zero.
-struct Affine { float scale, zero; };
-
-static inline Affine token_fields(const Side& side, const u8* page, int position) {
-  if (side.kind == RAW) return {1.0f, 0.0f};
-  const float scale = decode_unsigned(load_u16(page + side.field_offset[0] + 2 * position));
-  if (side.field_count < 2) return {scale, 0.0f};
-  return {scale, decode_signed(load_u16(page + side.field_offset[1] + 2 * position))};
-}

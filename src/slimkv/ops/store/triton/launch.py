@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slimkv.ops.store.api import StoreRequest
-from slimkv.ops.store.refusals import refuses_policy, refuses_raw_dtype
+from slimkv.ops.store.api import StoreRequest, refuses_policy, refuses_raw_dtype
 from slimkv.ops.store.triton.encode import encode_fp8, encode_lloyd, encode_uniform
 from slimkv.ops.triton.side import LLOYD, PLAIN_ROWS, RAW, UNIFORM, side_of
 from slimkv.ops.triton.unpack import lane_and_number, word_index

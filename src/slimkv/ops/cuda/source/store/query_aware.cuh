@@ -51,13 +51,6 @@ template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& me
   }
 }
 
-// Digits and scalars of a tile of 16 tokens.
-template <class F> DEVICE TokenScalars prepare_tile(const u32 raw[F::CHUNKS][2][F::RAW], const SideArgs& side, int lane,
-    Digits<F>& digits) {
-  u32 exponent = fixed_point<F>(raw, lane, digits);
-  return scalars_of<F>(digits, exponent, side.unit, lane);
-}
-
 template <class F> DEVICE void coordinates_of_tile(const Digits<F>& digits, const TokenScalars& scalars,
     const SideArgs& side, const QueryAwareMemory<F>& memory, int tile, int lane) {
   float factor[2] = {shfl(scalars.factor, lane >> 2), shfl(scalars.factor, (lane >> 2) + 8)};
@@ -127,7 +120,8 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   TokenScalars scalars;
   if (!none) {
     Digits<F> digits;
-    scalars = prepare_tile<F>(raw, side, lane, digits);
+    const u32 exponent = fixed_point<F>(raw, lane, digits);
+    scalars = scalars_of<F>(digits, exponent, side.unit, lane);
     coordinates_of_tile<F>(digits, scalars, side, memory, warp, lane);
   }
   cp_async_wait<0>();

@@ -9,8 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from slimkv.ops.cpu.module import Call, layout_tables, library
 from slimkv.ops.cpu.structures import tokens_call
-from slimkv.ops.store.api import StoreRequest
-from slimkv.ops.store.refusals import refuses_policy, refuses_raw_dtype
+from slimkv.ops.store.api import StoreRequest, refuses_policy, refuses_raw_dtype
 
 _transposed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 

@@ -1,1 +1,0 @@
-"""Decoding tokens on a CPU."""

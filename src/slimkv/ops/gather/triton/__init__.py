@@ -1,1 +1,0 @@
-"""Decoding tokens with Triton."""

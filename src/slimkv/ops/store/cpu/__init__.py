@@ -1,1 +1,0 @@
-"""Storing tokens on a CPU."""
