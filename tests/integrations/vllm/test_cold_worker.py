@@ -17,11 +17,11 @@ from slimkv.codec import Codec
 from slimkv.codec.key_offset import wants_offset
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.serving.cold.band import BandCodec, ColdLayer, bands_of, block_bytes
+from slimkv.integrations.serving.cold.rows import LayerRows
 from slimkv.integrations.vllm.cold import worker as cold_worker
-from slimkv.integrations.vllm.cold.band import BandCodec, bands_of, block_bytes
 from slimkv.integrations.vllm.cold.compat import GPULoadStoreSpec, MLAAttention
-from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache
-from slimkv.integrations.vllm.cold.rows import LayerRows
+from slimkv.integrations.vllm.cold.layers import HotCache
 from slimkv.integrations.vllm.cold.spec import cold_settings
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.spec import CodecSpec, LatentSpec

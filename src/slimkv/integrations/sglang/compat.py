@@ -22,7 +22,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # n
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: E402
-from sglang.srt.runtime_context import get_parallel  # noqa: E402
+from sglang.srt.runtime_context import get_parallel, get_server_args  # noqa: E402
 
 logger = logging.getLogger("sglang.slimkv")
 

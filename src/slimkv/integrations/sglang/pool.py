@@ -19,6 +19,7 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.layer import ServedLayer
 from slimkv.integrations.serving.model import shared_codec
 from slimkv.integrations.sglang import compat
+from slimkv.integrations.sglang.names import cold_settings
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
 from slimkv.ops import PackedKV
 
@@ -203,8 +204,12 @@ def bind(plan: CachePlan, hooks: tuple[str, ...], pool: type[PackedPool] = SlimK
 
 def build_host_pool(original: Callable[..., Any], **asked: Any) -> Any:
     """Around ``build_kv_host_pool``."""
-    if not isinstance(asked["kv_pool"], PackedPool):
-        return original(**asked)
-    from slimkv.integrations.sglang.host_pool import host_pool
+    if isinstance(asked["kv_pool"], PackedPool):
+        from slimkv.integrations.sglang.host_pool import host_pool
 
-    return host_pool(asked["kv_pool"], asked)
+        return host_pool(asked["kv_pool"], asked)
+    if cold_settings(compat.get_server_args()) is not None:
+        from slimkv.integrations.sglang.cold import cold_host_pool
+
+        return cold_host_pool(asked["kv_pool"], asked)
+    return original(**asked)

@@ -83,6 +83,11 @@ def make_plan(kvc: Any) -> CachePlan:
         from slimkv.integrations.sglang import ngram
 
         ngram.install()
+    return plan_for(kvc, config)
+
+
+def plan_for(kvc: Any, config: KVCacheConfig) -> CachePlan:
+    """The plan for a cache of ``config``."""
     served, random_weights = kvc.model_config, str(kvc.server_args.load_format) == "dummy"
     model = ServedModel(
         config, str(served.model_path), served.hf_text_config, served.context_len,

@@ -16,14 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.serving.model import KEY, ServedModel, parse_settings, shared_codec
+from slimkv.integrations.serving.cold.band import Band, BandCodec, ColdLayer, bands_of, block_bytes
+from slimkv.integrations.serving.model import KEY, ServedModel, parse_settings
 from slimkv.integrations.vllm.cold import compat
-from slimkv.integrations.vllm.cold.band import Band, BandCodec, bands_of, block_bytes
-from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache, find_layers
+from slimkv.integrations.vllm.cold.layers import HotCache, find_layers
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.integrations.vllm.compat import layer_number, logger
 from slimkv.integrations.vllm.connectors import all_heads, engine_weights
@@ -152,21 +150,11 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         model, tokens = self._model, band.pages * band.layout.block_size
         dtype = self._vllm_config.model_config.dtype
         caches = [HotCache(layer, num_blocks, tokens, dtype) for layer in band.layers]
-        device = caches[0].device
-        codec = shared_codec(band.layout.spec, device)
         offsets = [
-            layer_offset(model, self._vllm_config, x.number, x.spec, x.num_kv_heads, device) for x in band.layers
+            layer_offset(model, self._vllm_config, x.number, x.spec, x.num_kv_heads, caches[0].device)
+            for x in band.layers
         ]
-        each = [model.matrices(x.number, codec, x.num_kv_heads) for x in band.layers]
-        matrices: torch.Tensor | None = None
-        edges: tuple[int, ...] = ()
-        if model.calibration is not None and all(x is not None for x in each):
-            matrices = torch.cat([x for x in each if x is not None], -3).contiguous()
-            edges = model.calibration.position_edges(model.max_positions)
-        known = [x for x in offsets if x is not None]
-        return BandCodec(
-            band, caches, codec, known if len(known) == len(offsets) else None, matrices, edges, self._settings, dtype
-        )  # fmt: skip
+        return BandCodec.of(model, band, caches, offsets, dtype)
 
 
 def _fingerprint(vllm_config: Any, served: ServedModel, layers: Sequence[ColdLayer], page_tokens: int) -> Fingerprint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -13,12 +14,51 @@ from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.calibration.positions import matrix_index
 from slimkv.codec import Codec
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError
-from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache
-from slimkv.integrations.vllm.cold.rows import LayerRows
-from slimkv.spec import PageLayout
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.serving.cold.rows import LayerRows
+from slimkv.integrations.serving.model import ServedModel, shared_codec
+from slimkv.spec import BLOCK_SIZES, CodecSpec, PageLayout
 
 NO_SPREAD_LEFT = 1.0  # the error of keys over their spread
+
+
+@dataclass(frozen=True)
+class ColdLayer:
+    """One layer of the model: ``module`` is the engine's. Latents are K and their rope parts V, with one KV head."""
+
+    name: str
+    number: int | None  # in the model; None for a drafter's
+    module: Any
+    spec: CodecSpec
+    num_kv_heads: int
+
+    def page(self, tokens: int) -> tuple[PageLayout, int]:
+        """The pages of a block of ``tokens`` tokens: their layout, and how many there are."""
+        fitting = [size for size in BLOCK_SIZES if size > 1 and tokens % size == 0]
+        if not fitting:
+            raise UnsupportedError(
+                f"the cold tier packs blocks of a multiple of 16 tokens, and {self.name} has blocks of {tokens}: set "
+                "--block-size"
+            )
+        return PageLayout(self.spec, fitting[-1]), tokens // fitting[-1]
+
+
+class HotCache(Protocol):
+    """A layer's own cache of an engine: K [tokens, heads, key_dim] and V [tokens, heads, value_dim] by block."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+
+    @property
+    def plain_sides(self) -> tuple[Tensor, Tensor] | None:
+        """K and V as views [blocks, tokens, heads, dim] in the model's dtype, if plain copies suffice."""
+
+    def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:
+        """K and V of ``blocks``, int64 [n], into [n * tokens, heads, dim] of the model's dtype."""
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """K and V [tokens, heads, dim] to int64 ``slots`` [tokens]: block * block tokens + position."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +123,31 @@ class BandCodec:
         self._rows = LayerRows.of(sides)
         self._warming = False
 
+    @classmethod
+    def of(
+        cls,
+        model: ServedModel,
+        band: Band,
+        caches: Sequence[HotCache],
+        offsets: Sequence[LayerOffset | None],
+        dtype: torch.dtype,
+        *,
+        positions: bool = True,
+    ) -> Self:
+        """With the model's calibration. ``positions``: whether the engine says where in a prompt blocks begin; if not,
+        matrices that depend on it are left out."""
+        codec = shared_codec(band.layout.spec, caches[0].device)
+        each = [model.matrices(x.number, codec, x.num_kv_heads) for x in band.layers]
+        found = [x for x in each if x is not None and (positions or x.ndim == 3)]
+        matrices: Tensor | None = None
+        edges: tuple[int, ...] = ()
+        if model.calibration is not None and len(found) == len(each):
+            matrices = torch.cat(found, -3).contiguous()
+            edges = model.calibration.position_edges(model.max_positions)
+        known = [x for x in offsets if x is not None]
+        centred = known if len(known) == len(offsets) else None
+        return cls(band, caches, codec, centred, matrices, edges, model.settings, dtype)
+
     def token_bytes(self) -> int:
         """Bytes of one token's K and V in the model's dtype."""
         spec = self.band.layout.spec
@@ -142,7 +207,7 @@ class BandCodec:
             cache.write(slots, k, v)
 
     def warm(self, staging: Tensor) -> None:
-        """Compiles the kernels for few and for many blocks, on block 0, which vLLM reserves."""
+        """Compiles the kernels for few and for many blocks, on block 0, which engines reserve."""
         self._warming = True
         for n in (1, len(staging) // self.band.pages):
             blocks = torch.zeros(n, dtype=torch.int64, device=self.device)
