@@ -21,7 +21,7 @@ from slimkv.integrations.sglang.host_pool import MiniMaxM3Nvfp4MainKVPoolHost, _
 from slimkv.integrations.sglang.names import HOST_POOL, cold_settings
 from slimkv.integrations.sglang.sizing import CachePlan, plan_for
 
-PIECE_BYTES = 64 << 20  # of K and V in the model's dtype that are encoded or decoded at a time
+PIECE_BYTES = 64 << 20  # of K and V of a band in the model's dtype that are encoded or decoded at a time
 MAX_BAND_LAYERS = 8  # that are loaded together; attention of the first of them waits for all
 ROW_ALIGNMENT = 128  # of SGLang's copy kernel
 
@@ -82,8 +82,8 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
         info = _plain_buffers(pool, plan)
         layers, page = plan.groups[None], plan.page_size
         self._band_layers = next(n for n in range(MAX_BAND_LAYERS, 0, -1) if len(layers) % n == 0)
-        hot_bytes = len(layers) * info.head_num * (info.head_dim + info.v_head_dim) * info.dtype.itemsize  # of a token
-        self._piece = max(1, PIECE_BYTES // (page * hot_bytes))
+        hot_bytes = info.head_num * (info.head_dim + info.v_head_dim) * info.dtype.itemsize  # of a token in a layer
+        self._piece = max(1, PIECE_BYTES // (page * hot_bytes * self._band_layers))
         with torch.inference_mode(False):  # they outlive the step that creates them
             self._codecs = tuple(
                 _band_codec(plan, info, slice(first, first + self._band_layers))
@@ -102,7 +102,7 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
         )
         capacity = pool.size if pool.host_capacity_tokens is None else pool.host_capacity_tokens
         super().__init__(
-            staging, ratio * hot_bytes / plan.token_bytes(None), size, page, refusals.HOST_LAYOUT,
+            staging, ratio * len(layers) * hot_bytes / plan.token_bytes(None), size, page, refusals.HOST_LAYOUT,
             allocator_type=allocator, device_capacity_tokens=capacity, start_layer=pool.start_layer,
             end_layer=pool.end_layer, pool_label=label, pin_memory=slab.is_cuda,
         )  # fmt: skip

@@ -71,7 +71,7 @@ _COLD_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "hicache_mem_layout": ((HOST_LAYOUT,), "packed pages have a layout of their own"),
     "hicache_host_memory_mode": (("cache",), "host memory that only buffers gains nothing from packing"),
     "kv_cache_dtype": (CACHE_DTYPES, "K and V are packed from the model's dtype"),
-    "page_size": (PAGE_SIZES[::-1], "pages of host memory are packed as a whole"),
+    "page_size": ((64, *PAGE_SIZES), "pages of host memory are packed as a whole"),
     "disaggregation_mode": (("null", None), "it is not tested with packed host memory"),
     "speculative_algorithm": ((None,), "a drafter's cache would not be packed"),
 }
