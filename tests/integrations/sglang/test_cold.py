@@ -119,6 +119,14 @@ def test_what_it_does_not_know_is_refused():
         cold_pool(hot_pool(2, heads=4), ["k4v4"] * 2)
 
 
+def test_storage_backends_that_are_attached_later_are_refused():
+    """Pages in storage would outlive the key offset that this process has learnt."""
+    host = cold_pool(hot_pool(1), ["k4v4"])
+    for asked in (lambda: host.get_data_page(0), lambda: host.get_page_buffer_meta(slots(0))):
+        with pytest.raises(UnsupportedError, match="storage"):
+            asked()
+
+
 def test_keys_that_would_be_lost_stop_the_engine():
     """Without centring, k2 cannot hold keys whose mean is far larger than their spread."""
     pool = hot_pool(1)

@@ -8,7 +8,7 @@ transfer streams, one for each direction, and each direction has its own half of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, MHABufferInfo, PageRowBufferInfo
@@ -28,14 +28,14 @@ ROW_ALIGNMENT = 128  # of SGLang's copy kernel
 _plan: CachePlan | None = None  # of this process's model, from ``prepare``
 
 
-def prepare(kvc: Any, pool: type) -> None:
-    """Plans the packed pages, if they are asked for. ``pool``: the class of the cache that SGLang is about to build."""
+def prepare(kvc: Any) -> None:
+    """Plans the packed pages of the cache that SGLang is about to build, if they are asked for."""
     global _plan
     config = cold_settings(kvc.server_args)
     if config is None or kvc.is_draft_worker:
         return
     compat.check_hooks((HOST_POOL,))
-    refusals.check_cold_model(kvc, pool)
+    refusals.check_cold_model(kvc)
     _plan = plan_for(kvc, config)
 
 
@@ -146,6 +146,14 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
         for host, rows, pages in self._pieces(host_pages, device_pages):
             super()._load_layer_pages(host, rows + self._piece, band, io_backend, is_draft=is_draft)
             self._codecs[band].decode(self._staging(band, self._piece, len(pages)), pages)
+
+    def _refuse_storage(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(
+            "slimkv's cold tier does not write to storage, because the stored bytes would not record their format and "
+            "key offset: detach the storage backend"
+        )
+
+    get_data_page = get_dummy_flat_data_page = set_from_flat_data_page = get_page_buffer_meta = _refuse_storage
 
 
 def _plain_buffers(pool: Any, plan: CachePlan) -> MHABufferInfo:

@@ -129,12 +129,11 @@ def pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: t
     if kvc.use_mla_backend:
         built, expected, ours = "mla", MLATokenToKVPool, SlimKVLatentPool
     if not packs(kvc) or kind != built:
-        found = original(kvc, kind=kind, default=default)
         if kind == "mha" and not packs(kvc) and cold_settings(kvc.server_args) is not None:
             from slimkv.integrations.sglang import cold
 
-            cold.prepare(kvc, found)
-        return found
+            cold.prepare(kvc)
+        return original(kvc, kind=kind, default=default)
     check_hooks(TARGETS)
     if default is not expected:
         raise SlimKVError(f"slimkv's pages replace SGLang's plain pool, not {default.__name__}")

@@ -125,8 +125,8 @@ def check_cold_options(server_args: Any) -> None:
     _check_values(compat.server_options(server_args), _COLD_OPTIONS, "slimkv's cold tier")
 
 
-def check_cold_model(kvc: Any, pool: type) -> None:
-    """Raises for a model whose cache is anything but one plain pool of K and V; ``pool``: SGLang's class for it."""
+def check_cold_model(kvc: Any) -> None:
+    """Raises for a model whose cache is anything but one plain pool of K and V."""
     check_parallelism()
     found = {
         "latents": kvc.use_mla_backend,
@@ -134,12 +134,11 @@ def check_cold_model(kvc: Any, pool: type) -> None:
         "linear-attention layers": compat.full_attention_layers(kvc) is not None,
         "an encoder": kvc.model_config.is_encoder_decoder,
         f"a cache of {kvc.kv_cache_dtype}": kvc.kv_cache_dtype not in _FLOATS,
-        f"SGLang's {pool.__name__}": pool is not compat.MHATokenToKVPool,
         "a cache that is sized after graphs are captured": kvc.post_capture_kv_active,
     }
     for what, there in found.items():
         if there:
-            raise UnsupportedError(f"slimkv's cold tier does not know {what}: leave out 'cold'; the rest is unchanged")
+            raise UnsupportedError(f"slimkv's cold tier does not know {what}: leave out 'cold'")
 
 
 def check_deterministic(server_args: Any, config: KVCacheConfig) -> None:
