@@ -7,119 +7,86 @@ transfer streams, one for each direction, and each direction has its own half of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, MHABufferInfo, PageRowBufferInfo
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.serving.cold.band import Band, BandCodec, ColdLayer
-from slimkv.integrations.sglang import compat, refusals
-from slimkv.integrations.sglang.host_pool import MiniMaxM3Nvfp4MainKVPoolHost, _get_allocator_type, get_memory
-from slimkv.integrations.sglang.names import HOST_POOL, cold_settings
-from slimkv.integrations.sglang.sizing import CachePlan, plan_for
+from slimkv.integrations.serving.cold.band import Band, BandCodec, ColdLayer, HotCache
+from slimkv.integrations.serving.model import ServedModel
+from slimkv.integrations.sglang.compat import MHATokenToKVPool
+from slimkv.integrations.sglang.host_pool import MiniMaxM3Nvfp4MainKVPoolHost, host_pool, page_rows
+from slimkv.spec import page_layout
 
 PIECE_BYTES = 64 << 20  # of K and V of a band in the model's dtype that are encoded or decoded at a time
 MAX_BAND_LAYERS = 8  # that are loaded together; attention of the first of them waits for all
 ROW_ALIGNMENT = 128  # of SGLang's copy kernel
 
-_plan: CachePlan | None = None  # of this process's model, from ``prepare``
+
+def cold_host_pool(pool: Any, model: ServedModel, asked: dict[str, Any]) -> ColdHostPool:
+    """The host pool of packed pages of SGLang's ``pool``; ``asked``: the arguments of ``build_kv_host_pool``."""
+    with torch.inference_mode(False):  # tensors outlive the step that creates them
+        codecs = band_codecs(pool, model)
+        band = codecs[0].band
+        piece = max(1, PIECE_BYTES // (codecs[0].tokens * codecs[0].token_bytes()))
+        slab = torch.zeros(len(codecs), 2 * piece, band.block_bytes, dtype=torch.uint8, device=codecs[0].device)
+    if slab.is_cuda and band.block_bytes % ROW_ALIGNMENT:
+        raise UnsupportedError(
+            f"SGLang copies rows of a multiple of {ROW_ALIGNMENT} bytes, and packed pages of {len(band.layers)} "
+            f"layers have {band.block_bytes}: use --page-size 64"
+        )
+    return host_pool(pool, page_rows(slab, pool.page_size), asked, partial(ColdHostPool, codecs))
 
 
-def prepare(kvc: Any) -> None:
-    """Plans the packed pages of the cache that SGLang is about to build, if they are asked for."""
-    global _plan
-    config = cold_settings(kvc.server_args)
-    if config is None or kvc.is_draft_worker:
-        return
-    compat.check_hooks((HOST_POOL,))
-    refusals.check_cold_model(kvc)
-    _plan = plan_for(kvc, config)
-
-
-def cold_host_pool(pool: Any, asked: dict[str, Any]) -> ColdHostPool:
-    """The host pool of packed pages of ``pool``; ``asked``: the arguments of ``build_kv_host_pool``."""
-    if _plan is None:
-        raise UnsupportedError("SGLang built a cache without asking slimkv, whose cold tier does not know it")
-    if asked.get("mtp_draft_device_pools"):
-        raise UnsupportedError("slimkv's cold tier excludes a drafter's cache: leave out 'cold'")
-    memory, host_size = get_memory(), asked.get("host_size")
-    return ColdHostPool(
-        pool, _plan, memory.hicache_ratio, memory.hicache_size if host_size is None else host_size,
-        asked.get("pool_label", "kv"), _get_allocator_type(),
-    )  # fmt: skip
-
-
-class PoolCache:
-    """A layer of SGLang's cache: K and V [slots, heads, dim], in pages of ``tokens`` slots."""
-
-    def __init__(self, key: Tensor, value: Tensor, tokens: int) -> None:
-        self._buffers, self.device = (key, value), key.device
-        self.plain_sides = key.unflatten(0, (-1, tokens)), value.unflatten(0, (-1, tokens))
-
-    def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:
-        """K and V of ``blocks``, int64 [n], into [n * tokens, heads, dim]."""
-        for side, out in zip(self.plain_sides, (key, value), strict=True):
-            out.copy_(side[blocks].flatten(0, 1))
-
-    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """K and V [tokens, heads, dim] to int64 ``slots`` [tokens]."""
-        for buffer, x in zip(self._buffers, (key, value), strict=True):
-            buffer[slots] = x
+def band_codecs(pool: Any, model: ServedModel) -> list[BandCodec]:
+    """The codecs of bands of as many layers each; raises unless K and V are plain tensors and have one format."""
+    if type(pool) is not MHATokenToKVPool:
+        raise UnsupportedError(f"slimkv's cold tier does not know SGLang's {type(pool).__name__}: leave out 'cold'")
+    info = pool.get_device_pool_infos()[0]
+    cache, heads = info.buffer_info, info.buffer_info.head_num
+    if cache.buffers.layout != KVBufferLayout.NHD or cache.scales is not None:
+        raise UnsupportedError(
+            "slimkv's cold tier reads K and V as [slots, heads, dim]; this cache has scales, or its layout is "
+            f"{cache.buffers.layout.value}: leave out 'cold'"
+        )
+    specs = {model.layer_spec(i, cache.head_dim, cache.v_head_dim, str(cache.dtype)) for i in info.layer_ids}
+    if len(specs) > 1:
+        raise UnsupportedError("SGLang's host memory has pages of one size: give all layers of 'cold' one format")
+    spec = specs.pop()
+    layout = page_layout(spec, pool.page_size)
+    layers = [ColdLayer(f"layer {i}", i, None, spec, heads) for i in info.layer_ids]
+    caches = [
+        HotCache(*(side.unflatten(0, (-1, pool.page_size)) for side in pair))
+        for pair in zip(cache.buffers.k, cache.buffers.v, strict=True)
+    ]
+    offsets = [model.layer_offset(x.number, spec, heads, cache.device) if model.centres(spec) else None for x in layers]
+    size = next(n for n in range(MAX_BAND_LAYERS, 0, -1) if len(layers) % n == 0)
+    return [
+        BandCodec(model, Band(tuple(layers[at]), layout, 1, 0), caches[at], offsets[at], cache.dtype, positions=False)
+        for at in (slice(first, first + size) for first in range(0, len(layers), size))
+    ]
 
 
 class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
-    """Host memory with packed pages of ``pool``, a row of bytes for each page and band of layers.
+    """Host memory with packed pages: of each page a row of bytes for every band of layers."""
 
-    ``ratio``: of host memory to the cache, in bytes; ``size``: of host memory, in GB, instead of it if not 0.
-    """
-
-    def __init__(
-        self, pool: Any, plan: CachePlan, ratio: float, size: float, label: str = "kv", allocator: str = "default"
-    ) -> None:
-        info = _plain_buffers(pool, plan)
-        layers, page = plan.groups[None], plan.page_size
-        self._band_layers = next(n for n in range(MAX_BAND_LAYERS, 0, -1) if len(layers) % n == 0)
-        hot_bytes = info.head_num * (info.head_dim + info.v_head_dim) * info.dtype.itemsize  # of a token in a layer
-        self._piece = max(1, PIECE_BYTES // (page * hot_bytes * self._band_layers))
-        with torch.inference_mode(False):  # they outlive the step that creates them
-            self._codecs = tuple(
-                _band_codec(plan, info, slice(first, first + self._band_layers))
-                for first in range(0, len(layers), self._band_layers)
-            )
-            row_bytes = self._codecs[0].band.block_bytes
-            shape = len(self._codecs), 2 * self._piece, row_bytes
-            slab = torch.zeros(shape, dtype=torch.uint8, device=info.device)
-        if slab.is_cuda and row_bytes % ROW_ALIGNMENT:
-            raise UnsupportedError(
-                f"SGLang copies rows of a multiple of {ROW_ALIGNMENT} bytes, and packed pages of {self._band_layers} "
-                f"layers have {row_bytes}: use --page-size 64"
-            )
-        staging = PageRowBufferInfo(
-            slab=slab, rows=tuple(slab.unbind(0)), row_bytes=row_bytes, page_size=page, num_pages=slab.shape[1]
-        )
-        capacity = pool.size if pool.host_capacity_tokens is None else pool.host_capacity_tokens
-        super().__init__(
-            staging, ratio * len(layers) * hot_bytes / plan.token_bytes(None), size, page, refusals.HOST_LAYOUT,
-            allocator_type=allocator, device_capacity_tokens=capacity, start_layer=pool.start_layer,
-            end_layer=pool.end_layer, pool_label=label, pin_memory=slab.is_cuda,
-        )  # fmt: skip
-        self.device_slots = len(info.buffers.k[0])  # of the cache, not of the slab
-        if slab.is_cuda:
-            for band, codec in enumerate(self._codecs):
+    def __init__(self, codecs: Sequence[BandCodec], rows: Any, ratio: float, *args: Any, **kwargs: Any) -> None:
+        """``ratio``: bytes of host memory over those of the cache; SGLang's own pools count tokens."""
+        hot_bytes = codecs[0].tokens * codecs[0].token_bytes()  # of a row's page
+        super().__init__(rows, ratio * hot_bytes / rows.row_bytes, *args, **kwargs)
+        self._codecs, self._piece = codecs, self.device_num_pages // 2
+        self.device_slots = self.device_capacity_tokens + self.page_size  # of the cache, not of the slab
+        if self.device_slab.is_cuda:
+            for band, codec in enumerate(codecs):
                 codec.warm(self._staging(band, 0, self._piece))
-        compat.logger.info(
-            "slimkv: the cold tier holds %d tokens in %.1f GiB of host memory.",
-            self.size,
-            self.kv_buffer.nbytes / 2**30,
-        )
 
     def _staging(self, band: int, first: int, pages: int) -> Tensor:
         """Rows ``first`` to ``first + pages`` of the slab, as uint8 [pages, heads of the band, page bytes]."""
-        of = self._codecs[band].band
-        return self.device_slab[band, first : first + pages].view(pages, of.heads, of.layout.page_bytes)
+        return self.device_slab[band, first : first + pages].unflatten(1, (self._codecs[band].band.heads, -1))
 
     def _pieces(self, host_pages: Tensor, device_pages: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each piece: its pages of host memory, its rows of a half of the slab, its pages of the cache."""
@@ -140,7 +107,7 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
         self, host_pages: Tensor, device_pages: Tensor, layer_id: int, io_backend: str, *, is_draft: bool
     ) -> None:
         """Host memory -> cache. SGLang loads layers in order; the first one of a band brings the others."""
-        band, others = divmod(layer_id, self._band_layers)
+        band, others = divmod(layer_id, len(self._codecs[0].band.layers))
         if others:
             return
         for host, rows, pages in self._pieces(host_pages, device_pages):
@@ -154,35 +121,3 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
         )
 
     get_data_page = get_dummy_flat_data_page = set_from_flat_data_page = get_page_buffer_meta = _refuse_storage
-
-
-def _plain_buffers(pool: Any, plan: CachePlan) -> MHABufferInfo:
-    """K and V of SGLang's cache; raises unless they are plain tensors [slots, heads, dim] of the plan's layers."""
-    if type(pool) is not compat.MHATokenToKVPool:
-        raise UnsupportedError(f"slimkv's cold tier does not know SGLang's {type(pool).__name__}: leave out 'cold'")
-    info = pool.get_device_pool_infos()[0].buffer_info
-    layers = plan.groups[None]
-    if len({(of.layout, of.num_kv_heads) for of in layers}) > 1:
-        raise UnsupportedError("SGLang's host memory has pages of one size: give all layers of 'cold' one format")
-    spec = layers[0].layout.spec
-    expected = len(layers), layers[0].num_kv_heads, spec.key_dim, spec.value_dim
-    there = len(info.buffers.k), info.head_num, info.head_dim, info.v_head_dim
-    if info.buffers.layout != KVBufferLayout.NHD or info.scales is not None or there != expected:
-        raise UnsupportedError(
-            f"slimkv's cold tier reads K and V as [slots, heads, dim]; SGLang's cache is {info.buffers.layout.value} "
-            f"with (layers, heads, key and value size) {there} where {expected} were planned: leave out 'cold'"
-        )
-    return info
-
-
-def _band_codec(plan: CachePlan, info: MHABufferInfo, which: slice) -> BandCodec:
-    model, pages = plan.model, plan.groups[None][which]
-    spec, heads = pages[0].layout.spec, pages[0].num_kv_heads
-    band = Band(
-        tuple(ColdLayer(f"layer {of.layer}", of.layer, None, spec, heads) for of in pages), pages[0].layout, 1, 0
-    )
-    caches = [
-        PoolCache(k, v, plan.page_size) for k, v in zip(info.buffers.k[which], info.buffers.v[which], strict=True)
-    ]
-    offsets = [model.layer_offset(of.layer, spec, heads, info.device) if model.centres(spec) else None for of in pages]
-    return BandCodec.of(model, band, caches, offsets, info.dtype, positions=False)

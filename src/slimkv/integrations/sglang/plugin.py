@@ -29,7 +29,7 @@ _AROUND = {
     f"{_WINDOWED}._swa_cell_bytes": "sizing.window_cell_bytes",
     f"{_WINDOWED}._recompute_cell_size": "sizing.recompute_cell_size",
     _POOL_CLASS: "plugin.pool_class",
-    HOST_POOL: "pool.build_host_pool",
+    HOST_POOL: "host_pool.build_host_pool",
 }
 TARGETS = tuple(target for target in _AROUND if target != HOST_POOL)  # without which the cache has the wrong size
 _RPC = "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request"
@@ -130,9 +130,10 @@ def pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: t
         built, expected, ours = "mla", MLATokenToKVPool, SlimKVLatentPool
     if not packs(kvc) or kind != built:
         if kind == "mha" and not packs(kvc) and cold_settings(kvc.server_args) is not None:
-            from slimkv.integrations.sglang import cold
+            from slimkv.integrations.sglang import refusals
 
-            cold.prepare(kvc)
+            check_hooks((HOST_POOL,))
+            refusals.check_cold_model(kvc)
         return original(kvc, kind=kind, default=default)
     check_hooks(TARGETS)
     if default is not expected:

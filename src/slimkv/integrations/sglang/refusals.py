@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.sglang import compat
@@ -23,7 +21,6 @@ DRAFT_BACKEND = (
     "--speculative-draft-attention-backend fa3"
 )
 HOST_LAYOUT = "layer_first"
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512  # limit of the kernels' registers
 
 _OWN_POOL = "it keeps K and V in its own pools"
@@ -70,6 +67,7 @@ _COLD_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_hierarchical_cache": ((True,), "packed pages are in the host memory of the hierarchical cache"),
     "hicache_mem_layout": ((HOST_LAYOUT,), "packed pages have a layout of their own"),
     "hicache_host_memory_mode": (("cache",), "host memory that only buffers gains nothing from packing"),
+    "enable_deterministic_inference": ((False, None), "answers would depend on which pages had left the GPU"),
     "kv_cache_dtype": (CACHE_DTYPES, "K and V are packed from the model's dtype"),
     "page_size": ((64, *PAGE_SIZES), "pages of host memory are packed as a whole"),
     "disaggregation_mode": (("null", None), "it is not tested with packed host memory"),
@@ -133,7 +131,7 @@ def check_cold_model(kvc: Any) -> None:
         "sliding windows in a pool of their own": kvc.is_hybrid_swa,
         "linear-attention layers": compat.full_attention_layers(kvc) is not None,
         "an encoder": kvc.model_config.is_encoder_decoder,
-        f"a cache of {kvc.kv_cache_dtype}": kvc.kv_cache_dtype not in _FLOATS,
+        f"a cache of {kvc.kv_cache_dtype}": kvc.kv_cache_dtype.itemsize == 1,
         "a cache that is sized after graphs are captured": kvc.post_capture_kv_active,
     }
     for what, there in found.items():

@@ -35,14 +35,8 @@ def _entry(server_args: Any) -> Any:
 
 def parse(server_args: Any) -> KVCacheConfig:
     """The server's arguments -> the configuration of its cache; its defaults where nothing is set."""
-    given = _entry(server_args)
-    if isinstance(given, Mapping) and COLD in given:
-        raise InputError(
-            f"{COLD!r} packs the host memory of SGLang's own attention backends, and slimkv's own cache is packed "
-            f"already: leave out {COLD!r}, or --attention-backend slimkv"
-        )
     deterministic = getattr(server_options(server_args), "enable_deterministic_inference", False)
-    return parse_settings(given, "SGLang", "--enable-deterministic-inference" if deterministic else None)
+    return parse_settings(_entry(server_args), "SGLang", "--enable-deterministic-inference" if deterministic else None)
 
 
 def cold(server_args: Any) -> KVCacheConfig | None:

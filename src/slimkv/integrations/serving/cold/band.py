@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,6 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.calibration.positions import matrix_index
-from slimkv.codec import Codec
-from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.cold.rows import LayerRows
 from slimkv.integrations.serving.model import ServedModel, shared_codec
@@ -43,22 +41,22 @@ class ColdLayer:
         return PageLayout(self.spec, fitting[-1]), tokens // fitting[-1]
 
 
-class HotCache(Protocol):
-    """A layer's own cache of an engine: K [tokens, heads, key_dim] and V [tokens, heads, value_dim] by block."""
+class HotCache:
+    """A layer's own cache in the model's dtype, ``key`` and ``value`` [blocks, tokens, heads, dim]."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-
-    @property
-    def plain_sides(self) -> tuple[Tensor, Tensor] | None:
-        """K and V as views [blocks, tokens, heads, dim] in the model's dtype, if plain copies suffice."""
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.plain_sides: tuple[Tensor, Tensor] | None = key, value  # None: plain copies do not suffice
+        self.device = key.device
 
     def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:
         """K and V of ``blocks``, int64 [n], into [n * tokens, heads, dim] of the model's dtype."""
+        for side, x in zip(self.plain_sides or (), (key, value), strict=True):
+            x.copy_(side[blocks].flatten(0, 1))
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """K and V [tokens, heads, dim] to int64 ``slots`` [tokens]: block * block tokens + position."""
+        for side, x in zip(self.plain_sides or (), (key, value), strict=True):
+            side[slots // side.shape[1], slots % side.shape[1]] = x
 
 
 @dataclass(frozen=True)
@@ -104,28 +102,6 @@ class BandCodec:
 
     def __init__(
         self,
-        band: Band,
-        caches: Sequence[HotCache],
-        codec: Codec,
-        offsets: Sequence[LayerOffset] | None,
-        matrices: Tensor | None,
-        edges: tuple[int, ...],
-        settings: KVCacheConfig,
-        dtype: torch.dtype,
-    ) -> None:
-        self.band, self._caches, self._codec, self._dtype = band, caches, codec, dtype
-        self._offsets, self._matrices, self._edges, self._settings = offsets, matrices, edges, settings
-        self.tokens = band.pages * band.layout.block_size  # of a block
-        self.device = caches[0].device
-        self._offset = None if offsets is None else torch.cat([x.tensor for x in offsets])
-        self._unchecked = settings.max_score_error > 0
-        sides = [x.plain_sides for x in caches] if self.device.type == "cuda" else []
-        self._rows = LayerRows.of(sides)
-        self._warming = False
-
-    @classmethod
-    def of(
-        cls,
         model: ServedModel,
         band: Band,
         caches: Sequence[HotCache],
@@ -133,20 +109,26 @@ class BandCodec:
         dtype: torch.dtype,
         *,
         positions: bool = True,
-    ) -> Self:
-        """With the model's calibration. ``positions``: whether the engine says where in a prompt blocks begin; if not,
-        matrices that depend on it are left out."""
-        codec = shared_codec(band.layout.spec, caches[0].device)
-        each = [model.matrices(x.number, codec, x.num_kv_heads) for x in band.layers]
-        found = [x for x in each if x is not None and (positions or x.ndim == 3)]
-        matrices: Tensor | None = None
-        edges: tuple[int, ...] = ()
-        if model.calibration is not None and len(found) == len(each):
-            matrices = torch.cat(found, -3).contiguous()
-            edges = model.calibration.position_edges(model.max_positions)
+    ) -> None:
+        """``positions``: whether the engine says where in a prompt blocks begin; if not, a calibration's matrices by
+        position are left out."""
+        self.band, self._caches, self._dtype, self._settings = band, caches, dtype, model.settings
+        self.tokens = band.pages * band.layout.block_size  # of a block
+        self.device = caches[0].device
+        self._codec = shared_codec(band.layout.spec, self.device)
         known = [x for x in offsets if x is not None]
-        centred = known if len(known) == len(offsets) else None
-        return cls(band, caches, codec, centred, matrices, edges, model.settings, dtype)
+        self._offsets = known if len(known) == len(offsets) else []  # empty: keys are not centred
+        self._offset = torch.cat([x.tensor for x in self._offsets]) if self._offsets else None
+        self._matrices: Tensor | None = None
+        each = [model.matrices(x.number, self._codec, x.num_kv_heads) for x in band.layers]
+        found = [x for x in each if x is not None and (positions or x.ndim == 3)]
+        if model.calibration is not None and len(found) == len(each):
+            self._matrices = torch.cat(found, -3).contiguous()
+            self._edges = model.calibration.position_edges(model.max_positions)
+        self._unchecked = model.settings.max_score_error > 0
+        sides = [x.plain_sides for x in caches] if self.device.type == "cuda" else []
+        self._rows = LayerRows.of(sides)
+        self._warming = False
 
     def token_bytes(self) -> int:
         """Bytes of one token's K and V in the model's dtype."""
@@ -217,7 +199,7 @@ class BandCodec:
 
     def _learn(self, key: Tensor) -> None:
         """Learns the offset from the first blocks that leave, which begin a prompt; it never changes again."""
-        if self._offsets is None or all(x.known for x in self._offsets):
+        if all(x.known for x in self._offsets):
             return
         stored, nothing = torch.ones(len(key), dtype=torch.bool, device=key.device), key[:0]
         for offset, (k,) in zip(self._offsets, self._by_layer(key), strict=True):

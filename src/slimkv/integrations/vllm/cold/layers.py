@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.cold import band
 from slimkv.integrations.serving.cold.band import ColdLayer
 from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.vllm.cold.compat import Attention, MLAAttention
@@ -48,8 +49,8 @@ def find_layers(vllm_config: Any, names: Sequence[str], model: ServedModel) -> l
     return found
 
 
-class HotCache:
-    """A layer's own cache: reads and writes K [tokens, heads, key_dim] and V [tokens, heads, value_dim] by block."""
+class HotCache(band.HotCache):
+    """A layer's own cache in whatever order and dtype its backend keeps it."""
 
     def __init__(self, layer: ColdLayer, num_blocks: int, block_tokens: int, dtype: torch.dtype) -> None:
         self._layer, self._tokens, self._dtype = layer, block_tokens, dtype
@@ -62,6 +63,7 @@ class HotCache:
             self._refuse(f"its cache holds {self._cache.dtype} as {layer.module.kv_cache_dtype}")
         self._order = self._find_order()
         self.sides = self._as_sides()
+        self.plain_sides = self.sides if self._stored == dtype else None
 
     def _refuse(self, why: str) -> None:
         module = self._layer.module
@@ -71,11 +73,6 @@ class HotCache:
             f"the cold tier does not recognise how {name} keeps K and V of {self._layer.name}: {why}. Use another "
             "attention backend or cache dtype, or vLLM's own CPUOffloadingSpec"
         )
-
-    @property
-    def plain_sides(self) -> tuple[Tensor, Tensor] | None:
-        """``sides`` if they hold the model's dtype, so that plain copies suffice; otherwise None."""
-        return self.sides if self._stored == self._dtype else None
 
     def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:
         """K and V of ``blocks``, int64 [n], into [n * tokens, heads, dim] of the model's dtype."""

@@ -49,13 +49,13 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
     """A worker has vLLM's configuration and knows the layers; the scheduler reads the workers' note."""
 
     def __init__(self, config: Any) -> None:
-        self._settings = cold_settings(config.extra_config)
+        settings = cold_settings(config.extra_config)
         self._note = NOTES / f"slimkv_cold_{config.engine_id}.json"
         self._vllm_config = compat.get_current_vllm_config_or_none()
         self._cold_worker: ColdWorker | None = None
         _refuse(config)
         if self._vllm_config is not None:
-            self._model = served_model(self._vllm_config, self._settings)
+            self._model = served_model(self._vllm_config, settings)
             self._groups = [
                 bands_of(find_layers(self._vllm_config, group.layer_names, self._model), group.tokens_per_block)
                 for group in config.groups
@@ -154,7 +154,7 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
             layer_offset(model, self._vllm_config, x.number, x.spec, x.num_kv_heads, caches[0].device)
             for x in band.layers
         ]
-        return BandCodec.of(model, band, caches, offsets, dtype)
+        return BandCodec(model, band, caches, offsets, dtype)
 
 
 def _fingerprint(vllm_config: Any, served: ServedModel, layers: Sequence[ColdLayer], page_tokens: int) -> Fingerprint:
