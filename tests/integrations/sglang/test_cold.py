@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("sglang")
 
-from engines import BASE, PAGE, engine, run_engine
-from prompts import model_folder, piece, run
+from engines import BASE, engine, run_engine
+from engines import cold as cold_engine
+from prompts import first_token_difference, model_folder, piece, run
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
@@ -143,14 +144,6 @@ def test_keys_that_would_be_lost_stop_the_engine():
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def cold_arguments(entry: Any = "k4v4", **arguments: Any) -> dict[str, Any]:
-    """Engine arguments: SGLang's own attention, and packed host memory."""
-    return {
-        "json_model_override_args": json.dumps({"slimkv": {"cold": entry}}), "page_size": PAGE,
-        "enable_hierarchical_cache": True, "hicache_mem_layout": "layer_first", **arguments,
-    }  # fmt: skip
-
-
 def resolved(**arguments: Any) -> ServerArgs:
     args = ServerArgs(model_path=model_folder(), **{**BASE, **arguments})
     args.resolve_once()
@@ -166,27 +159,27 @@ def on_cpu(monkeypatch):
 
 def test_settings(on_cpu):
     assert cold_settings(resolved()) is None
-    args = resolved(**cold_arguments({"format": "k8v8", "center_keys": False}))
+    args = resolved(**cold_engine({"format": "k8v8", "center_keys": False}))
     found = settings.cold(args)
     assert found is not None
     assert (found.format, found.center_keys) == ("k8v8", False)
     # SGLang's default of one token cannot be packed
-    assert server_options(resolved(**cold_arguments(page_size=None, chunked_prefill_size=128))).page_size == 64
+    assert server_options(resolved(**cold_engine(page_size=None, chunked_prefill_size=128))).page_size == 64
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (cold_arguments(enable_hierarchical_cache=False), "add --enable-hierarchical-cache"),
-        (cold_arguments(page_size=1), "--page-size"),
-        (cold_arguments(hicache_mem_layout="page_first"), "--hicache-mem-layout"),
-        (cold_arguments(hicache_storage_backend="file"), "--hicache-storage-backend"),
-        (cold_arguments(kv_cache_dtype="fp8_e4m3"), "--kv-cache-dtype"),
-        (cold_arguments(attention_backend="slimkv"), "cold"),
-        (cold_arguments("k9v9"), "k9v9"),
-        (cold_arguments({"format": "k4v4", "recent_tokens": 64}), "recent_tokens"),
+        (cold_engine(enable_hierarchical_cache=False), "add --enable-hierarchical-cache"),
+        (cold_engine(page_size=1), "--page-size"),
+        (cold_engine(hicache_mem_layout="page_first"), "--hicache-mem-layout"),
+        (cold_engine(hicache_storage_backend="file"), "--hicache-storage-backend"),
+        (cold_engine(kv_cache_dtype="fp8_e4m3"), "--kv-cache-dtype"),
+        (cold_engine(attention_backend="slimkv"), "cold"),
+        (cold_engine("k9v9"), "k9v9"),
+        (cold_engine({"format": "k4v4", "recent_tokens": 64}), "recent_tokens"),
         (
-            cold_arguments(json_model_override_args=json.dumps({"slimkv": {"cold": "k4v4", "format": "k4v4"}})),
+            cold_engine(json_model_override_args=json.dumps({"slimkv": {"cold": "k4v4", "format": "k4v4"}})),
             "format beside 'cold'",
         ),
     ],
@@ -235,11 +228,6 @@ def test_models_without_a_plain_cache_are_refused(change, message, monkeypatch):
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
-def far(one: list[dict[str, float]], two: list[dict[str, float]]) -> float:
-    """The largest difference between the logprobs of two first tokens, among candidates that both runs name."""
-    return max(abs(one[0][token] - two[0][token]) for token in one[0].keys() & two[0].keys())
-
-
 @pytest.mark.slow
 @pytest.mark.extended
 @pytest.mark.parametrize(("format", "least", "most"), [("raw", 0, 0), ("k8v8", 1e-3, 0.05), ("k4v4", 0.03, 0.7)])
@@ -250,7 +238,7 @@ def test_evicted_pages_come_back_from_host_memory(format, least, most):
     """
     prompts = [piece(290 * i, 290) for i in range(6)]
     result = run_engine(
-        engine(**cold_arguments(format), hicache_ratio=4.0, max_total_tokens=1024),
+        engine(**cold_engine(format), hicache_ratio=4.0, max_total_tokens=1024),
         [
             run("first", prompts[:2], 8, one_by_one=True),
             run("hot", prompts[:2], 8, one_by_one=True, logprobs=20),
@@ -260,8 +248,6 @@ def test_evicted_pages_come_back_from_host_memory(format, least, most):
     )
     assert result["max_total_num_tokens"] == 1024
     assert result["cached"] == {"first": [0, 0], "hot": [288, 288], "others": [0, 0, 0, 0], "cold": [288, 288]}
-    each = [far(*pair) for pair in zip(result["logprobs"]["hot"], result["logprobs"]["cold"], strict=True)]
-    print(format, each, result["tokens"]["hot"], result["tokens"]["cold"])
-    assert least <= max(each) <= most
+    assert least <= first_token_difference(result, "hot", "cold") <= most
     if format == "raw":
         assert result["tokens"]["cold"] == result["tokens"]["hot"]

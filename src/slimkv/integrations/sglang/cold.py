@@ -91,7 +91,7 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
     def _pieces(self, host_pages: Tensor, device_pages: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each piece: its pages of host memory, its rows of a half of the slab, its pages of the cache."""
         for host, device in zip(host_pages.split(self._piece), device_pages.split(self._piece), strict=True):
-            rows = torch.arange(len(host), device=host.device)
+            rows = torch.arange(len(host), dtype=host.dtype, device=host.device)  # SGLang's kernel wants one dtype
             yield host, rows, device.to(self.device_slab.device, torch.int64, non_blocking=True)
 
     def backup_from_device_all_layer_physical(
