@@ -7,7 +7,7 @@ transfer streams, one for each direction, and each direction has its own half of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,13 +18,27 @@ from torch import Tensor
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.serving.cold.band import Band, BandCodec, ColdLayer, HotCache
 from slimkv.integrations.serving.model import ServedModel
-from slimkv.integrations.sglang.compat import MHATokenToKVPool
+from slimkv.integrations.sglang.compat import MHATokenToKVPool, get_server_args, model_config_of
 from slimkv.integrations.sglang.host_pool import MiniMaxM3Nvfp4MainKVPoolHost, host_pool, page_rows
+from slimkv.integrations.sglang.names import cold_settings
+from slimkv.integrations.sglang.pool import PackedPool
+from slimkv.integrations.sglang.sizing import served_model
 from slimkv.spec import page_layout
 
 PIECE_BYTES = 64 << 20  # of K and V of a band in the model's dtype that are encoded or decoded at a time
 MAX_BAND_LAYERS = 8  # that are loaded together; attention of the first of them waits for all
 ROW_ALIGNMENT = 128  # of SGLang's copy kernel
+
+
+def build_host_pool(original: Callable[..., Any], **asked: Any) -> Any:
+    """Around ``build_kv_host_pool``, for slimkv's own pools and for SGLang's."""
+    pool, server_args = asked["kv_pool"], get_server_args()
+    if isinstance(pool, PackedPool):
+        return host_pool(pool, pool.get_device_pool_infos()[0].buffer_info, asked)
+    config = cold_settings(server_args)
+    if config is None:
+        return original(**asked)
+    return cold_host_pool(pool, served_model(server_args, model_config_of(server_args), config), asked)
 
 
 def cold_host_pool(pool: Any, model: ServedModel, asked: dict[str, Any]) -> ColdHostPool:

@@ -6,7 +6,6 @@ which it wrote for another packed cache. The second one treats rows as opaque by
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.mem_cache.device_pool_info import DevicePoolInfo, PageRowBufferInfo
@@ -16,10 +15,8 @@ from sglang.srt.mem_cache.pool_host.minimax_m3_nvfp4 import MiniMaxM3Nvfp4MainKV
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
-from slimkv.integrations.sglang.compat import MHATokenToKVPool, check_hooks, get_server_args, model_config_of
-from slimkv.integrations.sglang.names import HOST_POOL, cold_settings
-from slimkv.integrations.sglang.pool import PackedPool
-from slimkv.integrations.sglang.sizing import served_model
+from slimkv.integrations.sglang.compat import MHATokenToKVPool, check_hooks
+from slimkv.integrations.sglang.names import HOST_POOL
 
 
 def page_rows(slab: Tensor, page_size: int) -> PageRowBufferInfo:
@@ -44,19 +41,6 @@ def device_pool_infos(pool: Any) -> tuple[DevicePoolInfo, ...]:
     layers = tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
     name = PoolName.KV
     return (DevicePoolInfo(pool_name=name, indices_from_pool=name, layer_ids=layers, buffer_info=rows),)
-
-
-def build_host_pool(original: Callable[..., Any], **asked: Any) -> Any:
-    """Around ``build_kv_host_pool``."""
-    pool, server_args = asked["kv_pool"], get_server_args()
-    if isinstance(pool, PackedPool):
-        return host_pool(pool, pool.get_device_pool_infos()[0].buffer_info, asked)
-    config = cold_settings(server_args)
-    if config is None:
-        return original(**asked)
-    from slimkv.integrations.sglang.cold import cold_host_pool
-
-    return cold_host_pool(pool, served_model(server_args, model_config_of(server_args), config), asked)
 
 
 def host_pool(

@@ -29,7 +29,7 @@ _AROUND = {
     f"{_WINDOWED}._swa_cell_bytes": "sizing.window_cell_bytes",
     f"{_WINDOWED}._recompute_cell_size": "sizing.recompute_cell_size",
     _POOL_CLASS: "plugin.pool_class",
-    HOST_POOL: "host_pool.build_host_pool",
+    HOST_POOL: "cold.build_host_pool",
 }
 TARGETS = tuple(target for target in _AROUND if target != HOST_POOL)  # without which the cache has the wrong size
 _RPC = "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request"
