@@ -120,7 +120,8 @@ def test_a_cold_tier_answers_like_stock_host_memory(environment, tmp_path):
         print(
             f"{name}: {SET_PROMPTS} x {SET_TOKENS} tokens computed in {1e3 * of['seconds']['b0']:.1f} ms, back in "
             f"{1e3 * statistics.median(times):.1f} ms (least {1e3 * min(times):.1f}); logprobs differ by "
-            f"{first_token_difference(of, 'hot', 'cold'):.4f}"
+            f"{first_token_difference(of, 'hot', 'cold'):.4f}, and by {first_token_difference(of, 'first', 'hot'):.4f} "
+            "between a prompt that is computed and one from the cache"
         )
     for name, (least, most) in bounds.items():
         of = found[name]
