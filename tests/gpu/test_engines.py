@@ -99,7 +99,7 @@ def test_deterministic_answers_depend_on_their_prompt_alone():
         assert name == "chunked" or found["counters"]["together"]["vllm:spec_decode_num_accepted_tokens"] > 10, name
 
 
-def test_held_to_another_gpu():
+def test_held_to_another_gpu(tmp_path):
     """With the kernels of each GPU that ``SLIMKV_AS_DEVICE`` names, for prompts, drafts and hits.
 
     Kernels of another record sum in another order, which moves codes as another batch does: a near tie may fall the
@@ -113,7 +113,10 @@ def test_held_to_another_gpu():
     plain, *answered = run_engines(
         (asked, [{**miss, "logprobs": 20}, alone]),
         *(({**asked, **NGRAM}, drafting) for _ in records),
-        own=[{}, *({AS_DEVICE: record} for record in records)],
+        own=[
+            {AS_DEVICE: record, "XDG_CACHE_HOME": str(tmp_path / str(i))}  # each learns key offsets from the same batch
+            for i, record in enumerate(("", *records))
+        ],
     )
     by_batch = partings(plain, {"tokens": {"miss": plain["tokens"]["alone"]}}, "miss")
     print(f"no record, one by one: {by_batch}")

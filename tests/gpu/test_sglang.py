@@ -1,4 +1,4 @@
-"""SGLang on a GPU: deterministic serving, and the quality of codes. Each engine has processes of its own.
+"""SGLang on a GPU: deterministic serving, the quality of codes, a cold tier. Each engine has processes of its own.
 
 python -m pytest tests/gpu/test_sglang.py -s
 """
@@ -6,6 +6,7 @@ python -m pytest tests/gpu/test_sglang.py -s
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -15,8 +16,8 @@ pytest.importorskip("sglang")
 sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "shared"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "sglang"))
 
-from engines import model_drafts, ngram_drafts, plugin_path, run_engines, slimkv
-from prompts import model_folder, piece, run, various
+from engines import cold, model_drafts, ngram_drafts, plugin_path, run_engines, slimkv
+from prompts import first_token_difference, model_folder, piece, run, text_tokens, various
 from row_exact import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sglang, pytest.mark.slow]
@@ -83,3 +84,50 @@ def test_a_text_is_about_as_likely_as_with_the_stock_cache(environment):
     )  # fmt: skip
     print(f"perplexity: fa3 {perplexity(stock, 'text'):.3f}, k4v4 {perplexity(codes, 'text'):.3f}")
     assert perplexity(codes, "text") < 1.05 * perplexity(stock, "text")
+
+
+# The cache holds one of two sets of prompts; host memory holds both.
+SET_PROMPTS, SET_TOKENS, PASSES = 8, 7000, 6
+COLD = {"page_size": 64, "attention_backend": "fa3", "context_length": 8192, "max_total_tokens": 56 * 1024,
+        "hicache_ratio": 3.0}  # fmt: skip
+
+
+def cold_runs(lock: str) -> list[dict]:
+    """A few prompts, again from the cache, after long ones that push them out, and from host memory.
+
+    The long ones come in two sets in turn, each of which pushes out the other; they are timed.
+    """
+    text = text_tokens() * (2 + SET_TOKENS // len(text_tokens()))
+    prompts = [piece(300 * i, 1000) for i in range(4)]
+    sets = [[text[131 * i + 17 :][:SET_TOKENS] for i in range(which, 2 * SET_PROMPTS, 2)] for which in (0, 1)]
+    passes = [run(f"{'ab'[i % 2]}{i // 2}", sets[i % 2], 1, lock=lock) for i in range(2 * PASSES)]
+    short = run("first", prompts, 8, one_by_one=True, logprobs=20)
+    return [short, {**short, "name": "hot"}, *passes, {**short, "name": "cold"}]
+
+
+def test_a_cold_tier_answers_like_stock_host_memory(environment, tmp_path):
+    """Prompts that left the GPU come back from host memory, packed or not; prints how long that takes."""
+    base = {**GPU, "model_path": model_folder(), **COLD}
+    # Of logprobs, from pages that stayed and pages that came back. Logits of bf16 lie up to 0.1 apart.
+    bounds = {"stock": (0, 0.02), "raw": (0, 0.02), "k8v8": (1e-3, 0.5), "k4v4": (0.01, 2.0)}
+    engines = {name: {**base, **cold(name, page_size=64)} for name in bounds}
+    engines["stock"].pop("json_model_override_args")
+    runs = cold_runs(str(tmp_path / "lock"))
+    found = dict(zip(bounds, run_engines(*((x, runs) for x in engines.values()), **environment), strict=True))
+    returned = [run["name"] for run in runs if run["name"][1:].isdigit() and int(run["name"][1:]) > 0]
+    for name, of in found.items():
+        times = [of["seconds"][x] for x in returned]
+        print(
+            f"{name}: {SET_PROMPTS} x {SET_TOKENS} tokens computed in {1e3 * of['seconds']['b0']:.1f} ms, back in "
+            f"{1e3 * statistics.median(times):.1f} ms (least {1e3 * min(times):.1f}); logprobs differ by "
+            f"{first_token_difference(of, 'hot', 'cold'):.4f}, and by {first_token_difference(of, 'first', 'hot'):.4f} "
+            "between a prompt that is computed and one from the cache"
+        )
+    for name, (least, most) in bounds.items():
+        of = found[name]
+        assert of["cached"]["a0"] == [0] * SET_PROMPTS, name
+        for back in returned:  # whole pages, but the last token is computed
+            assert of["cached"][back] == [(SET_TOKENS - 1) // 64 * 64] * SET_PROMPTS, (name, back)
+        assert of["cached"]["cold"] == of["cached"]["hot"] == [960] * 4, name
+        assert least <= first_token_difference(of, "hot", "cold") <= most, name
+    assert found["raw"]["tokens"]["cold"] == found["stock"]["tokens"]["cold"]

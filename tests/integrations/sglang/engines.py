@@ -51,6 +51,14 @@ def slimkv(format: str = "k4v4", more: dict[str, Any] | None = None, **settings:
     }
 
 
+def cold(entry: Any = "k4v4", **arguments: Any) -> dict[str, Any]:
+    """Engine arguments: SGLang's own attention, and packed pages in host memory."""
+    return {
+        "json_model_override_args": json.dumps({"slimkv": {"cold": entry}}), "page_size": PAGE,
+        "enable_hierarchical_cache": True, "hicache_mem_layout": "layer_first", **arguments,
+    }  # fmt: skip
+
+
 def environment(**extra: str) -> dict[str, str]:
     """For a child process."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

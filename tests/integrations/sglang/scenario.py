@@ -6,10 +6,25 @@ does: what it knows of slimkv comes through the plugin. Otherwise it is forked, 
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def alone(path: str | None) -> Iterator[None]:
+    """Holds the lock on the file ``path``, if any, so that engines beside each other are timed one after another."""
+    if path is None:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def run_engine(request: dict[str, Any]) -> dict[str, Any]:
@@ -23,6 +38,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     cached: dict[str, list[int]] = {}
     retracted: dict[str, int] = {}
     verified: dict[str, int] = {}
+    seconds: dict[str, float] = {}
     logprobs: dict[str, list[list[dict[int, float]]]] = {}
     prompt_logprobs: dict[str, list[list[float]]] = {}
     try:
@@ -34,8 +50,13 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
             most = {"return_logprob": True, "top_logprobs_num": run["logprobs"]} if "logprobs" in run else {}
             if run.get("prompt_logprobs"):
                 most |= {"return_logprob": True, "logprob_start_len": 0}
-            outputs = [o for batch in batches for o in engine.generate(input_ids=batch, sampling_params=params, **most)]
             name = run["name"]
+            with alone(run.get("lock")):
+                begin = time.perf_counter()
+                outputs = [
+                    o for batch in batches for o in engine.generate(input_ids=batch, sampling_params=params, **most)
+                ]
+                seconds[name] = time.perf_counter() - begin
             if run.get("prompt_logprobs"):
                 prompt_logprobs[name] = [[x[0] for x in o["meta_info"]["input_token_logprobs"][1:]] for o in outputs]
             if "logprobs" in run:
@@ -56,6 +77,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "cached": cached,
         "retracted": retracted,
         "verified": verified,  # chains of drafted tokens
+        "seconds": seconds,
         "logprobs": logprobs,  # of the most likely tokens at every place, in runs that ask for so many
         "prompt_logprobs": prompt_logprobs,  # of the prompts' own tokens but the first
         "max_total_num_tokens": info["max_total_num_tokens"],

@@ -112,3 +112,9 @@ def partings(alone: dict[str, Any], other: dict[str, Any], name: str) -> dict[in
             known = alone["logprobs"][name][i][at]
             out[i] = at, known[str(one[at])] - known.get(str(two[at]), float("-inf"))
     return out
+
+
+def first_token_difference(found: dict[str, Any], one: str, two: str) -> float:
+    """The largest difference in nats between two runs' logprobs of the first tokens, of candidates in both."""
+    pairs = zip(found["logprobs"][one], found["logprobs"][two], strict=True)
+    return max(abs(a[0][token] - b[0][token]) for a, b in pairs for token in a[0].keys() & b[0].keys())

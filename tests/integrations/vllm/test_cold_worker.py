@@ -17,11 +17,12 @@ from slimkv.codec import Codec
 from slimkv.codec.key_offset import wants_offset
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.serving.cold.band import BandCodec, ColdLayer, bands_of, block_bytes
+from slimkv.integrations.serving.cold.rows import LayerRows
+from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.vllm.cold import worker as cold_worker
-from slimkv.integrations.vllm.cold.band import BandCodec, bands_of, block_bytes
 from slimkv.integrations.vllm.cold.compat import GPULoadStoreSpec, MLAAttention
-from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache
-from slimkv.integrations.vllm.cold.rows import LayerRows
+from slimkv.integrations.vllm.cold.layers import HotCache
 from slimkv.integrations.vllm.cold.spec import cold_settings
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.spec import CodecSpec, LatentSpec
@@ -158,8 +159,9 @@ def make_worker(layers, chunks=16, per_chunk=1, tokens=TOKENS, settings=SETTINGS
     for band in bands:
         caches = [HotCache(x, BLOCKS, tokens, torch.float32) for x in band.layers]
         wanted = center and wants_offset(band.layout.spec)
-        offsets = [LayerOffset(HEADS, Codec(x.spec)) for x in band.layers] if wanted else None
-        codecs.append(BandCodec(band, caches, Codec(band.layout.spec), offsets, None, (), settings, torch.float32))
+        offsets = [LayerOffset(HEADS, Codec(x.spec)) if wanted else None for x in band.layers]
+        model = ServedModel(settings, "", None, 2048, lambda: (0, 1), random_weights=True)
+        codecs.append(BandCodec(model, band, caches, offsets, torch.float32))
     size = block_bytes(bands) * per_chunk
     host = region(chunks, size)
     return ColdWorker([codecs], host, size, per_chunk), host

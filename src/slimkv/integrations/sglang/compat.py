@@ -13,7 +13,7 @@ from slimkv.integrations.sglang.versions import installed_version
 
 VERSION = installed_version()
 
-from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view  # noqa: E402
+from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view  # noqa: E402
 from sglang.srt.configs.hybrid_arch import mambaish_config  # noqa: E402
 from sglang.srt.configs.model_config import is_deepseek_dsa  # noqa: E402
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE  # noqa: E402
@@ -22,7 +22,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # n
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVCache, MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: E402
-from sglang.srt.runtime_context import get_parallel  # noqa: E402
+from sglang.srt.runtime_context import get_parallel, get_server_args  # noqa: E402
 
 logger = logging.getLogger("sglang.slimkv")
 

@@ -15,3 +15,12 @@ def is_chosen(server_args: Any) -> bool:
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
     return BACKEND in attention_backends_of(resolved_view(server_args))
+
+
+def cold_settings(server_args: Any) -> Any:
+    """``settings.cold``; most servers do not mention slimkv, and import nothing of it here."""
+    if BACKEND not in str(server_args.json_model_override_args or ""):
+        return None
+    from slimkv.integrations.sglang import settings
+
+    return settings.cold(server_args)

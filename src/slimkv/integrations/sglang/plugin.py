@@ -1,6 +1,7 @@
 """How SGLang finds slimkv: the ``sglang.srt.plugins`` entry point, run once in each of its processes.
 
-It registers a backend and hooks a few methods. The hooks do nothing unless slimkv is the attention backend.
+It registers a backend and hooks a few methods. The hooks do nothing unless slimkv is the attention backend, or packs
+the host memory of another one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from slimkv.errors import SlimKVError
-from slimkv.integrations.sglang.names import BACKEND, HOST_POOL, LISTENING, is_chosen
+from slimkv.integrations.sglang.names import BACKEND, HOST_POOL, LISTENING, cold_settings, is_chosen
 
 DEFAULT_PAGE_SIZE = 64
 
@@ -28,7 +29,7 @@ _AROUND = {
     f"{_WINDOWED}._swa_cell_bytes": "sizing.window_cell_bytes",
     f"{_WINDOWED}._recompute_cell_size": "sizing.recompute_cell_size",
     _POOL_CLASS: "plugin.pool_class",
-    HOST_POOL: "pool.build_host_pool",
+    HOST_POOL: "cold.build_host_pool",
 }
 TARGETS = tuple(target for target in _AROUND if target != HOST_POOL)  # without which the cache has the wrong size
 _RPC = "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request"
@@ -68,11 +69,11 @@ def _defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.configs.model_config import AttentionArch
 
     previous(server_args)
-    if not is_chosen(server_args):
+    if not is_chosen(server_args) and cold_settings(server_args) is None:
         return
     if resolved_view(server_args).page_size is None:
         declare_resolution(server_args, BACKEND, page_size=DEFAULT_PAGE_SIZE)
-    if model_config_of(server_args).attention_arch == AttentionArch.MLA:
+    if is_chosen(server_args) and model_config_of(server_args).attention_arch == AttentionArch.MLA:
         _prefill_without_graphs(server_args)
 
 
@@ -97,6 +98,10 @@ def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:
         config = settings.parse(server_args)
         refusals.check_options(server_args)
         refusals.check_deterministic(server_args, config)
+    elif cold_settings(server_args) is not None:
+        from slimkv.integrations.sglang import refusals
+
+        refusals.check_cold_options(server_args)
 
 
 def _lazy(name: str) -> Callable[..., Any]:
@@ -124,6 +129,11 @@ def pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: t
     if kvc.use_mla_backend:
         built, expected, ours = "mla", MLATokenToKVPool, SlimKVLatentPool
     if not packs(kvc) or kind != built:
+        if kind == "mha" and not packs(kvc) and cold_settings(kvc.server_args) is not None:
+            from slimkv.integrations.sglang import refusals
+
+            check_hooks((HOST_POOL,))
+            refusals.check_cold_model(kvc)
         return original(kvc, kind=kind, default=default)
     check_hooks(TARGETS)
     if default is not expected:

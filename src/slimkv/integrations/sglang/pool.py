@@ -6,7 +6,6 @@ s // page_size. Padding is written to block 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar, NoReturn
 
@@ -199,12 +198,3 @@ class SlimKVPool(PackedPool, compat.MHATokenToKVPool):
 def bind(plan: CachePlan, hooks: tuple[str, ...], pool: type[PackedPool] = SlimKVPool) -> type[Any]:
     """The pool class for one model: SGLang constructs it with the arguments of its own pools."""
     return type(pool.__name__, (pool,), {"plan": plan, "hooks": hooks, "__module__": pool.__module__})
-
-
-def build_host_pool(original: Callable[..., Any], **asked: Any) -> Any:
-    """Around ``build_kv_host_pool``."""
-    if not isinstance(asked["kv_pool"], PackedPool):
-        return original(**asked)
-    from slimkv.integrations.sglang.host_pool import host_pool
-
-    return host_pool(asked["kv_pool"], asked)

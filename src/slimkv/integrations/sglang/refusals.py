@@ -60,6 +60,19 @@ _TRANSFER_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "pp_size": ((1,), _UNTESTED),
     "speculative_algorithm": ((None,), _UNTESTED),
 }
+# The same for a cold tier under SGLang's own attention.
+_COLD_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    **{name: rule for name, rule in _OPTIONS.items() if rule[1] in (_OWN_POOL, _MOVES_KV)},
+    "hicache_storage_backend": _OPTIONS["hicache_storage_backend"],
+    "enable_hierarchical_cache": ((True,), "packed pages are in the host memory of the hierarchical cache"),
+    "hicache_mem_layout": ((HOST_LAYOUT,), "packed pages have a layout of their own"),
+    "hicache_host_memory_mode": (("cache",), "host memory that only buffers gains nothing from packing"),
+    "enable_deterministic_inference": ((False, None), "answers would depend on which pages had left the GPU"),
+    "kv_cache_dtype": (CACHE_DTYPES, "K and V are packed from the model's dtype"),
+    "page_size": ((64, *PAGE_SIZES), "pages of host memory are packed as a whole"),
+    "disaggregation_mode": (("null", None), "it is not tested with packed host memory"),
+    "speculative_algorithm": ((None,), "a drafter's cache would not be packed"),
+}
 
 
 def flag(name: str) -> str:
@@ -86,17 +99,44 @@ def check_options(server_args: Any) -> None:
             f"slimkv stores its own formats, so --kv-cache-dtype must be left at auto, not {options.kv_cache_dtype!r}"
         )
     transfer = _TRANSFER_OPTIONS if compat.is_disaggregated(server_args) else {}
-    for name, (accepted, reason) in {**_OPTIONS, **transfer}.items():
-        value = getattr(options, name, accepted[0])
-        if value not in accepted:
-            remedy = "leave it out" if accepted[0] in (False, None) else f"use {flag(name)} {accepted[0]}"
-            raise UnsupportedError(f"slimkv does not work with {flag(name)} ({value!r}): {reason}; {remedy}")
+    _check_values(options, {**_OPTIONS, **transfer})
     if getattr(options, "enable_hierarchical_cache", False) and options.hicache_mem_layout != HOST_LAYOUT:
         raise InputError(
             f"slimkv stores its pages in host memory layer by layer: --hicache-mem-layout must be {HOST_LAYOUT}, not "
             f"{options.hicache_mem_layout}"
         )
     _check_speculation(options)
+
+
+def _check_values(options: Any, table: dict[str, tuple[tuple[Any, ...], str]], what: str = "slimkv") -> None:
+    for name, (accepted, reason) in table.items():
+        value = getattr(options, name, accepted[0])
+        if value not in accepted:
+            remedy = "leave it out" if accepted[0] in (False, None) else f"use {flag(name)} {accepted[0]}"
+            if accepted[0] is True:
+                remedy = f"add {flag(name)}"
+            raise UnsupportedError(f"{what} does not work with {flag(name)} ({value!r}): {reason}; {remedy}")
+
+
+def check_cold_options(server_args: Any) -> None:
+    """Raises for server arguments with which SGLang's host memory cannot be packed."""
+    _check_values(compat.server_options(server_args), _COLD_OPTIONS, "slimkv's cold tier")
+
+
+def check_cold_model(kvc: Any) -> None:
+    """Raises for a model whose cache is anything but one plain pool of K and V."""
+    check_parallelism()
+    found = {
+        "latents": kvc.use_mla_backend,
+        "sliding windows in a pool of their own": kvc.is_hybrid_swa,
+        "linear-attention layers": compat.full_attention_layers(kvc) is not None,
+        "an encoder": kvc.model_config.is_encoder_decoder,
+        f"a cache of {kvc.kv_cache_dtype}": kvc.kv_cache_dtype.itemsize == 1,
+        "a cache that is sized after graphs are captured": kvc.post_capture_kv_active,
+    }
+    for what, there in found.items():
+        if there:
+            raise UnsupportedError(f"slimkv's cold tier does not know {what}: leave out 'cold'")
 
 
 def check_deterministic(server_args: Any, config: KVCacheConfig) -> None:

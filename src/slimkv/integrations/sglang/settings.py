@@ -1,6 +1,8 @@
 """Settings in SGLang: the ``slimkv`` entry of ``--json-model-override-args`` holds the fields of ``KVCacheConfig``.
 
 {"slimkv": {"format": "k4v4", "layers": {"0-1": "fp8", "-1": "raw"}}}
+
+With SGLang's own attention, ``cold`` holds those of the pages in host memory: {"slimkv": {"cold": "k4v4"}}
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from slimkv.integrations.serving.model import KEY, parse_settings
 from slimkv.integrations.sglang.compat import server_options
 
 OPTION = "--json-model-override-args"
+COLD = "cold"
 EXAMPLE = f'--attention-backend slimkv --page-size 64 {OPTION} \'{{"slimkv": {{"format": "k4v4"}}}}\''
 
 
-def parse(server_args: Any) -> KVCacheConfig:
-    """The server's arguments -> the configuration of its cache; its defaults where nothing is set."""
+def _entry(server_args: Any) -> Any:
+    """The ``slimkv`` entry of the server's arguments; empty where there is none."""
     text = server_args.json_model_override_args or "{}"
     try:
         given = json.loads(text) if isinstance(text, str) else text
@@ -27,5 +30,23 @@ def parse(server_args: Any) -> KVCacheConfig:
         raise InputError(f"{OPTION} is not JSON: {error}; use {EXAMPLE}") from error
     if not isinstance(given, Mapping):
         raise InputError(f"{OPTION} must be an object, not {given!r}; use {EXAMPLE}")
+    return given.get(KEY, {})
+
+
+def parse(server_args: Any) -> KVCacheConfig:
+    """The server's arguments -> the configuration of its cache; its defaults where nothing is set."""
     deterministic = getattr(server_options(server_args), "enable_deterministic_inference", False)
-    return parse_settings(given.get(KEY, {}), "SGLang", "--enable-deterministic-inference" if deterministic else None)
+    return parse_settings(_entry(server_args), "SGLang", "--enable-deterministic-inference" if deterministic else None)
+
+
+def cold(server_args: Any) -> KVCacheConfig | None:
+    """The configuration of the pages in host memory under SGLang's own attention; None where they are not packed."""
+    given = _entry(server_args)
+    if not isinstance(given, Mapping) or COLD not in given:
+        return None
+    if others := sorted(set(given) - {COLD}):
+        raise InputError(
+            f"{', '.join(others)} beside {COLD!r}: SGLang's own cache has no such settings. Put those of the pages in "
+            f'host memory into it, as in {{"slimkv": {{"cold": {{"format": "k4v4"}}}}}}'
+        )
+    return parse_settings(given[COLD], "the cold tier")

@@ -73,6 +73,14 @@ class CachePlan:
 _Shape = tuple[int, int, int]  # KV heads, and the sizes of keys and values, or of latents and rope parts
 
 
+def served_model(server_args: Any, model: Any, config: KVCacheConfig) -> ServedModel:
+    """The model of SGLang's ``ModelConfig``, with the settings of its cache."""
+    random_weights = str(server_args.load_format) == "dummy"
+    return ServedModel(
+        config, str(model.model_path), model.hf_text_config, model.context_len, attention_tp, random_weights
+    )
+
+
 def make_plan(kvc: Any) -> CachePlan:
     """The plan for SGLang's KV cache configurator; raises for models and options that slimkv cannot serve."""
     refusals.check_options(kvc.server_args)
@@ -83,11 +91,7 @@ def make_plan(kvc: Any) -> CachePlan:
         from slimkv.integrations.sglang import ngram
 
         ngram.install()
-    served, random_weights = kvc.model_config, str(kvc.server_args.load_format) == "dummy"
-    model = ServedModel(
-        config, str(served.model_path), served.hf_text_config, served.context_len,
-        attention_tp, random_weights,
-    )  # fmt: skip
+    model = served_model(kvc.server_args, kvc.model_config, config)
 
     def pages(layer: int, shape: _Shape) -> LayerPages:
         heads, key_dim, value_dim = shape

@@ -8,42 +8,21 @@ K and V in some order; any other raises an error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimkv.errors import UnsupportedError
+from slimkv.integrations.serving.cold import band
+from slimkv.integrations.serving.cold.band import ColdLayer
 from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.vllm.cold.compat import Attention, MLAAttention
 from slimkv.integrations.vllm.model import layer_spec
-from slimkv.spec import BLOCK_SIZES, CodecSpec, PageLayout
 
 _DIGIT = 8  # numbers 0 to 7 are exact in every cache dtype, also in fp8 with any scale
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
-
-@dataclass(frozen=True)
-class ColdLayer:
-    """One layer of the model: ``module`` is vLLM's. Latents are K and their rope parts V, with one KV head."""
-
-    name: str
-    number: int | None  # in the model; None for a drafter's
-    module: Any
-    spec: CodecSpec
-    num_kv_heads: int
-
-    def page(self, tokens: int) -> tuple[PageLayout, int]:
-        """The pages of a block of ``tokens`` tokens: their layout, and how many there are."""
-        fitting = [size for size in BLOCK_SIZES if size > 1 and tokens % size == 0]
-        if not fitting:
-            raise UnsupportedError(
-                f"the cold tier packs blocks of a multiple of 16 tokens, and {self.name} has blocks of {tokens}: set "
-                "--block-size"
-            )
-        return PageLayout(self.spec, fitting[-1]), tokens // fitting[-1]
 
 
 def find_layers(vllm_config: Any, names: Sequence[str], model: ServedModel) -> list[ColdLayer]:
@@ -70,8 +49,8 @@ def find_layers(vllm_config: Any, names: Sequence[str], model: ServedModel) -> l
     return found
 
 
-class HotCache:
-    """A layer's own cache: reads and writes K [tokens, heads, key_dim] and V [tokens, heads, value_dim] by block."""
+class HotCache(band.HotCache):
+    """A layer's own cache in whatever order and dtype its backend keeps it."""
 
     def __init__(self, layer: ColdLayer, num_blocks: int, block_tokens: int, dtype: torch.dtype) -> None:
         self._layer, self._tokens, self._dtype = layer, block_tokens, dtype
@@ -84,6 +63,7 @@ class HotCache:
             self._refuse(f"its cache holds {self._cache.dtype} as {layer.module.kv_cache_dtype}")
         self._order = self._find_order()
         self.sides = self._as_sides()
+        self.plain_sides = self.sides if self._stored == dtype else None
 
     def _refuse(self, why: str) -> None:
         module = self._layer.module
@@ -93,11 +73,6 @@ class HotCache:
             f"the cold tier does not recognise how {name} keeps K and V of {self._layer.name}: {why}. Use another "
             "attention backend or cache dtype, or vLLM's own CPUOffloadingSpec"
         )
-
-    @property
-    def plain_sides(self) -> tuple[Tensor, Tensor] | None:
-        """``sides`` if they hold the model's dtype, so that plain copies suffice; otherwise None."""
-        return self.sides if self._stored == self._dtype else None
 
     def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:
         """K and V of ``blocks``, int64 [n], into [n * tokens, heads, dim] of the model's dtype."""

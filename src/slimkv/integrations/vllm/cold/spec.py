@@ -16,14 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.serving.model import KEY, ServedModel, parse_settings, shared_codec
+from slimkv.integrations.serving.cold.band import Band, BandCodec, ColdLayer, bands_of, block_bytes
+from slimkv.integrations.serving.model import KEY, ServedModel, parse_settings
 from slimkv.integrations.vllm.cold import compat
-from slimkv.integrations.vllm.cold.band import Band, BandCodec, bands_of, block_bytes
-from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache, find_layers
+from slimkv.integrations.vllm.cold.layers import HotCache, find_layers
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.integrations.vllm.compat import layer_number, logger
 from slimkv.integrations.vllm.connectors import all_heads, engine_weights
@@ -51,13 +49,13 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
     """A worker has vLLM's configuration and knows the layers; the scheduler reads the workers' note."""
 
     def __init__(self, config: Any) -> None:
-        self._settings = cold_settings(config.extra_config)
+        settings = cold_settings(config.extra_config)
         self._note = NOTES / f"slimkv_cold_{config.engine_id}.json"
         self._vllm_config = compat.get_current_vllm_config_or_none()
         self._cold_worker: ColdWorker | None = None
         _refuse(config)
         if self._vllm_config is not None:
-            self._model = served_model(self._vllm_config, self._settings)
+            self._model = served_model(self._vllm_config, settings)
             self._groups = [
                 bands_of(find_layers(self._vllm_config, group.layer_names, self._model), group.tokens_per_block)
                 for group in config.groups
@@ -152,21 +150,11 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         model, tokens = self._model, band.pages * band.layout.block_size
         dtype = self._vllm_config.model_config.dtype
         caches = [HotCache(layer, num_blocks, tokens, dtype) for layer in band.layers]
-        device = caches[0].device
-        codec = shared_codec(band.layout.spec, device)
         offsets = [
-            layer_offset(model, self._vllm_config, x.number, x.spec, x.num_kv_heads, device) for x in band.layers
+            layer_offset(model, self._vllm_config, x.number, x.spec, x.num_kv_heads, caches[0].device)
+            for x in band.layers
         ]
-        each = [model.matrices(x.number, codec, x.num_kv_heads) for x in band.layers]
-        matrices: torch.Tensor | None = None
-        edges: tuple[int, ...] = ()
-        if model.calibration is not None and all(x is not None for x in each):
-            matrices = torch.cat([x for x in each if x is not None], -3).contiguous()
-            edges = model.calibration.position_edges(model.max_positions)
-        known = [x for x in offsets if x is not None]
-        return BandCodec(
-            band, caches, codec, known if len(known) == len(offsets) else None, matrices, edges, self._settings, dtype
-        )  # fmt: skip
+        return BandCodec(model, band, caches, offsets, dtype)
 
 
 def _fingerprint(vllm_config: Any, served: ServedModel, layers: Sequence[ColdLayer], page_tokens: int) -> Fingerprint:

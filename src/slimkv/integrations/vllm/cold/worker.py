@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimkv.integrations.serving.cold.band import BandCodec
 from slimkv.integrations.vllm.cold import compat
-from slimkv.integrations.vllm.cold.band import BandCodec
 
 PIECE_BYTES = 256 << 20  # of K and V in the model's dtype that are encoded or decoded at a time
 

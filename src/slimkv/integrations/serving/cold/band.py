@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +12,51 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.calibration.positions import matrix_index
-from slimkv.codec import Codec
-from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError
-from slimkv.integrations.vllm.cold.layers import ColdLayer, HotCache
-from slimkv.integrations.vllm.cold.rows import LayerRows
-from slimkv.spec import PageLayout
+from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.serving.cold.rows import LayerRows
+from slimkv.integrations.serving.model import ServedModel, shared_codec
+from slimkv.spec import BLOCK_SIZES, CodecSpec, PageLayout
 
 NO_SPREAD_LEFT = 1.0  # the error of keys over their spread
+
+
+@dataclass(frozen=True)
+class ColdLayer:
+    """One layer of the model: ``module`` is the engine's. Latents are K and their rope parts V, with one KV head."""
+
+    name: str
+    number: int | None  # in the model; None for a drafter's
+    module: Any
+    spec: CodecSpec
+    num_kv_heads: int
+
+    def page(self, tokens: int) -> tuple[PageLayout, int]:
+        """The pages of a block of ``tokens`` tokens: their layout, and how many there are."""
+        fitting = [size for size in BLOCK_SIZES if size > 1 and tokens % size == 0]
+        if not fitting:
+            raise UnsupportedError(
+                f"the cold tier packs blocks of a multiple of 16 tokens, and {self.name} has blocks of {tokens}: set "
+                "--block-size"
+            )
+        return PageLayout(self.spec, fitting[-1]), tokens // fitting[-1]
+
+
+class HotCache:
+    """A layer's own cache in the model's dtype, ``key`` and ``value`` [blocks, tokens, heads, dim]."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.plain_sides: tuple[Tensor, Tensor] | None = key, value  # None: plain copies do not suffice
+        self.device = key.device
+
+    def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:
+        """K and V of ``blocks``, int64 [n], into [n * tokens, heads, dim] of the model's dtype."""
+        for side, x in zip(self.plain_sides or (), (key, value), strict=True):
+            x.copy_(side[blocks].flatten(0, 1))
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """K and V [tokens, heads, dim] to int64 ``slots`` [tokens]: block * block tokens + position."""
+        for side, x in zip(self.plain_sides or (), (key, value), strict=True):
+            side[slots // side.shape[1], slots % side.shape[1]] = x
 
 
 @dataclass(frozen=True)
@@ -64,21 +102,30 @@ class BandCodec:
 
     def __init__(
         self,
+        model: ServedModel,
         band: Band,
         caches: Sequence[HotCache],
-        codec: Codec,
-        offsets: Sequence[LayerOffset] | None,
-        matrices: Tensor | None,
-        edges: tuple[int, ...],
-        settings: KVCacheConfig,
+        offsets: Sequence[LayerOffset | None],
         dtype: torch.dtype,
+        *,
+        positions: bool = True,
     ) -> None:
-        self.band, self._caches, self._codec, self._dtype = band, caches, codec, dtype
-        self._offsets, self._matrices, self._edges, self._settings = offsets, matrices, edges, settings
+        """``positions``: whether the engine says where in a prompt blocks begin; if not, a calibration's matrices by
+        position are left out."""
+        self.band, self._caches, self._dtype, self._settings = band, caches, dtype, model.settings
         self.tokens = band.pages * band.layout.block_size  # of a block
         self.device = caches[0].device
-        self._offset = None if offsets is None else torch.cat([x.tensor for x in offsets])
-        self._unchecked = settings.max_score_error > 0
+        self._codec = shared_codec(band.layout.spec, self.device)
+        known = [x for x in offsets if x is not None]
+        self._offsets = known if len(known) == len(offsets) else []  # empty: keys are not centred
+        self._offset = torch.cat([x.tensor for x in self._offsets]) if self._offsets else None
+        self._matrices: Tensor | None = None
+        each = [model.matrices(x.number, self._codec, x.num_kv_heads) for x in band.layers]
+        found = [x for x in each if x is not None and (positions or x.ndim == 3)]
+        if model.calibration is not None and len(found) == len(each):
+            self._matrices = torch.cat(found, -3).contiguous()
+            self._edges = model.calibration.position_edges(model.max_positions)
+        self._unchecked = model.settings.max_score_error > 0
         sides = [x.plain_sides for x in caches] if self.device.type == "cuda" else []
         self._rows = LayerRows.of(sides)
         self._warming = False
@@ -142,7 +189,7 @@ class BandCodec:
             cache.write(slots, k, v)
 
     def warm(self, staging: Tensor) -> None:
-        """Compiles the kernels for few and for many blocks, on block 0, which vLLM reserves."""
+        """Compiles the kernels for few and for many blocks, on block 0, which engines reserve."""
         self._warming = True
         for n in (1, len(staging) // self.band.pages):
             blocks = torch.zeros(n, dtype=torch.int64, device=self.device)
@@ -152,7 +199,7 @@ class BandCodec:
 
     def _learn(self, key: Tensor) -> None:
         """Learns the offset from the first blocks that leave, which begin a prompt; it never changes again."""
-        if self._offsets is None or all(x.known for x in self._offsets):
+        if all(x.known for x in self._offsets):
             return
         stored, nothing = torch.ones(len(key), dtype=torch.bool, device=key.device), key[:0]
         for offset, (k,) in zip(self._offsets, self._by_layer(key), strict=True):
