@@ -65,7 +65,7 @@ class KVCacheConfig:
         max_score_error: the guard's limit, in nats. Once per layer an engine compares attention scores from stored keys
             with true ones, and stops beyond it. 0 switches the guard off.
         key_policy, value_policy: scale policies of Lloyd-Max sides; None is the default of the format.
-        seed: of the rotation.
+        seed: the seed of the rotation.
         backend: the backend of store and attention by name; None is the best one for the device.
         deterministic: a token's attention depends on its own sequence alone, to the last bit: not on other requests,
             nor on how its prompt was cut into passes, cached, or drafted. Every token is then read through its codes
@@ -167,7 +167,7 @@ class KVCacheConfig:
 
     @property
     def tiered(self) -> bool:
-        """Whether the tokens of a layer are not all stored alike."""
+        """Whether tokens of one layer are stored in different formats."""
         return bool(self.sink_tokens or self.recent_tokens or self.age or self.memory is not None)
 
     def _check_format(self, where: str, format: object) -> None:

@@ -57,7 +57,7 @@ def fake_quantize(
         layer, num_layers: the layer's number, used by a calibration and by ``layers``, and the number of layers.
         key_offset: float [num_kv_heads, key_dim]: the offset that an engine subtracts from the keys of this layer.
             None: the calibration's, else from these keys, as an engine learns it from a first prompt.
-        first_position: of the first token, for a calibration whose rounding depends on the position.
+        first_position: the position of the first token, for a calibration whose rounding depends on it.
     """
     settings = config if isinstance(config, KVCacheConfig) else KVCacheConfig(format=config)
     if calibration is None and isinstance(settings.calibration, Calibration):

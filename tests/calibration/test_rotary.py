@@ -84,7 +84,7 @@ def test_the_mean_over_positions_is_that_of_every_position(kind, start, stop):
     got = known.mean_moments(moment, [(start, stop)])[0]
     assert (got - want).abs().max() < 1e-6 * want.abs().max()
     assert torch.equal(got, got.mT)
-    with pytest.raises(InputError, match="are no range"):
+    with pytest.raises(InputError, match="are not a range"):
         known.mean_moments(moment, [(5, 5)])
 
 

@@ -65,7 +65,7 @@ class Rotary:
         """
         for start, stop in ranges:
             if not 0 <= start < stop:
-                raise InputError(f"positions {start} to {stop} are no range; it begins at 0 or later and is not empty")
+                raise InputError(f"positions {start} to {stop} are not a range: start at 0 or later, stop after it")
         if not self.turns:
             return moment.double().expand(len(ranges), *moment.shape)
         basis, phases = self._eigenbasis(moment.shape[-1], moment.device)

@@ -44,7 +44,7 @@ def offset_of_keys(mean: Tensor, first: Tensor, codec: Codec) -> Tensor:
 
     Args:
         mean, first: float [heads, key_dim], any device.
-        codec: of the keys. The offset is made on the CPU: it is part of what stored bytes mean.
+        codec: encodes the keys. The offset is computed on the CPU, because stored bytes depend on it.
     """
     codec, mean, first = codec.to("cpu"), mean.cpu().float(), first.cpu().float()
     stored = codec.decode_key(codec.encode_key(first - mean, mark_invalid=True)).float()

@@ -66,7 +66,7 @@ def becomes_short(fmt: TensorFormat, dtype: torch.dtype, dim: int) -> bool:
 
 
 def _largest(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the largest magnitude of each vector: its bits, its biased exponent, and whether the vector counts as zero."""
+    """Each vector's largest magnitude as bits, its biased exponent, and whether the vector counts as zero."""
     largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
     exponent = largest >> 23
     return largest, exponent.clamp(LEAST_EXPONENT, 254), exponent < LEAST_EXPONENT

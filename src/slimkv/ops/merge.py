@@ -17,8 +17,8 @@ def merge_attention_states(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tens
             raise InputError(f"{name} must be a pair of tensors, an output and its log-sum-exp, not {describe(given)}")
         if given[0].shape[:-1] != given[1].shape or given[0].shape != one[0].shape:
             raise InputError(
-                f"{name} has an output {list(given[0].shape)} and a log-sum-exp {list(given[1].shape)}; outputs are "
-                f"alike and have one dimension more than log-sum-exps"
+                f"{name} has an output {list(given[0].shape)} and a log-sum-exp {list(given[1].shape)}; outputs have "
+                f"the same shape, with one more dimension than log-sum-exps"
             )
     return merged(one, other)[0]
 

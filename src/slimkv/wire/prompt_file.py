@@ -156,7 +156,7 @@ def _offset_name(layer: int) -> str:
 
 
 def block_hashes(fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[str, ...]:
-    """A sha256 per block: of the previous block's hash (first: the fingerprint's) and the block's tokens."""
+    """One sha256 per block, over the previous block's hash (first: the fingerprint's) and the block's tokens."""
     ids = np.asarray(tokens, dtype="<i8")
     last, out = bytes.fromhex(fingerprint.hash), []
     for start in range(0, len(ids), fingerprint.block_size):

@@ -1,1 +1,1 @@
-"""attention: queries and pages -> attention output, for decode, speculative verification and prefill alike."""
+"""attention: queries and pages -> attention output, for decode, speculative verification and prefill."""

@@ -1,4 +1,4 @@
-"""attend: queries and pages -> attention output, for decode, speculative verification and prefill alike."""
+"""attend: queries and pages -> attention output, for decode, speculative verification and prefill."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class Device:
         )
 
 
-# Shared memory and instructions by compute capability; rates of data-centre cards. Of consumer cards fp16 products with
-# fp32 sums run at half the rate of others, so that both of the rates double.
+# Shared memory and instructions by compute capability; rates of data-centre cards. On consumer cards fp16 products with
+# fp32 sums run at half rate, so both relative rates double.
 _BY_CAPABILITY: dict[tuple[int, int], dict[str, Any]] = {
     (8, 0): {"shared_of_multiprocessor": 164 << 10, "shared_of_block": 163 << 10},
     (8, 6): {**_SMALL, "int8_rate": 4.0},
@@ -63,7 +63,7 @@ _BY_CAPABILITY: dict[tuple[int, int], dict[str, Any]] = {
     (10, 3): {**_LARGE, "copy_engine": True, "int8_rate": 0.06, "fp8_rate": 2.0},
     (12, 0): {**_SMALL, "copy_engine": True, "int8_rate": 4.0, "fp8_rate": 2.0},
 }
-# What AS_DEVICE may name. Kernels are compiled as for such a card where other GPUs run that, as newer ones do.
+# The names that AS_DEVICE accepts. Kernels are compiled for the named card if the GPU at hand, a newer one, runs that.
 NAMED = {"a100": (8, 0), "rtx4090": (8, 9), "rtx5090": (12, 0), "b300": (10, 3)}
 
 
@@ -92,7 +92,7 @@ def hold_to(name: str) -> None:
 
 @lru_cache(maxsize=64)
 def device_of(device: torch.device) -> Device:
-    """The record of a device, held to that of AS_DEVICE; of a CPU, where tests run kernels, a small Hopper's."""
+    """The record of a device, restricted by AS_DEVICE. For a CPU, where tests run kernels: that of a small Hopper."""
     if device.type != "cuda":
         return record_of((9, 0), 2)
     about: Any = torch.cuda.get_device_properties(device)

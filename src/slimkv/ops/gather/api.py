@@ -47,7 +47,7 @@ def gather_kv(
 
     Args:
         slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
-        dtype: of the result when ``out`` is not given.
+        dtype: the dtype of the result if ``out`` is not given.
         rotated: leave K and V in the space they are stored in.
         out: K [tokens, num_kv_heads, key_dim] and V [tokens, num_kv_heads, value_dim] to write into.
 

@@ -133,7 +133,7 @@ static Status check_tables(AttendCall& call) {
   return OK;
 }
 
-// Tiles of every sequence with queries, and how many splits they have in all.
+// The tiles of every sequence with queries; returns the total number of splits.
 static i64 make_tiles(const Attention& a, std::deque<RowTile>& tiles, i64& partials, i64& most_rows, double& work) {
   const AttendCall& call = a.call;
   const i64 value_dim = a.value.side->dim;

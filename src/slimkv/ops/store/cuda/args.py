@@ -17,14 +17,14 @@ from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.module import Defines
 from slimkv.spec import Kind, SideLayout, TensorFormat
 
-RECORD_BITS = 6  # of more, cells are too many
+RECORD_BITS = 6  # wider codes have too many cells
 
 
 SideArgs, StoreArgs = arguments("store/format.cuh", "SideArgs", "StoreArgs")
 
 
 def point_side(args: ctypes.Structure, side: SideLayout, constants: SideTables, tables: Sequence[Tensor]) -> None:
-    """The constant part. tables: fragments (or what else stands for the rotation), cells, bounds and levels."""
+    """Fills in what never changes. tables: the rotation (fragments, or signs), cells, bounds and levels."""
     args.fragments, args.cells, args.bounds, args.levels = (t.data_ptr() for t in tables)
     args.unit = constants.unit
     args.by_256, args.one, args.minus_one = 256, 1, -1
@@ -99,7 +99,7 @@ def cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
             break
     else:
         raise AssertionError(f"boundaries of {book.bits} bits for {book.dim} dimensions do not fit any cells")
-    # A norm of short integers may be 3.2% too small; 8 cells are more than what 3% do not cover.
+    # A norm of short integers may be 3.2% too small; 8 cells cover what 3% do not.
     zero = math.ceil(largest * 2**shift * 1.03) + 8
     zero += -zero % 8
     upper = np.arange(2 * zero) - zero

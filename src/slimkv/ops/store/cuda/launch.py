@@ -29,7 +29,7 @@ _WARPS, _QUERY_AWARE_WARPS = 4, 2  # query-aware rounding needs much shared memo
 _MATRIX_WARPS, _MATRIX_ROOM = 4, 228 << 10  # warps that share a head's matrix, where two such blocks fit
 # A product with the matrix takes few dimensions; the rest of the rotation is additions.
 _GROUP_DIMS, _MOST_GROUPS = 32, 4
-_SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24: what stands for 1 (store/integers.cuh)
+_SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24, which represent 1 (store/integers.cuh)
 
 
 def supports(request: StoreRequest) -> str | None:
@@ -250,8 +250,8 @@ def _tables(
 def _fragments(matrix: np.ndarray, groups: int, transposed: bool, short: torch.dtype | None) -> np.ndarray:
     """The rotation as lanes hold it: uint8.
 
-    [groups, slices, steps, 32 lanes, 4 words] of 4 bytes, once and 64 times it. Of a step's 32 dimensions lane 4 g + t
-    takes the vector's 8 t .. 8 t + 7 with columns g and g + 8 of a slice: one column after the other (the right operand
+    [groups, slices, steps, 32 lanes, 4 words] of 4 bytes, once and 64 times it. In a step's 32 dimensions lane 4 g + t
+    holds the vector's 8 t .. 8 t + 7 with columns g and g + 8 of a slice: one column after the other (the right operand
     of a product), or the first four dimensions of both and then the last four (the left one). For short integers, which
     are 16-bit floats: [groups, slices, steps, 2, 32 lanes, 4 words] of 2, the same of the first and of the last four
     dimensions, and ``_SIGNS`` for the signs.

@@ -115,7 +115,7 @@ def _rotate_power_of_two(fixed, signs, D: tl.constexpr, SHORT: tl.constexpr):
 def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr, SHORT: tl.constexpr):
     """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP]. SHORT: of short integers.
 
-    Sizes that are powers of two take the product apart (`_rotate_power_of_two`). Of others, the matrix is taken in
+    Powers of two factor the matrix (`_rotate_power_of_two`). For other sizes, the matrix is taken in
     blocks of rows, and the fixed-point numbers are made again block by block: x_ptr are pointers [M] to the rows that
     ``fixed`` was made of, down their factors back, skip rows that count as zero.
     """

@@ -11,7 +11,7 @@ from slimkv.ops.triton.side import LLOYD, PLAIN_ROWS, RAW, UNIFORM, side_of
 from slimkv.ops.triton.unpack import lane_and_number, word_index
 from slimkv.spec import PageLayout
 
-FEW_VECTORS = 8192  # tokens times heads: of fewer, each matrix has programs of its own
+FEW_VECTORS = 8192  # tokens times heads; below this, each matrix has its own programs
 
 
 @triton.jit
@@ -192,7 +192,7 @@ def supports(request: StoreRequest) -> str | None:
 def _program(tokens: int, layout: PageLayout, query_aware: bool) -> tuple[int, int]:
     """Tiles and warps of a program.
 
-    Small programs fill the device; few tokens want low latency, long vectors registers. The sequential part of
+    Small programs fill the device; few tokens need low latency, long vectors need registers. The sequential part of
     query-aware rounding has one thread per token, so tokens are many, as far as registers go.
     """
     dim = triton.next_power_of_2(max(layout.spec.key_dim, layout.spec.value_dim))

@@ -232,7 +232,7 @@ struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 // Levels in shared memory, a copy of every entry for each lane, so that lanes never wait for one another.
 struct LevelTable {
   u32 address;  // of this lane's first entry
-  // The entry whose number is byte i of the word; an entry's 128 bytes are what the byte is multiplied by.
+  // The entry whose number is byte i of the word. Entries are 128 bytes apart, so the byte is multiplied by 128.
   DEVICE_MEMBER u32 at(u32 word, int i) const { return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), address)); }
 };
 
@@ -270,7 +270,7 @@ template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
 // The factor from the halves of `code_halves` to levels.
 template <int KIND, int BITS> constexpr float half_unit() { return KIND == FP8 ? 256.0f : 1.0f; }
 
-// The values of a slice as an MMA operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7); keys want the middle two
+// The values of a slice as an MMA operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7); keys need the middle two
 // exchanged. Lloyd-Max of 6 bits and more: a lookup in shared memory per value (fewer bits: see below). FP8: the bits
 // of e4m3 behind fp16's exponent are the value over 256.
 template <int KIND, int BITS, bool TRANSPOSED, class Levels>

@@ -28,7 +28,7 @@ SLIMKV_ASM_MEMORY(cp_async_bulk, (void* shared, const void* global, u32 bytes, u
 // Makes this thread's stores to shared memory, and those it has synchronised with, visible to WGMMA and bulk copies. It
 // waits for all outstanding memory accesses of the thread.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Makes what other threads' stores to global memory were seen to have written visible to copies of this thread.
+// Makes other threads' stores to global memory, once observed, visible to bulk copies of this thread.
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Stores four 8 x 8 matrices of 16-bit elements from fragments into rows of 16 bytes, or their transposes: lane 8 m + r

@@ -1,4 +1,4 @@
-// Constants, and single numbers: of the three types that queries have, and with a sign of the rotation.
+// Constants, and functions of single numbers: loads of the three query types, signs of the rotation, soft cap, sinks.
 #pragma once
 #include "common/types.cuh"
 

@@ -3,7 +3,7 @@
 #include "common/intrinsics.cuh"
 
 enum Kind { LLOYD = 0, UNIFORM = 1, FP8 = 2 };
-constexpr int RAW = 3;  // beside those kinds: numbers as they are, of the rope parts of latents and of stores
+constexpr int RAW = 3;  // besides those kinds: unquantised numbers, in the rope parts of latents and in stores
 enum DType { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
 
 template <bool A, class T, class E> struct Choose { typedef T Type; };

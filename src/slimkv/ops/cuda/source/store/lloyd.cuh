@@ -56,7 +56,7 @@ template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
 // Sums of squared levels of a lane's tokens, for the scale.
 template <class F> struct LevelSums {
   static constexpr bool PACKED = F::BITS <= 4, WIDE = F::ONE_SLICE && !PACKED, SQUARES = PACKED || WIDE;
-  // Of twice the centroids, or in units of 1 / LEVEL_DENOMINATOR^2. Rounding to nearest stays below 2^32 per vector.
+  // Squares of twice the centroids, or in units of 1 / LEVEL_DENOMINATOR^2; below 2^32 per vector with nearest rounding.
   u32 squares[F::TOKENS] = {};
   i64 sums[F::TOKENS] = {};  // the same where 32 bits do not hold them
   u32 before = 0;
@@ -137,7 +137,7 @@ template <class F> DEVICE float cells_per_sum(const TokenScalars& s) {
   return mul_rn(s.factor, power_of_two(SHORT_SHIFT<F> + F::CELL_SHIFT - 149));
 }
 
-// Codes of slices i, i + PER, ... of the warp's. factor: of the lane's tokens.
+// Codes of the warp's slices i, i + PER, ... factor: one for each of the lane's tokens.
 template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact[F::GROUPS][8],
     const float factor[F::TOKENS], int i, CodePlanes<F>& codes, LevelSums<F>& sums, const LloydTables<F>& tables,
     const SideArgs& side) {
@@ -152,7 +152,7 @@ template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact
   }
 }
 
-// The sum of squares over the SPLIT warps of a tile, of which this is number ``part``. It also combines words whose
+// The sum of squares over the SPLIT warps of a tile; this is warp ``part``. It also combines words whose
 // slices belong to several warps.
 template <class F> DEVICE auto sum_of_warps(CodePlanes<F>& codes, const LevelSums<F>& sums, u8* memory, int lane,
     int part) {
@@ -170,8 +170,8 @@ template <class F> DEVICE auto sum_of_warps(CodePlanes<F>& codes, const LevelSum
   return sum;
 }
 
-// Encodes and writes 16 tokens of one head, of which the warp has loaded the rows, with SPLIT warps, of which this is
-// number ``part``.
+// Encodes and writes 16 tokens of one head, whose rows the warp has loaded. SPLIT warps share the tile; this is warp
+// ``part``.
 template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(const u32 raw[F::CHUNKS][2][F::RAW],
     const SideArgs& side, const StoreArgs& args, int head, int first, int part, Slots slots, u8* memory, int lane) {
   LloydTables<F> tables(memory);

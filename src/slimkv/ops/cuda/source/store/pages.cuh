@@ -29,7 +29,7 @@ DEVICE void store_bytes(u8* at, u32 word, int bytes) {
   else *at = (u8)word;
 }
 
-// A lane's words of a plane that PARTS warps share, of which this has part `part`.
+// A lane's words of a plane that PARTS warps share; this warp has part `part`.
 template <int PARTS, int WORDS> DEVICE void store_plane_words(u8* base, const u32 (&word)[WORDS], int lane, int part) {
   if constexpr (PARTS == 1) {
     constexpr int QUADS = WORDS & ~3, PAIRS = WORDS & ~1;
@@ -175,7 +175,7 @@ template <class F> struct CodePlanes {
   }
 };
 
-// The bytes of single tokens; of a whole tile those that are in no word.
+// The bytes of single tokens; for a whole tile, only bytes outside its words.
 template <class F, int PAGE_TOKENS> DEVICE void store_tokens(CodePlanes<F>& codes, u8* pages, i64 page_stride, Slots s,
     int lane, int part) {
   UNROLL_FOR (int j = 0; j < F::TOKENS; j++) {

@@ -48,7 +48,7 @@ template <class F> struct QueryAwareMemory {
   float* numbers;  // [32][STRIDE]: coordinates in the codebook's units, then codes
   i32* sums;  // [2][32][SUM_STRIDE]: corrections of this slice and the one before it in the vector, in steps
   u8* weights;  // of the block, if it is copied
-  // ``block``: the memory of the matrix, and of all pairs, of which this is the ``number``-th.
+  // ``block``: the memory of the matrix and of all pairs of warps; this is pair ``number``.
   DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
       : numbers((float*)(block + Weights<F>::SHARED_BYTES + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)),
         weights(block) {}

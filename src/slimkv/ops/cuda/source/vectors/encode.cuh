@@ -122,7 +122,7 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
   DEVICE_MEMBER float put_codes(const TokenScalars& s, const i32 (&sums)[OWN], int lane) {
     constexpr bool DOUBLED = F::BITS <= 4;
     typename Choose<DOUBLED, u32, i64>::Type sum = 0;
-    // Short integers' products are compared as they are: as numbers of cells, in units of the smallest float.
+    // Products of short integers are compared unrounded: as numbers of cells, in units of the smallest float.
     const float cells = mul_rn(s.factor, power_of_two(64 + F::CELL_SHIFT - 149));
     UNROLL_FOR (int k = 0; k < OWN; k++) {
       const float rotated = i32_to_f32_rn(sums[k]);

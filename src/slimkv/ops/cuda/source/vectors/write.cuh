@@ -93,7 +93,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_vector(const u8* codes, En
     store_nibbles<F, 1, 4 * F::FOUR + 2 * F::TWO>(codes, field.keep, tile + ONE_AT<F>, position, lane);
 }
 
-// Numbers as they are, of 16 or 32 bits.
+// Unquantised numbers of 16 or 32 bits.
 template <class F, int PAGE_TOKENS> DEVICE void store_raw(const u8* row, u8* pages, i64 page_stride, i64 slot,
     int lane) {
   typedef typename Choose<F::BITS == 32, u32, u16>::Type Number;
