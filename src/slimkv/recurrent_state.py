@@ -23,7 +23,7 @@ class StateShape:
 
 
 def state_shape(config: Mapping[str, Any], layers: int) -> StateShape | None:
-    """The states of a hybrid model in which ``layers`` layers have one; None if there are none, or of an unknown kind."""
+    """The states of a hybrid model, one in each of ``layers`` layers; None if it has none or of an unknown kind."""
     numbers = _numbers(config) if layers else None
     if numbers is None:
         return None

@@ -13,7 +13,7 @@ class BlockAllocator:
 
     def __init__(self, count: int) -> None:
         if count < 0:
-            raise InputError(f"a pool needs 0 blocks or more, not {count}")
+            raise InputError(f"a pool of {count} blocks is not possible; use 0 or more")
         self.count = count
         self._free = deque(range(count))
         self._references = [0] * count

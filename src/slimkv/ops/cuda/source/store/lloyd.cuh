@@ -56,7 +56,7 @@ template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
 // Sums of squared levels of a lane's tokens, for the scale.
 template <class F> struct LevelSums {
   static constexpr bool PACKED = F::BITS <= 4, WIDE = F::ONE_SLICE && !PACKED, SQUARES = PACKED || WIDE;
-  // Squares of twice the centroids, or in units of 1 / LEVEL_DENOMINATOR^2; below 2^32 per vector with nearest rounding.
+  // Squares of twice the centroids, or in units of 1 / LEVEL_DENOMINATOR^2: below 2^32 a vector, rounded to nearest.
   u32 squares[F::TOKENS] = {};
   i64 sums[F::TOKENS] = {};  // the same where 32 bits do not hold them
   u32 before = 0;
