@@ -105,15 +105,19 @@ def positive_moments(levels: np.ndarray, dim: int) -> tuple[np.ndarray, np.ndarr
     return mass / mass.sum(), first / mass.sum(), second / mass.sum()
 
 
+def _distortion(levels: np.ndarray, dim: int) -> float:
+    """Mean squared error of a unit-variance coordinate with these positive levels and their negatives."""
+    mass, first, second = positive_moments(levels, dim)
+    return float((second - 2 * levels * first + levels**2 * mass).sum())
+
+
 def _on_byte_grid(levels: np.ndarray, dim: int) -> tuple[float, np.ndarray]:
     """The unit, and the odd-half multiples of it next to ``levels``, with the least distortion."""
     best = (np.inf, levels)
     for top in np.arange(48.0, 63.51, 0.0625):
         unit = top / levels[-1]
         rounded = np.clip(np.floor(levels * unit) + 0.5, 0.5, 63.5)
-        stored = rounded / unit
-        mass, first, second = positive_moments(stored, dim)
-        distortion = float((second - 2 * stored * first + stored**2 * mass).sum())
+        distortion = _distortion(rounded / unit, dim)
         if distortion < best[0] - 1e-10:  # clearly better, not just by the last bit of a machine's libm
             best = (distortion, rounded)
     # With the levels fixed, the unit with the least error, rounded so that it prints and stores exactly.
@@ -145,7 +149,4 @@ def expected_distortion(bits: int, dim: int, exact: bool = False) -> float:
     """Mean squared error of a unit-variance coordinate, by quadrature, for the stored levels or for the exact ones."""
     book = codebook(bits, dim)
     levels = book.exact_levels if exact else book.levels / book.unit
-    end = min(np.sqrt(dim), 9.0)
-    edges = np.concatenate([[-end], (levels[1:] + levels[:-1]) / 2, [end]])
-    mass, first, second = _cell_moments(edges, dim)
-    return float((second - 2 * levels * first + levels**2 * mass).sum() / mass.sum())
+    return _distortion(levels[len(levels) // 2 :], dim)
