@@ -67,7 +67,7 @@ def calibrate(
         made = _gather_serving(engine, model, samples, seed, max_positions, engine_options)
     else:
         body = load_text(text) if text is not None else None
-        with progress_bar() as (_, progress):
+        with progress_bar() as progress:
             loaded = load_quietly(model, threads, device, dtype, progress)
             read = source = None
             if text is not None and body is not None:
@@ -103,7 +103,7 @@ def _gather_serving(
     require_engine(engine)
     observe = importlib.import_module(f"slimkv.integrations.{engine}.observe")
     source = models.source(name)
-    with progress_bar() as (_, progress):
+    with progress_bar() as progress:
         return observe.gather_calibration(
             source, samples=samples, seed=seed, max_positions=max_positions, progress=progress, **given
         )

@@ -38,16 +38,15 @@ def demo(
     check_formats([format], calibrated=True)
     check_calibration(calibration)
     screen = console(stderr=as_json)
-    with progress_bar() as (_, progress):
+    with progress_bar() as progress:
         loaded = load_quietly(model, threads, device, dtype, progress)
         known = load_calibration(calibration, loaded, progress)
     assert known is not None
     live = Live(console=screen, refresh_per_second=8, transient=False)
-    with live, progress_bar(enter=False) as (start, progress):
+    with live, progress_bar() as progress:
 
         def advance(what: str, done: int, total: int) -> None:
             live.stop()  # the answers stay; the bar takes their place
-            start()
             progress(what, done, total)
 
         showcase = run_showcase(

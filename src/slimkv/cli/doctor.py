@@ -46,7 +46,7 @@ def _doctor_model(model: str, format: str, device: str, as_json: bool) -> None:
     from slimkv.integrations.transformers.calibration.offsets import TOKENS
     from slimkv.integrations.transformers.calibration.samples import random_windows
 
-    with progress_bar() as (_, progress):
+    with progress_bar() as progress:
         loaded = load_quietly(model, None, device, "float32", progress)
         ids = random_windows(loaded.model.config, 1, TOKENS)
         report = measure_scores(loaded.model, ids, [format], name=model, progress=progress)

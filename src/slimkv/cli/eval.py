@@ -64,7 +64,7 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
         def command(**given: Any) -> None:
             own = {name: given[name] for name in options}
             read = load_text(given["text"]) if text else ""
-            with progress_bar() as (_, progress):
+            with progress_bar() as progress:
                 names, calibration = _formats(given["formats"], given["calibration"]), given["calibration"]
                 check_calibration(calibration)
                 loaded = load_quietly(given["model"], given["threads"], given["device"], given["dtype"], progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,23 +21,25 @@ from slimkv.lab.models import Loaded
 
 
 @contextmanager
-def progress_bar(enter: bool = True, lines: bool = True) -> Iterator[tuple[Callable[[], None], Progress]]:
-    """A progress bar on standard error. Yields a function that starts it (``enter``: it has started) and one that
-    advances it.
+def progress_bar(lines: bool = True) -> Iterator[Progress]:
+    """A progress bar on standard error; it appears with the first step.
 
     Without a terminal it prints a line for each stage, or nothing (``lines``).
     """
     screen = console(stderr=True)
     if not screen.is_terminal:
-        yield lambda: None, _lines_of_progress() if lines else silent
+        yield _lines_of_progress() if lines else silent
         return
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Bar(*columns, console=screen, transient=True)
-    task = bar.add_task("loading the model")
-    if enter:
+    task = bar.add_task("")
+
+    def advance(what: str, done: int, total: int) -> None:
+        bar.update(task, description=what, completed=done, total=total)
         bar.start()
+
     try:
-        yield bar.start, lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        yield advance
     finally:
         bar.stop()
 
@@ -60,6 +62,7 @@ def load_quietly(model: str, threads: int | None, device: str, dtype: str, progr
     if threads is not None:
         torch.set_num_threads(threads)
     models.quiet_loading()
+    progress("loading the model", 0, 1)
     return models.load(model, models.parse_dtype(dtype), device, progress)
 
 

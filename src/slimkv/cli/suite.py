@@ -79,7 +79,7 @@ def compare_runs(
 def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
-    with progress_bar(lines=False) as (_, progress):
+    with progress_bar(lines=False) as progress:
         results = run_suite(settings, out, progress, lambda line: typer.echo(line, err=True))
     header, *rows = table_rows(results)
     table = make_table(f"slimkv suite {results['suite']}: {results['model']}", *header, rows=rows)

@@ -193,7 +193,7 @@ def packed_layers(vllm_config: Any) -> dict[str, tuple[int, Any, Any]]:
         number = compat.layer_number(name)
         if number is None or number in numbers:
             other = f", and so has {numbers[number]}" if number is not None else ""
-            raise UnsupportedError(f"{name} has the layer number {number}{other}: its pages cannot be told from others")
+            raise UnsupportedError(f"{name} has the layer number {number}{other}: its pages cannot be identified")
         numbers[number] = name
         found[name] = number, spec, layer
     return found
@@ -242,11 +242,10 @@ def engine_weights(vllm_config: Any) -> str:
 
 
 def wants_cross_layer_blocks(vllm_config: Any) -> bool:
-    """Whether a block of all layers should lie in one piece: the native offload then copies it as one.
+    """Whether a block of all layers should be contiguous: the native offload then copies it as one piece.
 
-    Not where vLLM must cut blocks into kernel blocks (hybrid models), which such blocks cannot be, nor where layers
-    are left to another backend, nor against the user's own choice of a layout, nor beside ExampleConnector, which
-    would write latents into a copy.
+    Hybrid models are excluded, because vLLM must divide their blocks into kernel blocks; so are models with layers of
+    another backend, engines whose user chose a layout, and ExampleConnector, which would write latents into a copy.
     """
     names = {name for name, _ in connectors(vllm_config)}
     if compat.NATIVE_OFFLOAD not in names or EXAMPLE_CONNECTOR in names:

@@ -16,6 +16,7 @@ from slimkv.calibration import Calibration
 from slimkv.config import AUTO, CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.listener import Progress, silent
+from slimkv.memory_plan import sequence_bytes, shape_of
 from slimkv.spec import BF16_BYTES, parse_format, parse_size
 
 RAW = "raw"
@@ -92,10 +93,8 @@ def budget(given: str, model: Any, tokens: int) -> int:
         return parse_size(given)
     if not tokens:
         raise InputError(f"{MEMORY}{given} is measured over whole windows: use slimkv eval positions, or a size")
-    format, share = (RAW, parse_size(given[:-1]) / 100) if given.endswith("%") else (given, 1.0)
-    cache = new_cache(model, format, STRICT)
-    size = getattr(cache, "block_size", 1)
-    return int(empty_bytes_per_token(model, cache, format) * (-(-tokens // size) * size) * share)
+    format, share, block = (RAW, parse_size(given[:-1]) / 100, 1) if given.endswith("%") else (given, 1.0, 64)
+    return int(sequence_bytes(shape_of(model.config.to_dict()), format, tokens, block) * share)
 
 
 def takes_budget(model: Any) -> bool:
@@ -209,14 +208,6 @@ def bytes_per_token(cache: Any) -> float:
         elif getattr(layer, "keys", None) is not None:
             total += sum(BF16_BYTES * x.shape[1] * x.shape[-1] for x in (layer.keys, layer.values))
     return total
-
-
-@torch.no_grad()
-def empty_bytes_per_token(model: Any, cache: Any, format: str) -> float:
-    """``bytes_per_token`` of an empty cache of ``format``, after the model has read a token into it."""
-    with attending(model, format):
-        model(torch.ones(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
-    return bytes_per_token(cache)
 
 
 class Stopwatch:

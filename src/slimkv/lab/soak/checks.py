@@ -147,7 +147,7 @@ def check_load(at_rest: dict[str, float], counts: Counts, settings: SoakSettings
     if counts.cancelled >= 20 and aborted < counts.cancelled / 2:
         missing.append(f"{counts.cancelled} clients hung up, and vLLM finished all but {aborted:.0f} of their requests")
     if counts.shared_prefix >= 20 and not at_rest.get("prefix_hits"):
-        missing.append(f"{counts.shared_prefix} requests shared a prefix, and no block was found again")
+        missing.append(f"{counts.shared_prefix} requests shared a prefix, but none hit the prefix cache")
     detail = (
         f"{at_rest.get('preemptions', 0):.0f} preemptions, {aborted:.0f} requests aborted, "
         f"{at_rest.get('prefix_hits', 0):.0f} tokens found in the prefix cache"

@@ -68,12 +68,12 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, **mla,
         )  # fmt: skip
-        self.sliding_window = None  # of the fingerprint: every layer keeps all tokens
+        self.sliding_window = None  # for the fingerprint: every layer keeps all tokens
         self._unbound: Any = None  # the layer's backend before it knew a format
         self._folded = FoldedProjections()
         self._fresh_codes = not self._settings.reads_fresh_raw(shared_pages=True)
 
-    # -- after the weights are there: the layer's name, hence its format ---------------------------------------------
+    # -- after loading: the layer's name and format ------------------------------------------------------------------
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds the layer this belongs to and binds its backend class to the layer's format."""
@@ -105,7 +105,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         return decoding_steps(self._config.model_config.max_model_len, verified_tokens(self._config))
 
     def whole_key_offset(self) -> None:
-        """Of the fingerprint: latents are not centred."""
+        """None, for the fingerprint: latents are not centred."""
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         k_scale: Tensor,
     ) -> None:
         """kv_c_normed [tokens, latent_dim], k_pe [tokens, 1, rope_dim] -> their slots; padding has negative slots."""
-        if kv_cache.numel() == 0:  # while memory is being measured there is no cache
+        if kv_cache.numel() == 0:  # there is no cache while vLLM profiles memory
             return
         slots = slot_mapping.flatten()
         latent, rope = kv_c_normed[: len(slots)], k_pe[: len(slots)]
