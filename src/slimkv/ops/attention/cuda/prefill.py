@@ -60,7 +60,7 @@ Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Struct
 
 
 def has_warpgroups(device: torch.device) -> bool:
-    """Whether prefill uses warpgroup products; 8 bits, AHEAD and FUSED need them."""
+    """Whether prefill uses warpgroup products; AHEAD and FUSED need them."""
     return device_of(device).warpgroups
 
 
@@ -174,7 +174,7 @@ def _attend_args(request: AttendRequest, config: PrefillConfig, most_queries: in
         pages=pages.data_ptr(), block_table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),
         value_levels=value.levels.data_ptr(), page_stride=pages.stride(0), page_head_stride=pages.stride(1),
         table_stride=request.block_table.stride(0), key_signs=key.signs.data_ptr(),
-        value_signs=value.signs.data_ptr(), **_tables(spec, config.eight_bit),
+        value_signs=value.signs.data_ptr(), **_tables(spec, config),
     )  # fmt: skip
 
 
@@ -198,16 +198,18 @@ def _words(entries: list[int]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _tables(spec: CodecSpec, eight_bit: bool) -> dict[str, object]:
+def _tables(spec: CodecSpec, config: PrefillConfig) -> dict[str, object]:
     """What kernels look up codes of up to 4 bits in."""
-    if not eight_bit:
-        return {
-            "key_table": _magnitudes(spec.key, spec.key_dim), "value_table": _magnitudes(spec.value, spec.value_dim),
-        }  # fmt: skip
+    value_magnitudes = _magnitudes(spec.value, spec.value_dim)
+    if not config.eight_bit:
+        return {"key_table": _magnitudes(spec.key, spec.key_dim), "value_table": value_magnitudes}
+    key_table = (*level_bytes(spec.key, spec.key_dim), 0x80808080)
+    if config.integers:
+        return {"key_table": key_table, "value_table": value_magnitudes}
     levels = byte_levels(spec.value.bits, spec.value_dim)
     magnitudes = torch.tensor(levels.value[len(levels.value) // 2 :], dtype=torch.float32).to(torch.float8_e4m3fn)
     return {
-        "key_table": (*level_bytes(spec.key, spec.key_dim), 0x80808080),
+        "key_table": key_table,
         "value_table": _words(magnitudes.view(torch.uint8).tolist()),
         "value_factor": levels.value_factor,
     }

@@ -43,9 +43,11 @@ CONFIGS: tuple[tuple[tuple[int, ...], tuple[str, ...], PrefillConfig], ...] = (
     (_80_TO_128, ANY, _WARPS),
     (_80_TO_128, ANY, replace(_WARPS, consumers=2, blocks_per_sm=1)),
     (_TO_256, ANY, replace(_WARPS, tile_tokens=32, consumers=2, row_blocks=1, blocks_per_sm=1, held_queries=True)),
+    ((64,), (SHORT,), replace(_WARPS, tile_tokens=256, eight_bit=True, held_queries=True)),
+    ((128,), (SHORT,), replace(_WARPS, tile_tokens=128, eight_bit=True)),
+    ((256,), (SHORT,), replace(_WARPS, tile_tokens=128, consumers=2, row_blocks=1, blocks_per_sm=1, eight_bit=True)),
 )
 HEAD_DIMS = tuple(sorted({dim for dims, _, _ in CONFIGS for dim in dims}))
-EIGHT_BIT_HEAD_DIMS = tuple(sorted({dim for dims, _, config in CONFIGS if config.eight_bit for dim in dims}))
 MOST_GROUP = 64
 # Query rows of a sequence up to which FUSED is measured to gain, by codes: up to head size 64, 128 and 256.
 _FUSED_UP_TO = {SHORT: (512, 768, 512), UNIFORM: (512, 512, 256), LONG: (512, 512, 0)}
@@ -96,14 +98,23 @@ def refusal(request: AttendRequest) -> str | None:
 def eight_bit_refusal(request: AttendRequest) -> str | None:
     """Why 8-bit tensor cores do not support the request, or None."""
     reason = eight_bit.refusal(request) or refusal(request)
-    if reason is None and request.layout.spec.key_dim not in EIGHT_BIT_HEAD_DIMS:
-        sizes = " and ".join(map(str, EIGHT_BIT_HEAD_DIMS))
-        reason = f"head size {request.layout.spec.key_dim} is not prefilled in 8 bits; {sizes} are"
+    device, dim = device_of(request.query.device), request.layout.spec.key_dim
+    if reason is None and not device.warpgroups and device.int8_rate < 1:
+        reason = "8-bit prefill multiplies integers, which the tensor cores of this GPU do slower than fp16"
+    sizes = eight_bit_head_dims(single_warps=not device.warpgroups)
+    if reason is None and dim not in sizes:
+        reason = f"head size {dim} is not prefilled in 8 bits; {', '.join(map(str, sizes))} are"
     return reason
 
 
+def eight_bit_head_dims(single_warps: bool) -> tuple[int, ...]:
+    """Head sizes that are prefilled in 8 bits."""
+    kind = (FIRST, True, single_warps)
+    return tuple(sorted({dim for dims, _, config in CONFIGS if config.kind == kind for dim in dims}))
+
+
 @lru_cache(maxsize=256)
-def warp_config(spec: CodecSpec, device: Device) -> PrefillConfig:
+def warp_config(spec: CodecSpec, device: Device, eight_bit: bool = False) -> PrefillConfig:
     """The configuration of single warps for a device without warpgroup products."""
 
     def fits(config: PrefillConfig) -> bool:
@@ -111,19 +122,14 @@ def warp_config(spec: CodecSpec, device: Device) -> PrefillConfig:
         within = (shared + 1024) * config.blocks_per_sm <= device.shared_of_multiprocessor
         return within and shared <= device.shared_of_block
 
-    return next(filter(fits, configs(spec, FIRST, single_warps=True)))
+    return next(filter(fits, configs(spec, FIRST, eight_bit, single_warps=True)))
 
 
 def config_for(request: AttendRequest) -> PrefillConfig:
     """The configuration of a request that is not refused."""
     spec, options, device = request.layout.spec, request.options, device_of(request.query.device)
-    if not device.warpgroups:
-        return replace(warp_config(spec, device), by_row=options.deterministic)
-    if options.deterministic:
-        return replace(configs(spec, FIRST)[0], by_row=True)
-    if options.prefill == EIGHT_BIT:
-        found = configs(spec, FIRST, eight_bit=True)
-    else:
+    found = reachable(device, spec, options)
+    if len(found) > 1 and options.prefill != EIGHT_BIT:
         found = configs(spec, FUSED) if _can_fuse(request) else ()
         if not found or spec.key_dim <= 128:
             found += configs(spec, FIRST) + (configs(spec, AHEAD) if _can_unpack_ahead(request) else ())
@@ -134,12 +140,13 @@ def reachable(device: Device, spec: CodecSpec, options: AttendOptions) -> tuple[
     """All configurations that requests of such a layer can take."""
     if spec.key_dim != spec.value_dim or spec.key_dim not in HEAD_DIMS:
         return ()
+    by_row, in_bytes = options.deterministic, options.prefill == EIGHT_BIT and not options.deterministic
+    if in_bytes and spec.key_dim not in eight_bit_head_dims(single_warps=not device.warpgroups):
+        return ()
     if not device.warpgroups:
-        return (replace(warp_config(spec, device), by_row=options.deterministic),)
-    if options.deterministic:
-        return (replace(configs(spec, FIRST)[0], by_row=True),)
-    if options.prefill == EIGHT_BIT:
-        return configs(spec, FIRST, eight_bit=True)
+        return (replace(warp_config(spec, device, in_bytes), by_row=by_row),)
+    if by_row or in_bytes:
+        return tuple(replace(c, by_row=by_row) for c in configs(spec, FIRST, in_bytes)[: 1 if by_row else None])
     return tuple(config for unpack in Unpack for config in configs(spec, unpack))
 
 

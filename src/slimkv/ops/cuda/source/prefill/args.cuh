@@ -56,6 +56,7 @@ struct Work {
   int tile, count;  // the last tile and how many there are
   int origin;  // the first tile that a query of the sequence sees
   int clear_begin, clear_end;  // tokens that all queries see
+  int end;  // of those that some query sees
   int present;  // sequences of this pass
 };
 

@@ -4,7 +4,6 @@
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
-constexpr int OUTPUTS = D / 2, TOKENS = STEP / 2, SCORES = TOKENS / 2, WORDS = SCORES / 4;
 // Limits of probabilities, as exponents. 432 and more round to the largest e4m3. A tile with such a probability is
 // computed again, from a running maximum that brings its largest below 2^FRESH_WEIGHT. LARGE ones are valid, but those
 // of the next tile may not be: the running maximum is raised by LIFT for them. A LIFT of 2 recomputes a third less
@@ -83,17 +82,6 @@ struct Totals {
         UNROLL_FOR (int k = 0; k < 4; k++) o[i + k] = sums[k];
     }
     if (TO_TOTALS) row_max[0] = now[0], row_max[1] = now[1];
-  }
-};
-
-// Scales of four tokens of a tile.
-struct TokenScales {
-  float key[4], value[4];
-  DEVICE_MEMBER TokenScales(const u8* numbers, int at) {
-    const Words4 a = *(const Words4*)(numbers + token_number_at(KEY_SCALE, at));
-    const Words4 b = *(const Words4*)(numbers + token_number_at(VALUE_SCALE, at));
-    key[0] = as_float(a.x), key[1] = as_float(a.y), key[2] = as_float(a.z), key[3] = as_float(a.w);
-    value[0] = as_float(b.x), value[1] = as_float(b.y), value[2] = as_float(b.z), value[3] = as_float(b.w);
   }
 };
 

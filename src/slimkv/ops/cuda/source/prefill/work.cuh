@@ -1,6 +1,6 @@
 // The compile-time parameters of attend.cu, its shared memory layout, its argument, and the work of each block.
 // Compile-time (ops/attention/cuda/prefill_defines.py):
-// D, STEP (tokens of a tile), EIGHT_BIT, PROMOTE (with EIGHT_BIT), Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED,
+// D, STEP (tokens of a tile), EIGHT_BIT, INTEGERS (tiles.cuh), PROMOTE (with EIGHT_BIT), Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED,
 // ROTATION_CORE (rotation.cuh);
 // FUSED (warpgroups unpack pages into shared memory), AHEAD (blocks unpack the tiles of later blocks); both need the
 // page layout (BLOCK_SIZE, K_KIND, ...), K_LEVELS, V_LEVELS (table entries), ONE_TABLE (one table for both);
@@ -69,6 +69,22 @@ struct Visible {
   }
 };
 
+#if EIGHT_BIT
+constexpr int OUTPUTS = D / 2, TOKENS = STEP / 2, SCORES = TOKENS / 2, WORDS = SCORES / 4;  // of half a tile, a lane
+
+// Scales of four tokens of a tile.
+struct TokenScales {
+  float key[4], value[4];
+  DEVICE_MEMBER TokenScales(const u8* numbers, int at) {
+    const Words4 a = *(const Words4*)(numbers + token_number_at(KEY_SCALE, at));
+    const Words4 b = *(const Words4*)(numbers + token_number_at(VALUE_SCALE, at));
+    key[0] = as_float(a.x), key[1] = as_float(a.y), key[2] = as_float(a.z), key[3] = as_float(a.w);
+    value[0] = as_float(b.x), value[1] = as_float(b.y), value[2] = as_float(b.z), value[3] = as_float(b.w);
+  }
+};
+
+#endif
+
 // A row of a block: whose it is. None is not valid.
 struct Row {
   int of_sequence;  // query
@@ -112,7 +128,7 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
     w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
   }
   const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, w.s.queries);
-  const int end = args.causal ? before + last : w.s.length;
+  const int end = w.end = args.causal ? before + last : w.s.length;
   w.clear_end = args.causal ? before + w.first + 1 : w.s.length;
   w.clear_begin = WINDOW ? before + last - args.sliding_window : 0;
   const int begin_tile = WINDOW ? max_i32(0, before + w.first - args.sliding_window + 1) / STEP : 0;
