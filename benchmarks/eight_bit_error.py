@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from attention_errors import AttentionSample, capture_attention
+from integer_weights import integer_operands
 from torch import Tensor
 
 from slimkv import ops
@@ -77,7 +78,7 @@ def layer_errors(
         values = kv.value * kv.value_scale[..., None] if e4m3_values else codes_value
         out = codec.unrotate_output(torch.einsum("hgqk,khd->hgqd", weights / value_scale, values) / total)
         found[name] = float((out - exact).square().sum() / exact.square().sum())
-    in_integers = operands(codec, layout, pages, slots, integers=True)
+    in_integers = integer_operands(codec, layout, pages, slots)
     rows_out, _ = attend_sequence(rotated, in_integers, ~hidden, scale, 0.0, None)
     out = codec.unrotate_output(rows_out).transpose(0, 1).reshape(exact.shape)
     return found | {INTEGERS: float((out - exact).square().sum() / exact.square().sum())}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import host
 import pytest
 import torch
 from attention_cases import Case, build
+from integer_weights import group_tokens, integer_operands
 from test_attention import poisoned_out, row_errors
 from test_prefill_bytes_cuda import request_in_bytes
 from test_prefill_cuda import CENTRED, CPU, LONG, SOFT_CAP, launch
@@ -35,7 +35,7 @@ def config_of(format: str, dim: int) -> prefill_defines.PrefillConfig:
 def hold_to_a_small_gpu(patch: pytest.MonkeyPatch) -> None:
     """The choice of kernels, and the reference, as on a GPU without warpgroup products."""
     patch.setattr(prefill_config, "device_of", lambda device: SMALL_GPU)
-    patch.setattr(eight_bit, "operands", partial(eight_bit.operands, integers=True))
+    patch.setattr(eight_bit, "operands", integer_operands)
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +120,8 @@ def test_tokens_that_tower_over_all_before_them(dim, small):
         at = built.layout.value.fields_offset + 2 * place
         field = built.pages[block, 0, at : at + 2].view(torch.int16)
         field -= small << 10  # the exponent of the scale
-    kv = eight_bit.operands(built.codec, built.layout, built.pages, slots)
-    assert small == 0 or kv.value_log.min() < -small
+    kv = integer_operands(built.codec, built.layout, built.pages, slots)
+    assert small == 0 or kv.log.min() < -small
     rotation = built.codec.rotate_query(torch.eye(case.dim)[:, None])[:, 0]
     nats = [2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 30, 60, 90, 150, 400]
     for query in range(case.queries[0]):
@@ -155,7 +155,7 @@ def test_blocks_fit_every_device():
             record = record_of(capability, 100)
             config = prefill_config.warp_config(spec, record, eight_bit=True)
             assert prefill_defines.shared_bytes(spec, config) <= record.shared_of_block, (name, dim)
-            assert config.tile_tokens == 2 * eight_bit.group_tokens(dim)
+            assert config.tile_tokens == 2 * group_tokens(dim)
 
 
 def test_a_gpu_without_fast_integers_is_refused(monkeypatch):

@@ -10,15 +10,17 @@
 
 // Sums that start here are the bits of a float, MAGIC_FLOAT plus the sum, below 2^22: no conversion.
 constexpr i32 MAGIC_BITS = 0x4B400000;
-constexpr float BYTE_MAGIC = 8388608.0f;  // plus a number below 256: its nearest integer in the lowest byte
+constexpr u32 BYTE_MAGIC = 0x64006400;  // 1024 as halves: plus a number below 256, its nearest integer in the low byte
+constexpr u32 QUARTERS = 0x34003400;    // as halves
 // In powers of two: how far scores may rise above the reference of the output.
 constexpr float MOST_ABOVE = 32.0f;
-constexpr float LEAST_LOG = -60.0f;  // of a value's scale, which may be 0
+constexpr float LOWEST = -1e30f;     // the largest score of a row that sees none
+constexpr float LEAST_LOG = -15.0f;  // of a value's scale: probabilities relative to it stay within halves
 
 // The running softmax of the rows of a lane.
 struct Softmax {
-  float factor[2];  // of this lane's rows g and g + 8
-  float shift[2];  // SCORE_SHIFT: what their scores are raised by, times cap_factor
+  float factor[2];   // of this lane's rows g and g + 8
+  float shift[2];    // SCORE_SHIFT: what their scores are raised by, times cap_factor
   float row_max[2];  // the reference that exponents of the output and of the sums are taken from: a former maximum
   float row_sum[2];  // of this lane's share of the row, relative to it
 
@@ -36,7 +38,7 @@ struct Softmax {
 template <int BLOCKS> struct HalfTile {
   i32 s[BLOCKS][SCORES];
   u32 p[BLOCKS][WORDS];
-  float most[BLOCKS][2];  // what exponents of a row's weights are relative to: its largest score; 0 if it sees none
+  float most[BLOCKS][2];   // what exponents of a row's weights are relative to: its largest score
   float scale[BLOCKS][2];  // of its weights, relative to row_max
 
   // s = Q K^T. 16 tokens after 16 tokens: those that are finished do not wait for the others.
@@ -76,70 +78,70 @@ template <int BLOCKS> struct HalfTile {
         if (visible[b].hides(first, i, t)) s[b][i] = (i32)as_bits(MINUS_INFINITY);
   }
 
-  // The largest scores of the lane.
-  DEVICE_MEMBER void find_most(const Softmax (&softmax)[ROW_BLOCKS]) {
-    UNROLL_FOR (int b = 0; b < BLOCKS; b++)
-      UNROLL_FOR (int r = 0; r < 2; r++) {
-        most[b][r] = MINUS_INFINITY;
-        UNROLL_FOR (int i = 0; i < SCORES; i += 4)
-          UNROLL_FOR (int k = 0; k < 2; k++) most[b][r] = max_f32(most[b][r], as_float((u32)s[b][i + 2 * r + k]));
-        if (!SOFTCAP) most[b][r] *= softmax[b].factor[r];
-      }
-  }
-  // UNEVEN: of scores and their values' scales.
-  DEVICE_MEMBER void find_most_weight(const Softmax (&softmax)[ROW_BLOCKS], const u8* numbers, int t) {
+  // The largest scores of the lane; UNEVEN: of scores and their values' scales.
+  template <bool OF_UNEVEN>
+  DEVICE_MEMBER void find_most(const Softmax (&softmax)[ROW_BLOCKS], const u8* numbers, int t) {
     UNROLL_FOR (int b = 0; b < BLOCKS; b++) most[b][0] = most[b][1] = MINUS_INFINITY;
-    UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {
-      const TokenScales of(numbers, 16 * j + 4 * t);
-      float logs[4];
-      UNROLL_FOR (int k = 0; k < 4; k++) logs[k] = max_f32(log2_approx(of.value[k] * (1.0f / 255.0f)), LEAST_LOG);
-      UNROLL_FOR (int b = 0; b < BLOCKS; b++)
-        UNROLL_FOR (int k = 0; k < 8; k++) {
-          const int r = k / 2 % 2;
-          const float by = SOFTCAP ? 1.0f : softmax[b].factor[r];
-          most[b][r] = max_f32(most[b][r], fma_rn(as_float((u32)s[b][8 * j + k]), by, logs[2 * (k / 4) + k % 2]));
-        }
-    }
-  }
-
-  // Returns whether some row of block b is too far above its reference, which then moves: the output so far is to be
-  // multiplied by `rescale`.
-  DEVICE_MEMBER bool follow(Softmax& softmax, int b, float (&rescale)[2]) {
-    bool behind = false;
-    UNROLL_FOR (int r = 0; r < 2; r++) {
-      const float top = quad_max(most[b][r]), before = softmax.row_max[r];
-      // Two units in the last place up, so that rounding makes no weight larger than a byte.
-      const float m = fma_rn(as_float(as_bits(top) & 0x7FFFFFFF), 0x1p-22f, top);
-      const bool sees = top > MINUS_INFINITY, raise = sees && !(m <= before + MOST_ABOVE);
-      most[b][r] = sees ? m : 0.0f;
-      softmax.row_max[r] = raise ? m : before;
-      scale[b][r] = sees ? exp2_approx(m - softmax.row_max[r]) : 0.0f;
-      rescale[r] = raise ? exp2_approx(before - m) : 1.0f;
-      behind = behind || (raise && before > MINUS_INFINITY);  // before the first score there is nothing to rescale
-    }
-    return warp_any(behind);
-  }
-
-  DEVICE_MEMBER void weigh(Softmax (&softmax)[ROW_BLOCKS], const u8* numbers, int t) {
-    float sums[BLOCKS][2] = {};
-    UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {
-      const TokenScales of(numbers, 16 * j + 4 * t);
+    UNROLL_FOR (int i = 0; i < SCORES; i++) {
+      const int r = i / 2 % 2, place = i / 8 * 16 + 4 * t + i / 4 % 2 * 2 + i % 2;
+      float log = 0.0f;
+      if (OF_UNEVEN) {
+        const float scale = *(const float*)(numbers + token_number_at(VALUE_SCALE, place));
+        log = max_f32(log2_approx(scale * (1.0f / 255.0f)), LEAST_LOG);
+      }
       UNROLL_FOR (int b = 0; b < BLOCKS; b++) {
-        u32 w[8];
-        UNROLL_FOR (int k = 0; k < 8; k++) {
-          const int i = 8 * j + k, r = k / 2 % 2;
-          const float x = as_float((u32)s[b][i]);
-          const float p = exp2_approx(SOFTCAP ? x - most[b][r] : fma_rn(x, softmax[b].factor[r], -most[b][r]));
-          sums[b][r] += p;
-          w[k] = as_bits(fma_rn(p, of.value[2 * (k / 4) + k % 2], BYTE_MAGIC));
+        const float x = as_float((u32)s[b][i]), by = SOFTCAP ? 1.0f : softmax[b].factor[r];
+        most[b][r] = max_f32(most[b][r], OF_UNEVEN ? fma_rn(x, by, log) : x);
+        if (!OF_UNEVEN && i + 4 >= SCORES && i % 2) most[b][r] *= by;
+      }
+    }
+  }
+
+  // Moves the reference of rows of block b that are too far above it, with the output and the sums so far.
+  DEVICE_MEMBER void follow(Softmax& softmax, float (&o)[OUTPUTS], int b) {
+    bool behind[2];
+    UNROLL_FOR (int r = 0; r < 2; r++) {
+      // Two units in the last place up, so that rounding makes no weight larger than a byte.
+      const float top = quad_max(most[b][r]), up = fma_rn(as_float(as_bits(top) & 0x7FFFFFFF), 0x1p-22f, top);
+      most[b][r] = max_f32(up, LOWEST);
+      behind[r] = most[b][r] > softmax.row_max[r] + MOST_ABOVE;
+    }
+    if (warp_any(behind[0] || behind[1])) {
+      float by[2];
+      UNROLL_FOR (int r = 0; r < 2; r++) {
+        by[r] = behind[r] ? exp2_approx(softmax.row_max[r] - most[b][r]) : 1.0f;
+        softmax.row_max[r] = behind[r] ? most[b][r] : softmax.row_max[r];
+        softmax.row_sum[r] *= by[r];
+      }
+      UNROLL_FOR (int n = 0; n < OUTPUTS; n++) o[n] *= by[n / 2 % 2];
+    }
+    UNROLL_FOR (int r = 0; r < 2; r++) scale[b][r] = exp2_approx(most[b][r] - softmax.row_max[r]);
+  }
+
+  // Probabilities as halves, whose sums are products with a constant, and then as bytes times the values' scales.
+  DEVICE_MEMBER void weigh(Softmax (&softmax)[ROW_BLOCKS], const u8* numbers, int t) {
+    float sums[BLOCKS][4] = {};
+    UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {
+      const TokenScales of(numbers, 16 * j + 4 * t);
+      const u32 scales[2] = {pack_f16x2(of.value[0], of.value[1]), pack_f16x2(of.value[2], of.value[3])};
+      UNROLL_FOR (int b = 0; b < BLOCKS; b++) {
+        u32 w[4];
+        UNROLL_FOR (int i = 0; i < 4; i++) {
+          float x[2];
+          UNROLL_FOR (int k = 0; k < 2; k++) {
+            const float score = as_float((u32)s[b][8 * j + 2 * i + k]), from = most[b][i % 2];
+            x[k] = exp2_approx(SOFTCAP ? score - from : fma_rn(score, softmax[b].factor[i % 2], -from));
+          }
+          w[i] = pack_f16x2(x[0], x[1]);
         }
-        UNROLL_FOR (int r = 0; r < 2; r++)
-          p[b][2 * j + r] =
-              prmt(prmt(w[2 * r], w[2 * r + 1], 0x0040), prmt(w[4 + 2 * r], w[5 + 2 * r], 0x0040), 0x5410);
+        mma_f16(sums[b], w[0], w[1], w[2], w[3], QUARTERS, QUARTERS);
+        UNROLL_FOR (int i = 0; i < 4; i++) w[i] = fma_f16x2(w[i], scales[i / 2], BYTE_MAGIC);
+        UNROLL_FOR (int r = 0; r < 2; r++) p[b][2 * j + r] = prmt(w[r], w[2 + r], 0x6420);
       }
     }
     UNROLL_FOR (int b = 0; b < BLOCKS; b++)
-      UNROLL_FOR (int r = 0; r < 2; r++) softmax[b].row_sum[r] = fma_rn(sums[b][r], scale[b][r], softmax[b].row_sum[r]);
+      UNROLL_FOR (int r = 0; r < 2; r++)
+        softmax[b].row_sum[r] = fma_rn(sums[b][2 * r], scale[b][r], softmax[b].row_sum[r]);
   }
 
   // o += P V, where values have the factor `unit`.
@@ -166,34 +168,13 @@ template <int BLOCKS> struct HalfTile {
   }
 };
 
-static_assert(THREADS == 128 || THREADS == 256, "threads copy alike");
-// A thread's part of half a tile, from and to the same place of a tile: 16 bytes at a time, BY bytes apart.
-template <int BYTES, int BY, int AT = 0> DEVICE void copy_units(u32 to, const u8* from) {
-  if constexpr (AT < BYTES) {
-    cp_async_16_behind<AT>(to, from);
-    copy_units<BYTES, BY, AT + BY>(to, from);
-  }
-}
-// 64 bytes of each of ROWS_OF rows of 128.
-template <int ROWS_OF> DEVICE void copy_half_rows(u32 to, const u8* from, int half) {
-  const int i = thread_index(), first = i / 4 * 128 + (half ^ (i / 16 & 1)) * 64 + i % 4 * 16;
-  copy_units<128 * ROWS_OF, 32 * THREADS>(to + first, from + first);
-}
-DEVICE void copy_half(u32 keys, const u8* from_keys, u32 values, const u8* from_values, int half) {
-  if constexpr (D == 64) copy_half_rows<TOKENS>(keys, from_keys, half);
-  else
-    UNROLL_FOR (int part = 0; part < D / 128; part++) {
-      const int first = part * HALF_TILE + half * 128 * TOKENS + 16 * thread_index();
-      copy_units<128 * TOKENS, 16 * THREADS>(keys + first, from_keys + first);
-    }
-  if constexpr (STEP == 128) {
-    copy_half_rows<D>(values, from_values, half);
-  } else {
-    const int first = half * 128 * D + 16 * thread_index();
-    copy_units<128 * D, 16 * THREADS>(values + first, from_values + first);
-  }
-  const int i = thread_index(), number = token_number_at(i / (TOKENS / 4), half * TOKENS + i % (TOKENS / 4) * 4);
-  if (i < TOKENS / 2) cp_async_16_behind<0>(keys + number, from_keys + number);
+// A thread's part of half `half` of a tile, from and to the same place: ROWS_OF rows of 128 bytes or, SIDE_BY_SIDE, 64
+// bytes of each row. A warp copies neighbours: their addresses differ by constants.
+template <int ROWS_OF, bool SIDE_BY_SIDE> DEVICE void copy_half(u8* to, const u8* from, int half) {
+  constexpr int BYTES = 128 * ROWS_OF / (THREADS / 32);
+  const int lane = thread_index() & 31, first = thread_index() / 32 * BYTES +
+      (SIDE_BY_SIDE ? lane / 4 * 128 + (half ^ lane / 16) * 64 + lane % 4 * 16 : half * 128 * ROWS_OF + lane * 16);
+  UNROLL_FOR (int i = 0; i < BYTES; i += SIDE_BY_SIDE ? 1024 : 512) cp_async_16(to + first + i, from + first + i);
 }
 
 template <int BLOCKS>
@@ -206,47 +187,35 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   // Not 0: times minus infinity it is that.
   UNROLL_FOR (int b = 0; b < BLOCKS; b++)
     UNROLL_FOR (int r = 0; r < 2; r++) softmax[b].factor[r] = max_f32(softmax[b].factor[r], 1e-37f);
-  float next_unit;
-  auto copy = [&](int i) {  // half i % 2 of tile i / 2
-    const i64 tile = row + tile_at(w, i / 2);
-    copy_half(shared_address(rings.keys), args.keys + tile * KEYS_BYTES, shared_address(rings.values),
-        args.values + tile * VALUES_BYTES, i % 2);
+  auto copy = [&](int at) {
+    const u8* const from = args.keys + (row + (at >> 1)) * KEYS_BYTES;
+    UNROLL_FOR (int part = 0; part < (D + 127) / 128; part++)
+      copy_half<TOKENS, D == 64>(rings.keys + part * HALF_TILE, from + part * HALF_TILE, at & 1);
+    copy_half<D, STEP == 128>(rings.values, args.values + (row + (at >> 1)) * VALUES_BYTES, at & 1);
+    const int i = thread_index(), number = token_number_at(i / (TOKENS / 4), ((at & 1) * TOKENS + i % (TOKENS / 4) * 4));
+    if (i < TOKENS / 2) cp_async_16(rings.keys + number, from + number);
     cp_async_commit();
-    next_unit = args.tile_scales[tile].value;
   };
+  // Halves of tiles, from the last that some query sees to the first.
+  const int first = shfl(2 * (w.tile - w.count + 1), 0), last = shfl(min_i32(2 * w.tile + 1, (w.end - 1) / TOKENS), 0);
   if (HELD_QUERIES) sync_threads();  // tiles take the queries' place
-  copy(0);
-  const int halves = 2 * w.count;
-  float unit, rescale[BLOCKS][2];
-  bool again = false, behind = true;
-  // Rescaling the output is rare. Outside of the loop over tiles, it does not get in the way of its registers.
-  for (int i = 0; behind;) {
-    for (behind = false; i < halves; i++) {
-      const int half = i % 2, first = tile_at(w, i / 2) * STEP + half * TOKENS;
-      if (!again) {
-        unit = next_unit;
-        cp_async_wait<0>();
-        sync_threads();  // this half is there, and nobody needs the other
-        if (i + 1 < halves) copy(i + 1);
-      }
-      again = false;
-      if (first >= w.end) continue;
-      const u8* numbers = rings.keys + half * TOKENS * 4;
-      HalfTile<BLOCKS> tokens;
-      tokens.multiply_scores(queries, D == 64 ? keys ^ half * 64 : keys + half * 128 * TOKENS);
-      tokens.find_scores(softmax, numbers, lane & 3, args.softcap);
-      if (first + TOKENS > w.clear_end || (WINDOW && first < w.clear_begin)) tokens.hide(visible, first, lane & 3);
-      if (unit < 0.0f) tokens.find_most_weight(softmax, numbers, lane & 3);
-      else tokens.find_most(softmax);
-      UNROLL_FOR (int b = 0; b < BLOCKS; b++) behind |= tokens.follow(softmax[b], b, rescale[b]);
-      if (behind) break;
-      tokens.weigh(softmax, numbers, lane & 3);
-      tokens.multiply_output(o, STEP == 128 ? values ^ half * 64 : values + half * 128 * D, unit < 0.0f ? -unit : unit);
-    }
-    again = behind;
-    UNROLL_FOR (int b = 0; behind && b < BLOCKS; b++) {
-      UNROLL_FOR (int r = 0; r < 2; r++) softmax[b].row_sum[r] *= rescale[b][r];
-      UNROLL_FOR (int n = 0; n < OUTPUTS; n++) o[b][n] *= rescale[b][n / 2 % 2];
-    }
+  copy(last);
+  for (int at = last; at >= first; at--) {
+    cp_async_wait<0>();
+    sync_threads();  // this half is there, and nobody needs the other
+    if (at > first) copy(at - 1);
+    const int half = at & 1;
+    const u8* numbers = rings.keys + half * TOKENS * 4;
+    const float unit = as_float((u32)ldg_i32((const i32*)&args.tile_scales[row + (at >> 1)].value));
+    HalfTile<BLOCKS> tokens;
+    tokens.multiply_scores(queries, D == 64 ? keys ^ half * 64 : keys + half * 128 * TOKENS);
+    tokens.find_scores(softmax, numbers, lane & 3, args.softcap);
+    if ((at + 1) * TOKENS > w.clear_end || (WINDOW && at * TOKENS < w.clear_begin))
+      tokens.hide(visible, at * TOKENS, lane & 3);
+    if (unit < 0.0f) tokens.template find_most<true>(softmax, numbers, lane & 3);
+    else tokens.template find_most<false>(softmax, numbers, lane & 3);
+    UNROLL_FOR (int b = 0; b < BLOCKS; b++) tokens.follow(softmax[b], o[b], b);
+    tokens.weigh(softmax, numbers, lane & 3);
+    tokens.multiply_output(o, STEP == 128 ? values ^ half * 64 : values + half * 128 * D, unit < 0.0f ? -unit : unit);
   }
 }
