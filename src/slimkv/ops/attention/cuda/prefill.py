@@ -39,14 +39,13 @@ from slimkv.ops.attention.cuda.prefill_workspace import (
 )
 from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, LOG2E
-from slimkv.ops.cuda.device import Device, device_of, multiprocessors
+from slimkv.ops.cuda.device import Device, multiprocessors
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
 
 __all__ = [
     "attend_prefill",
     "eight_bit_refusal",
-    "has_warpgroups",
     "launcher",
     "most_packed_queries",
     "refusal",
@@ -57,11 +56,6 @@ _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same 
 # source, kernel, defines, grid, threads, shared memory, argument
 (PrefillArgs,) = arguments("prefill/args.cuh", "PrefillArgs")
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
-
-
-def has_warpgroups(device: torch.device) -> bool:
-    """Whether prefill uses warpgroup products; AHEAD and FUSED need them."""
-    return device_of(device).warpgroups
 
 
 def attend_prefill(

@@ -85,22 +85,15 @@ struct Totals {
   }
 };
 
-// The running softmax of the rows of a lane.
-struct Softmax {
-  float factor[2];  // of this lane's rows g and g + 8
-  float shift[2];  // SCORE_SHIFT: what their scores are raised by, times cap_factor
-  float row_max[2];  // the reference that exponents are taken from, an integer: it leaves mantissas as they are
-  float row_sum[2];  // of this lane's share of the row, relative to it
+// The running softmax of the rows of a lane. row_max is an integer: it leaves mantissas as they are.
+struct Softmax : RowState {
   float rescale[2];  // what the output so far is to be multiplied by
 
-  DEVICE_MEMBER float output_factor() const { return 1.0f; }
   // Score i of a tile, relative to `from`, whose key has this scale.
   DEVICE_MEMBER float score(const Sums& sums, int i, float key, float from, float softcap, u32 none) const {
     const int r = i / 2 % 2;
     const float x = i32_to_f32_rn((i32)(sums[i] + none)) * key;
-    if (!SOFTCAP) return fma_rn(x, factor[r], from);
-    const float by = factor[r] * cap_factor(softcap);
-    return soft_cap(SCORE_SHIFT ? fma_rn(x, by, shift[r]) : x * by, softcap) + from;
+    return SOFTCAP ? capped(x, r, 1.0f, softcap) + from : fma_rn(x, factor[r], from);
   }
 
   // Raises the running maximum of rows whose largest probability would be too large; returns whether there were any.

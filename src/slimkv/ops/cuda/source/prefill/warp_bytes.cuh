@@ -11,34 +11,19 @@
 // Sums that start here are the bits of a float, MAGIC_FLOAT plus the sum, below 2^22: no conversion.
 constexpr i32 MAGIC_BITS = 0x4B400000;
 constexpr u32 BYTE_MAGIC = 0x64006400;  // 1024 as halves: plus a number below 256, its nearest integer in the low byte
-constexpr u32 QUARTERS = 0x34003400;    // as halves
+constexpr u32 QUARTERS = 0x34003400;  // as halves
 // In powers of two: how far scores may rise above the reference of the output.
 constexpr float MOST_ABOVE = 32.0f;
-constexpr float LOWEST = -1e30f;     // the largest score of a row that sees none
+constexpr float LOWEST = -1e30f;  // the largest score of a row that sees none
 constexpr float LEAST_LOG = -15.0f;  // of a value's scale: probabilities relative to it stay within halves
 
-// The running softmax of the rows of a lane.
-struct Softmax {
-  float factor[2];   // of this lane's rows g and g + 8
-  float shift[2];    // SCORE_SHIFT: what their scores are raised by, times cap_factor
-  float row_max[2];  // the reference that exponents of the output and of the sums are taken from: a former maximum
-  float row_sum[2];  // of this lane's share of the row, relative to it
-
-  DEVICE_MEMBER float output_factor() const { return 1.0f; }
-  // A score before `factor` or, SOFTCAP, the capped one. `key`: its token's scale.
-  DEVICE_MEMBER float score(i32 sum, int r, float key, float softcap) const {
-    const float x = fma_rn(as_float((u32)sum), key, -MAGIC_FLOAT * key);
-    if (!SOFTCAP) return x;
-    const float by = factor[r] * cap_factor(softcap);
-    return soft_cap(SCORE_SHIFT ? fma_rn(x, by, shift[r]) : x * by, softcap);
-  }
-};
+typedef RowState Softmax;  // row_max: the reference of the output and of the sums, a former maximum
 
 // Sums of half a tile, replaced by scores, to weights in operand order (tiles.cuh), for rows of BLOCKS blocks.
 template <int BLOCKS> struct HalfTile {
   i32 s[BLOCKS][SCORES];
   u32 p[BLOCKS][WORDS];
-  float most[BLOCKS][2];   // what exponents of a row's weights are relative to: its largest score
+  float most[BLOCKS][2];  // what exponents of a row's weights are relative to: its largest score
   float scale[BLOCKS][2];  // of its weights, relative to row_max
 
   // s = Q K^T. 16 tokens after 16 tokens: those that are finished do not wait for the others.
@@ -60,13 +45,15 @@ template <int BLOCKS> struct HalfTile {
       }
   }
 
+  // Before `factor` or, SOFTCAP, capped.
   DEVICE_MEMBER void find_scores(const Softmax (&softmax)[ROW_BLOCKS], const u8* numbers, int t, float softcap) {
     UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {
       const TokenScales of(numbers, 16 * j + 4 * t);
       UNROLL_FOR (int b = 0; b < BLOCKS; b++)
         UNROLL_FOR (int k = 0; k < 8; k++) {
-          i32& x = s[b][8 * j + k];
-          x = (i32)as_bits(softmax[b].score(x, k / 2 % 2, of.key[2 * (k / 4) + k % 2], softcap));
+          const float key = of.key[2 * (k / 4) + k % 2];
+          const float x = fma_rn(as_float((u32)s[b][8 * j + k]), key, -MAGIC_FLOAT * key);
+          s[b][8 * j + k] = (i32)as_bits(SOFTCAP ? softmax[b].capped(x, k / 2 % 2, 1.0f, softcap) : x);
         }
     }
   }
@@ -172,7 +159,8 @@ template <int BLOCKS> struct HalfTile {
 // bytes of each row. A warp copies neighbours: their addresses differ by constants.
 template <int ROWS_OF, bool SIDE_BY_SIDE> DEVICE void copy_half(u8* to, const u8* from, int half) {
   constexpr int BYTES = 128 * ROWS_OF / (THREADS / 32);
-  const int lane = thread_index() & 31, first = thread_index() / 32 * BYTES +
+  const int lane = thread_index() & 31,
+            first = thread_index() / 32 * BYTES +
       (SIDE_BY_SIDE ? lane / 4 * 128 + (half ^ lane / 16) * 64 + lane % 4 * 16 : half * 128 * ROWS_OF + lane * 16);
   UNROLL_FOR (int i = 0; i < BYTES; i += SIDE_BY_SIDE ? 1024 : 512) cp_async_16(to + first + i, from + first + i);
 }
@@ -192,7 +180,8 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     UNROLL_FOR (int part = 0; part < (D + 127) / 128; part++)
       copy_half<TOKENS, D == 64>(rings.keys + part * HALF_TILE, from + part * HALF_TILE, at & 1);
     copy_half<D, STEP == 128>(rings.values, args.values + (row + (at >> 1)) * VALUES_BYTES, at & 1);
-    const int i = thread_index(), number = token_number_at(i / (TOKENS / 4), ((at & 1) * TOKENS + i % (TOKENS / 4) * 4));
+    const int i = thread_index(),
+              number = token_number_at(i / (TOKENS / 4), ((at & 1) * TOKENS + i % (TOKENS / 4) * 4));
     if (i < TOKENS / 2) cp_async_16(rings.keys + number, from + number);
     cp_async_commit();
   };

@@ -1,7 +1,7 @@
 // The compile-time parameters of attend.cu, its shared memory layout, its argument, and the work of each block.
 // Compile-time (ops/attention/cuda/prefill_defines.py):
-// D, STEP (tokens of a tile), EIGHT_BIT, INTEGERS (tiles.cuh), PROMOTE (with EIGHT_BIT), Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED,
-// ROTATION_CORE (rotation.cuh);
+// D, STEP (tokens of a tile), EIGHT_BIT, INTEGERS (tiles.cuh), PROMOTE (with EIGHT_BIT), Q_TYPE, OUT_TYPE (types.cuh),
+// K_ROTATED, V_ROTATED, ROTATION_CORE (rotation.cuh);
 // FUSED (warpgroups unpack pages into shared memory), AHEAD (blocks unpack the tiles of later blocks); both need the
 // page layout (BLOCK_SIZE, K_KIND, ...), K_LEVELS, V_LEVELS (table entries), ONE_TABLE (one table for both);
 // CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (blocks of 64 rows per
@@ -84,6 +84,21 @@ struct TokenScales {
 };
 
 #endif
+
+// The running softmax of a lane's rows g and g + 8.
+struct RowState {
+  float factor[2];  // of their products
+  float shift[2];  // SCORE_SHIFT: what their scores are raised by, times cap_factor
+  float row_max[2];  // the reference that exponents are taken from
+  float row_sum[2];  // of this lane's share of the row, relative to it
+
+  DEVICE_MEMBER float output_factor() const { return 1.0f; }  // from accumulators to sums of probabilities times values
+  // SOFTCAP: the score of row r of a product in units of `unit`.
+  DEVICE_MEMBER float capped(float x, int r, float unit, float softcap) const {
+    const float by = factor[r] * unit * cap_factor(softcap);
+    return soft_cap(SCORE_SHIFT ? fma_rn(x, by, shift[r]) : x * by, softcap);
+  }
+};
 
 // A row of a block: whose it is. None is not valid.
 struct Row {
