@@ -52,11 +52,12 @@ MOST_GROUP = 64
 # Query rows of a sequence up to which FUSED is measured to gain, by codes: up to head size 64, 128 and 256.
 _FUSED_UP_TO = {SHORT: (512, 768, 512), UNIFORM: (512, 512, 256), LONG: (512, 512, 0)}
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17  # of a sequence, from which FUSED is faster than the decode kernel
+LEAST_SPLIT = 512  # tokens of the keys that FUSED blocks share, as split.cuh has it
 # Measured times, in waves of FUSED blocks of 128 rows: a wave of 256 rows, or of the 128 left of them; a wave of FIRST;
-# unpacking a KV head of a sequence first on one multiprocessor; the start of FUSED blocks. AHEAD: what unpacking one
-# adds to a wave of one block, and the least time it takes.
-WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.15
-BESIDE_ATTENDING, UNPACKING_AHEAD = 0.5, 3.6
+# unpacking a KV head of a sequence first on one multiprocessor; the start of FUSED blocks; a row of the decode kernel.
+# AHEAD: what unpacking one adds to a wave of one block, and the least time it takes.
+WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.1
+DECODED_ROW, BESIDE_ATTENDING, UNPACKING_AHEAD = 0.012, 0.5, 3.6
 
 
 @lru_cache(maxsize=64)
@@ -151,9 +152,10 @@ def reachable(device: Device, spec: CodecSpec, options: AttendOptions) -> tuple[
 
 
 def _can_fuse(request: AttendRequest) -> bool:
-    spec = request.layout.spec
+    """Whether rows are few, or so are work tiles, whose keys only FUSED blocks share."""
+    spec, fused = request.layout.spec, configs(request.layout.spec, FUSED)
     most = _FUSED_UP_TO[codes_of(spec)][(spec.key_dim > 64) + (spec.key_dim > 128)]
-    return request.max_query_len * request.group <= most
+    return bool(fused) and (request.max_query_len * request.group <= most or splits(request, fused[-1]) > 1)
 
 
 def _can_unpack_ahead(request: AttendRequest) -> bool:
@@ -179,7 +181,7 @@ def _time(request: AttendRequest, config: PrefillConfig) -> float:
         part = 0 < rest <= config.rows - config.rows // config.row_blocks
         whole = -(-items * (blocks + (rest > 0 and not part)) // available)
         rounds = whole * (WIDE_ROUND if config.row_blocks > 1 else 1) + part * -(-items // available) * PART_ROUND
-        return FUSED_START + rounds
+        return FUSED_START + rounds / splits(request, config)
     # Tokens that a sequence's queries see, over those that a block's queries see: more than 1 with a window.
     spread = seen_tokens(request, request.max_query_len) / seen_tokens(request, config.rows // request.group)
     blocks = -(-rows // config.rows)
@@ -189,6 +191,20 @@ def _time(request: AttendRequest, config: PrefillConfig) -> float:
         round_time = max(beside, UNPACKING_AHEAD * spread / blocks)
         first = cut_ahead(request, config, sequences, available, WORKSPACE_BYTES).lead
     return rounds * round_time + first / available * UNPACKING * spread
+
+
+def _work_tiles(request: AttendRequest, config: PrefillConfig, most_queries: int) -> int:
+    """The most that a request may have: queries of a block, and a KV head."""
+    total, per_block = request.query.shape[0], config.rows // request.group
+    sequences = min(request.seq_lens.shape[0], total // (most_queries + 1))
+    blocks = min(total // per_block + sequences, sequences * -(-request.max_query_len // per_block))
+    return max(1, blocks * request.pages.shape[1])
+
+
+def splits(request: AttendRequest, config: PrefillConfig, most_queries: int = FUSED_FROM_QUERIES - 1) -> int:
+    """FUSED blocks that share the keys of a work tile, if sequences are alike (source/prefill/split.cuh)."""
+    blocks = device_of(request.query.device).multiprocessors // _work_tiles(request, config, most_queries)
+    return max(1, min(blocks, -(-seen_tokens(request, request.max_query_len) // LEAST_SPLIT)))
 
 
 def most_packed_queries(request: AttendRequest) -> int:
@@ -203,8 +219,11 @@ def most_packed_queries(request: AttendRequest) -> int:
     device, few = device_of(request.query.device), max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // request.group)) - 1
     if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not device.warpgroups:
         return MAX_DECODE_QUERIES
-    if refusal(request) is not None or not _can_fuse(request) or not config_for(request).fused:
+    if refusal(request) is not None or not _can_fuse(request) or not (config := config_for(request)).fused:
         return MAX_DECODE_QUERIES
-    most_long = min(request.seq_lens.shape[0], request.query.shape[0] // (few + 1))
-    busy = most_long * request.pages.shape[1] >= 0.9 * device.multiprocessors
-    return few if busy else MAX_DECODE_QUERIES
+    (sequences,), total, heads = request.seq_lens.shape, request.query.shape[0], request.pages.shape[1]
+    if total < sequences * request.max_query_len:  # the others' time is the same
+        faster = min(sequences, total // (few + 1)) * heads >= 0.9 * device.multiprocessors
+    else:
+        faster = _time(request, config) < DECODED_ROW * total * request.group * heads / device.multiprocessors
+    return few if faster else MAX_DECODE_QUERIES

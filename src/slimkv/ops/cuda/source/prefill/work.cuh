@@ -114,7 +114,11 @@ DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row
       of_block < ROWS / args.group_size * args.group_size && query < w.s.queries};
 }
 
-DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
+#if FUSED
+#include "prefill/split.cuh"
+#else
+// The queries of a block, if it has some in this pass.
+DEVICE bool find_queries(const PrefillArgs& args, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;
   // Sections of few heads share their keys and values in the L2 cache; long rows of a causal mask come first in each.
   const int per_section = args.section * args.query_blocks, section = block_index() / per_section;
@@ -137,11 +141,17 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   else w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
   w.first = (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
   if (w.first >= w.s.queries || w.s.queries <= args.max_decode_queries) return false;
-  if (!FUSED) {  // whose tiles others have unpacked in this pass
-    w.s.rank = (int)warp_sum(prefilled) - 1 - args.first_rank;
-    if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
-    w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
-  }
+  // Its tiles are those that others have unpacked in this pass.
+  w.s.rank = (int)warp_sum(prefilled) - 1 - args.first_rank;
+  if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
+  w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
+  return true;
+}
+#endif
+
+DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
+  const int queries_of_block = ROWS / args.group_size;
+  if (!find_queries(args, lane, w)) return false;
   const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, w.s.queries);
   const int end = w.end = args.causal ? before + last : w.s.length;
   w.clear_end = args.causal ? before + w.first + 1 : w.s.length;
@@ -149,12 +159,16 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   const int begin_tile = WINDOW ? max_i32(0, before + w.first - args.sliding_window + 1) / STEP : 0;
   const int end_tile = end > 0 ? (end + STEP - 1) / STEP : 0;
   w.origin = origin_of(args, w.s);
-  const int low = max_i32(begin_tile, w.origin + args.first_tile),
-            high = min_i32(end_tile, w.origin + args.first_tile + args.tiles);
+  const int tiles = FUSED ? (end_tile_of(w) - w.origin + w.splits - 1) / w.splits : args.tiles,
+            first_tile = w.origin + (FUSED ? w.split * tiles : args.first_tile);
+  const int low = max_i32(begin_tile, first_tile), high = min_i32(end_tile, first_tile + tiles);
   w.tile = high - 1;
   w.count = max_i32(0, high - low);
   return true;
 }
+
+// Query rows of the block's sequence from its first one on.
+DEVICE int rows_of(const PrefillArgs& args, const Work& w) { return (w.s.queries - w.first) * args.group_size; }
 
 // Whether all queries of the block see all tokens of a tile.
 DEVICE bool is_clear(const Work& w, int tile) {
