@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from attention_errors import AttentionSample, capture_attention
+from integer_weights import integer_operands
 from torch import Tensor
 
 from slimkv import ops
@@ -24,7 +25,7 @@ from slimkv.integrations.transformers.calibration.cached import auto_calibration
 from slimkv.lab import models
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.ops import PackedKV, Rounding
-from slimkv.ops.attention.eight_bit import LOG2E, TOP, operands, rounded_queries
+from slimkv.ops.attention.eight_bit import LOG2E, TOP, attend_sequence, operands, rounded_queries
 from slimkv.ops.gather.reference import decode_slots
 from slimkv.spec import CodecSpec, PageLayout
 
@@ -36,12 +37,16 @@ STEPS = {
     "and e4m3 weights": (True, True, True, True),
     "all, unrounded denominator": (True, True, True, False),
 }
+INTEGERS = "integers alone"  # the arithmetic of GPUs without warpgroup products
 
 
 def layer_errors(
     sample: AttentionSample, group: int, scale: float, window: int | None, stored: Any
 ) -> dict[str, float]:
-    """Squared relative error of each of ``STEPS``; ``stored(key, value, codec, layout)`` gives the pages."""
+    """Squared relative error of each of ``STEPS`` and of ``INTEGERS``.
+
+    ``stored(key, value, codec, layout)`` gives the pages.
+    """
     key, value = (x[::group].transpose(0, 1).contiguous() for x in (sample.key, sample.value))
     query, count = sample.query.transpose(0, 1), sample.key.shape[1]
     spec = CodecSpec.parse("k4v4", key.shape[-1], value.shape[-1])
@@ -73,7 +78,10 @@ def layer_errors(
         values = kv.value * kv.value_scale[..., None] if e4m3_values else codes_value
         out = codec.unrotate_output(torch.einsum("hgqk,khd->hgqd", weights / value_scale, values) / total)
         found[name] = float((out - exact).square().sum() / exact.square().sum())
-    return found
+    in_integers = integer_operands(codec, layout, pages, slots)
+    rows_out, _ = attend_sequence(rotated, in_integers, ~hidden, scale, 0.0, None)
+    out = codec.unrotate_output(rows_out).transpose(0, 1).reshape(exact.shape)
+    return found | {INTEGERS: float((out - exact).square().sum() / exact.square().sum())}
 
 
 def main() -> None:
@@ -114,11 +122,11 @@ def main() -> None:
                 layer_errors(sample, group, attention.scaling, getattr(attention, "sliding_window", None), stored)
             )
     report = {
-        kind: {name: sum(e[name] for e in errors) / sum(e["codes"] for e in errors) - 1 for name in STEPS}
+        kind: {name: sum(e[name] for e in errors) / sum(e["codes"] for e in errors) - 1 for name in (*STEPS, INTEGERS)}
         for kind, errors in rows.items()
     }
     print(f"squared error over that of the codes, {options.model}, {len(samples)} layers, {options.tokens} tokens")
-    for name in list(STEPS)[1:]:
+    for name in [*STEPS, INTEGERS][1:]:
         print(f"{name:28}", *(f"{kind} {report[kind][name]:+.2%}" for kind in rows), sep="  ")
     if options.json:
         written = {"model": options.model, "tokens": options.tokens, "over_codes": report, "squared_errors": rows}

@@ -25,6 +25,7 @@ from slimkv.ops.attention.api import AttendRequest, checked_request
 from slimkv.ops.attention.cuda import prefill
 from slimkv.ops.attention.cuda.prefill_config import configs
 from slimkv.ops.attention.cuda.prefill_defines import PrefillConfig, Unpack
+from slimkv.ops.cuda.device import device_of
 
 CHECKED = AttendCell("", batch=2, context=4096, queries=300, num_heads=8, num_kv_heads=2)
 
@@ -67,7 +68,7 @@ def main() -> int:
     parser.add_argument("--cells", nargs="*", default=[])
     options = parser.parse_args()
     device = torch.device("cuda")
-    if not prefill.has_warpgroups(device):
+    if not device_of(device).warpgroups:
         print("these kernels are for compute capability 9.0", file=sys.stderr)
         return 2
     for dim in (64, 128):

@@ -15,6 +15,7 @@ import store_cases
 import test_decode_cuda as decode_tests
 import test_prefill_bytes_cuda as eight_bit_tests
 import test_prefill_cuda as prefill_tests
+import test_prefill_integers_cuda as integer_tests
 import test_store_cuda as store_tests
 import torch
 from attention_cases import Built, Case, build
@@ -148,20 +149,26 @@ def prefill_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
 
 
 def eight_bit_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
-    form = draw_format(chance, prefill_config.EIGHT_BIT_HEAD_DIMS, ("1", "2", "3", "4", "4")) | {"value_dim": None}
+    integers = chance.random() < 0.5
+    dims = prefill_config.eight_bit_head_dims(single_warps=integers)
+    form = draw_format(chance, dims, ("1", "2", "3", "4", "4")) | {"value_dim": None}
     case = Case(
         **form, **draw_options(chance), **draw_prompts(chance, 120, 600), group=chance.choice((1, 2, 3, 4, 7, 8)),
         num_kv_heads=1,
     )  # fmt: skip
-    config = chance.choice(eight_bit_tests.CONFIGS[case.dim])
+    tests, config = integer_tests, None
+    if integers:
+        integer_tests.hold_to_a_small_gpu(patch)
+    else:
+        tests, config = eight_bit_tests, chance.choice(eight_bit_tests.CONFIGS[case.dim])
     budget = chance.choice((prefill.WORKSPACE_BYTES, SMALL_WORKSPACE))
-    print(case, config, budget)
+    print(case, config or "integers", budget)
 
     def attend(built: Built, out: torch.Tensor, lse: torch.Tensor) -> None:
         request = eight_bit_tests.request_in_bytes(built, out, lse)
         prefill.attend_prefill(request, prefill_tests.launch, budget, config)
 
-    out = eight_bit_tests.attend_and_check(case, config=config, budget=budget)
+    out = tests.attend_and_check(case, config=config, budget=budget)
     check_unseen(case, out, attend)
     return True
 

@@ -27,13 +27,14 @@ from latent_cases import build as build_latent  # noqa: E402
 from store_cases import Case as StoreCase  # noqa: E402
 from store_cases import build as build_store  # noqa: E402
 from store_cases import expected  # noqa: E402
-from test_prefill_bytes_cuda import CONFIGS, TWO_LAUNCHES  # noqa: E402
+from test_prefill_bytes_cuda import CONFIGS  # noqa: E402
 from test_prefill_bytes_cuda import attend_and_check as attend_in_bytes  # noqa: E402
 from test_prefill_cuda import LONG, attend_and_check  # noqa: E402
 
 from slimkv import ops  # noqa: E402
 from slimkv.ops import PackedKV  # noqa: E402
 from slimkv.ops.attention.cuda import prefill, prefill_config, prefill_defines  # noqa: E402
+from slimkv.ops.cuda.device import device_of  # noqa: E402
 from slimkv.ops.store.cuda.launch import format_refusal  # noqa: E402
 
 MIXED = Case(num_kv_heads=1, lens=(70, 20, 33, 0, 41), queries=(36, 1, 4, 1, 41))
@@ -77,7 +78,7 @@ def latent_errors(device: torch.device) -> list[float]:
 
 def prefill_failures(device: torch.device) -> int:
     """Cases of prefill, cut in every way there is, whose rows were wrong; none where the device has no such kernels."""
-    if not prefill.has_warpgroups(device):
+    if not device_of(device).warpgroups:
         return 0
     launch, tile, wrong = prefill.launcher(device), 1 << 20, 0
     long = replace(LONG, dim=128, num_kv_heads=2, lens=(700, 7, 300), queries=(200, 1, 33))
@@ -87,9 +88,6 @@ def prefill_failures(device: torch.device) -> int:
     for dim, configs in CONFIGS.items():
         case = replace(long, dim=dim)
         calls += [lambda case=case, c=config: attend_in_bytes(case, device, launch, config=c) for config in configs]
-    one = replace(long, lens=(700,), queries=(200,))
-    calls += [lambda: attend_in_bytes(one, device, launch, parts=TWO_LAUNCHES)]
-    calls += [lambda: attend_in_bytes(one, device, launch, tile, parts=TWO_LAUNCHES)]
     for number, call in enumerate(calls):
         try:
             call()

@@ -151,7 +151,7 @@ def test_every_prompt_runs_kernels_that_warm_up_compiles(format, prefill, device
 @pytest.mark.parametrize("page", [16, 32, 64])
 def test_every_step_of_an_engine_runs_kernels_that_warm_up_compiles(page, device, monkeypatch):
     """Any number of requests with any number of new tokens, up to 8,192 in a step, as prefix hits leave them."""
-    for module in (decode_cuda, prefill_cuda, prefill_config):
+    for module in (decode_cuda, prefill_config):
         monkeypatch.setattr(module, "device_of", lambda _: device)
     monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda _: device.multiprocessors)
     monkeypatch.setattr(prefill_cuda, "attend_prefill", partial(prefill_cuda.attend_prefill, budget=1 << 22))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimkv.ops.attention.cuda import prefill as prefill_cuda
+from slimkv.ops.cuda.device import device_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -16,6 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture
 def hopper(device) -> torch.device:
     """A GPU with the instructions of compute capability 9.0."""
-    if not prefill_cuda.has_warpgroups(device):
+    if not device_of(device).warpgroups:
         pytest.skip("these instructions are those of compute capability 9.0")
     return device

@@ -606,6 +606,7 @@ DEVICE void griddepcontrol_wait() { host::machine.threads[host::machine.current]
 DEVICE void prefetch_l2(const void*) {}
 DEVICE u32 in_register(u32 x, int lane) { return x; }
 DEVICE void overwrite(float& x, float to) { x = to; }
+DEVICE void stay(bool always) { if (!always) host::fail("a way out was taken"); }
 // Products are exact; their sum is rounded once, where a device may round (or truncate) in between.
 template <class F> DEVICE void mma_floats(const char* name, F to_float, float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   u64 mine[6] = {a0, a1, a2, a3, b0, b1};

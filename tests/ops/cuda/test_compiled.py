@@ -36,7 +36,7 @@ LAYOUTS = [
 ]
 BF16 = 1
 REGISTERS = 65536  # of a multiprocessor
-MOST_LOCAL = 160  # bytes a thread: spills outside of loops; hardly any where products are those of single warps
+MOST_LOCAL = 176  # bytes a thread: spills outside of loops; hardly any where products are those of single warps
 # Also sums of rows, which are read and written once a block of tokens.
 MOST_LOCAL_BY_SOURCE = {DECODE: MOST_LOCAL, VERIFY_WARPS: 320, VERIFY: 500}
 
@@ -79,10 +79,13 @@ def _prefill(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
     spec, kinds = layout.spec, [(u, e) for u in prefill_defines.Unpack for e in (False, True)]
     found = [config for kind in kinds for config in prefill_config.configs(spec, *kind)]
     if not device.warpgroups:
-        found = [prefill_config.warp_config(spec, device)]
+        in_bytes = prefill_config.configs(spec, prefill_config.FIRST, eight_bit=True, single_warps=True)
+        found = [
+            prefill_config.warp_config(spec, device, eight_bit) for eight_bit in (False, True)[: 1 + bool(in_bytes)]
+        ]
     for config in found:
         defines = prefill_defines.attend_defines(layout, config, BF16, BF16, True, True)
-        local = 80 if config.single_warps else MOST_LOCAL
+        local = 80 if config.single_warps and not config.eight_bit else MOST_LOCAL
         yield Kernel(
             f"prefill-{name}-{config}", config.source, defines, config.threads, defines["SHARED"],
             config.blocks_per_sm, most_local=local,

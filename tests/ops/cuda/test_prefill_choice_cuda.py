@@ -61,17 +61,22 @@ def test_what_is_fused(change, fused):
 
 @pytest.mark.parametrize(
     ("sequences", "queries", "rows"),
-    [(32, 32, 128), (32, 48, 256), (32, 64, 256), (32, 96, 128), (32, 128, 256), (8, 64, 128), (4, 64, 0)],
+    [
+        *((32, 32, 128), (32, 48, 256), (32, 64, 256), (32, 96, 128), (32, 128, 256)),
+        *((8, 64, 256), (1, 64, 256), (1, 256, 256), (1, 512, 0)),  # of few, blocks share keys
+    ],
 )
 def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
-    """Of 32 query and 8 KV heads on 132 multiprocessors; 0: of what is unpacked first, where that is little."""
+    """Of 32 query and 8 KV heads on 132 multiprocessors, 8,192 tokens; 0: of what is unpacked first."""
     monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), 132))
     case = replace(LONG, dim=128, num_kv_heads=8, group=4, lens=(40,), queries=(33,))
     built = build(case, CPU)
     request = request_of(built, *poisoned_out(case, built))
     lengths = torch.full((sequences,), 8192, dtype=torch.int32)
     query = torch.empty(1).expand(sequences * queries, 32, 128)
-    config = prefill_config.config_for(replace(request, query=query, seq_lens=lengths, max_query_len=queries))
+    config = prefill_config.config_for(
+        replace(request, query=query, seq_lens=lengths, max_query_len=queries, max_seq_len=8192)
+    )
     assert (config.rows if config.fused else 0) == rows
 
 
@@ -132,10 +137,10 @@ def test_without_products_of_warpgroups(change, source, decoded, as_device):
 
 
 def test_what_decode_leaves_to_it(monkeypatch):
-    """From 17 queries on, if they are more than 64 rows and keep all (here two) multiprocessors busy."""
+    """From 17 queries on, if they are more than 64 rows and take less time on all (here two) multiprocessors."""
 
     def most(**change):
-        case = replace(LONG, **{"dim": 128, "group": 4, "lens": (40, 40), "queries": (20, 20), **change})
+        case = replace(LONG, **{"dim": 128, "group": 4, "lens": (40, 40), "queries": (24, 24), **change})
         built = build(case, CPU)
         return prefill_config.most_packed_queries(request_of(built, *poisoned_out(case, built)))
 
@@ -143,10 +148,12 @@ def test_what_decode_leaves_to_it(monkeypatch):
     assert most() == MAX_DECODE_QUERIES
     monkeypatch.undo()
     assert most() == 16
-    assert most(group=3) == MAX_DECODE_QUERIES  # 60 rows
+    assert most(queries=(20, 20)) == MAX_DECODE_QUERIES  # 80 rows of 128
+    assert most(group=2) == MAX_DECODE_QUERIES  # 48 rows
     assert most(group=8) == 16
-    assert most(queries=(20, 1)) == MAX_DECODE_QUERIES
-    assert most(format="k6v4") == 16
+    assert most(queries=(24, 1)) == MAX_DECODE_QUERIES
+    assert most(format="k6v4") == MAX_DECODE_QUERIES  # 96 rows of 256
+    assert most(format="k6v4", group=8) == 16
     assert most(format="k6v4", dim=256) == MAX_DECODE_QUERIES
     assert most(queries=(16, 16)) == MAX_DECODE_QUERIES
     assert most(lens=(300, 40), queries=(200, 20)) == MAX_DECODE_QUERIES  # 800 rows are unpacked first

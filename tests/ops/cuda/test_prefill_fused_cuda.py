@@ -14,6 +14,7 @@ from slimkv.ops.attention.cuda import prefill as prefill_cuda
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
 from slimkv.ops.attention.cuda.prefill_config import AHEAD, FUSED
 from slimkv.ops.cuda.compiler import compile_kernels
+from slimkv.ops.cuda.device import record_of
 from slimkv.spec import CodecSpec, PageLayout
 from tail import sample
 
@@ -53,6 +54,32 @@ def test_attend_fused_with_two_blocks_of_rows(case):
     config = config_of(case.format, case.dim, FUSED, -1)
     assert config.row_blocks == 2
     attend_and_check(case, config=config)
+
+
+SPLIT = replace(LONG, lens=(1300, 7, 2000, 0), queries=(40, 1, 33, 35))
+SPLIT_CASES = [
+    (replace(SPLIT, num_kv_heads=2), 0, 20),
+    (replace(SPLIT, window=900, sinks=True, softcap=3.0), 0, 20),
+    (replace(SPLIT, lens=(3000, *[5] * 40, 1700), queries=(140, *[1] * 40, 66), group=3), -1, 20),
+    (replace(FEW, dim=128, format="ku8vur3", lens=(1500,), queries=(85,)), -1, 20),  # 170 rows: three blocks of 64
+    (replace(FEW, dim=112, lens=(1100,), sinks=True, causal=False, strided=True), 0, 2),
+    (replace(FEW, dim=256, lens=(1100,), key_norm=1e3, query_norm=0.5, peaked=True), 0, 4),
+]
+
+
+@emulated
+@pytest.mark.parametrize(("case", "at", "blocks"), sample(SPLIT_CASES, 2), ids=str)
+def test_fused_blocks_share_the_keys_of_few_sequences(case, at, blocks, monkeypatch):
+    monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), blocks))
+    monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda device: blocks)
+    seen = []
+
+    def noting(source, name, defines, grid, threads, shared, args):
+        seen.append((name, grid[0]))
+        launch(source, name, defines, grid, threads, shared, args)
+
+    attend_and_check(case, launch=noting, config=config_of(case.format, case.dim, FUSED, at))
+    assert seen == [("attend", blocks), ("merge", blocks)]
 
 
 @emulated

@@ -267,7 +267,7 @@ def refuses_eight_bit(request: AttendRequest) -> str | None:
     """Why a backend without 8-bit prefill cannot take the request, or None."""
     if request.must_be_eight_bit:
         return (
-            "it does not prefill in 8 bits; 'cuda' does on compute capability 9.0, 'reference' everywhere, or "
+            "it does not prefill in 8 bits; 'cuda' does from compute capability 8.0 on, 'reference' everywhere, or "
             "leave prefill at 'auto'"
         )
     return None

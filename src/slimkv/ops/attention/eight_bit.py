@@ -15,6 +15,8 @@ they are always normalised.
 The scale of a value is rounded so that its inverse has two digits of e4m3, which the tensor cores sum the weights with:
 to 2^-8 and better. A value whose scale is below 2^-12 of the power of two above the largest of its tile of 128 tokens
 counts as zero.
+
+GPUs without warpgroup products multiply integers throughout (docs/design/eight-bit-prefill.md).
 """
 
 from __future__ import annotations
@@ -65,6 +67,19 @@ class Operands:
     key_scale: Tensor  # float32 [tokens, num_kv_heads]: a key is ``key`` times it; NaN where K or V is marked invalid
     value: Tensor  # float32 [tokens, num_kv_heads, value_dim]: numbers of e4m3
     value_scale: Tensor  # float32 [tokens, num_kv_heads], > 0: a value is ``value`` times it
+
+    def weigh(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums of weights times values, and of weights, for scores x, [num_kv_heads, group, queries, tokens].
+
+        The third result is the exponent that both are relative to.
+        """
+        value_scale = self.value_scale.T[:, None, None, :]
+        x = x + value_scale.log2()
+        reference = torch.ceil(x.nan_to_num(-torch.inf).amax(-1, keepdim=True)) - TOP
+        reference = torch.where(reference.isinf(), 0.0, reference)
+        weights = torch.exp2(x - reference).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn).float()
+        total = (weights / value_scale).sum(-1, keepdim=True)
+        return torch.einsum("hgqk,khd->hgqd", weights, self.value), total, reference
 
 
 def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor, seen_from: int = 0) -> Operands:
@@ -129,15 +144,10 @@ def attend_sequence(
     if softcap:
         x = softcap * LOG2E * torch.tanh(x / (softcap * LOG2E))
     x = x.masked_fill(~visible, -torch.inf)
-    value_scale = kv.value_scale.T[:, None, None, :]
-    x = x + value_scale.log2()
-    reference = torch.ceil(x.nan_to_num(-torch.inf).amax(-1, keepdim=True)) - TOP
-    reference = torch.where(reference.isinf(), 0.0, reference)
-    weights = torch.exp2(x - reference).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn).float()
-    total = (weights / value_scale).sum(-1, keepdim=True)
+    out, total, reference = kv.weigh(x)
     if sinks is not None:
         by_row = sinks[:, None] if sinks.ndim == 1 else sinks.T  # [num_heads, 1 or queries]
         total = total + torch.exp2(by_row.unflatten(0, (kv_heads, -1))[..., None] * LOG2E - reference)
-    out = torch.einsum("hgqk,khd->hgqd", weights, kv.value) / torch.where(total == 0, 1.0, total)
+    out = out / torch.where(total == 0, 1.0, total)
     lse = (reference + total.log2()) / LOG2E
     return out.flatten(0, 1).transpose(0, 1).reshape(count, heads, -1), lse.flatten(0, 1)[..., 0]

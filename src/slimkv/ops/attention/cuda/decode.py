@@ -95,8 +95,6 @@ def supports(request: AttendRequest) -> str | None:
     refusal = _refusal(request.layout)
     if refusal is None and request.must_be_eight_bit:
         refusal = prefill.eight_bit_refusal(request)
-        if refusal is None and not prefill.has_warpgroups(request.pages.device):
-            refusal = "it prefills in 8 bits on compute capability 9.0 only; use backend='reference'"
     if refusal is None and request.options.deterministic:
         return _deterministic_refusal(request)
     if refusal is None and _config(request) is None:

@@ -27,6 +27,7 @@ from slimkv.ops.attention.cuda.prefill_config import (
     most_packed_queries,
     reachable,
     refusal,
+    splits,
 )
 from slimkv.ops.attention.cuda.prefill_defines import ATTEND, UNPACK, PrefillConfig, attend_defines, unpack_defines
 from slimkv.ops.attention.cuda.prefill_workspace import (
@@ -39,14 +40,13 @@ from slimkv.ops.attention.cuda.prefill_workspace import (
 )
 from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, LOG2E
-from slimkv.ops.cuda.device import Device, device_of, multiprocessors
+from slimkv.ops.cuda.device import Device, multiprocessors
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
 
 __all__ = [
     "attend_prefill",
     "eight_bit_refusal",
-    "has_warpgroups",
     "launcher",
     "most_packed_queries",
     "refusal",
@@ -54,14 +54,11 @@ __all__ = [
 
 _CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
 
+_MERGED_WORDS = 5  # of struct MergedSplits
+
 # source, kernel, defines, grid, threads, shared memory, argument
 (PrefillArgs,) = arguments("prefill/args.cuh", "PrefillArgs")
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
-
-
-def has_warpgroups(device: torch.device) -> bool:
-    """Whether prefill uses warpgroup products; 8 bits, AHEAD and FUSED need them."""
-    return device_of(device).warpgroups
 
 
 def attend_prefill(
@@ -75,14 +72,11 @@ def attend_prefill(
         return
     config = config or config_for(request)
     attend = _Attend(request, config, _attend_args(request, config, most_queries), launch)
-    args = attend.args
     if config.fused:
-        args.tiles, args.ranks = -(-max(1, request.max_seq_len) // config.tile_tokens), most_long
-        args.section, args.first_pass, args.last_pass = args.num_kv_heads, 1, 1
-        attend.start()
+        attend.start_split() if splits(request, config, most_queries) > 1 else attend.start()
     elif config.ahead:
         cut = cut_ahead(request, config, most_long, multiprocessors(request.query.device), budget)
-        space = lay_out(args, cut, config, request.layout.spec.key_dim, request.query.device)
+        space = lay_out(attend.args, cut, config, request.layout.spec.key_dim, request.query.device)
         attend.unpack(cut.lead)
         attend.start()
         del space
@@ -102,8 +96,8 @@ class _Attend:
     @property
     def state_floats(self) -> int:
         """That it hands on from pass to pass."""
-        args, config, dim = self.args, self.config, self.request.layout.spec.key_dim
-        return args.query_blocks * args.num_kv_heads * 2 * config.rows * (-(-dim // 32) * 16 + 4)
+        args, dim = self.args, self.request.layout.spec.key_dim
+        return args.query_blocks * args.num_kv_heads * _state_floats(self.config.rows, dim)
 
     def defines(self, hands_on: bool = False) -> Defines:
         request = self.request
@@ -124,6 +118,23 @@ class _Attend:
         args, defines = self.args, self.defines(hands_on)
         grid, threads = (args.query_blocks * args.num_kv_heads, 1), self.config.threads
         self.launch(self.config.source, "attend", defines, grid, threads, defines["SHARED"], args)
+
+    def start_split(self) -> None:
+        """Blocks for all multiprocessors, which share the keys of all work tiles, and one launch that merges."""
+        args, defines, rows = self.args, self.defines(), self.config.rows
+        device, dim = self.request.query.device, self.request.layout.spec.key_dim
+        args.blocks = multiprocessors(device)
+        floats = args.blocks * _state_floats(rows, dim)
+        space = torch.empty(floats + args.blocks * _MERGED_WORDS, dtype=torch.float32, device=device)
+        args.state, args.merged = space.data_ptr(), space.data_ptr() + 4 * floats
+        grid, merged = (args.blocks, 1), (args.blocks, rows // 64)
+        self.launch(self.config.source, "attend", defines, grid, self.config.threads, defines["SHARED"], args)
+        self.launch(self.config.source, "merge", defines, merged, 256, 2 * defines["QUERY_BYTES"], args)
+
+
+def _state_floats(rows: int, dim: int) -> int:
+    """Of a block."""
+    return 2 * rows * (-(-dim // 32) * 16 + 4)
 
 
 def _attend_in_passes(attend: _Attend, most_long: int, budget: int) -> None:
@@ -174,7 +185,7 @@ def _attend_args(request: AttendRequest, config: PrefillConfig, most_queries: in
         pages=pages.data_ptr(), block_table=request.block_table.data_ptr(), key_levels=key.levels.data_ptr(),
         value_levels=value.levels.data_ptr(), page_stride=pages.stride(0), page_head_stride=pages.stride(1),
         table_stride=request.block_table.stride(0), key_signs=key.signs.data_ptr(),
-        value_signs=value.signs.data_ptr(), **_tables(spec, config.eight_bit),
+        value_signs=value.signs.data_ptr(), **_tables(spec, config),
     )  # fmt: skip
 
 
@@ -198,16 +209,18 @@ def _words(entries: list[int]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _tables(spec: CodecSpec, eight_bit: bool) -> dict[str, object]:
+def _tables(spec: CodecSpec, config: PrefillConfig) -> dict[str, object]:
     """What kernels look up codes of up to 4 bits in."""
-    if not eight_bit:
-        return {
-            "key_table": _magnitudes(spec.key, spec.key_dim), "value_table": _magnitudes(spec.value, spec.value_dim),
-        }  # fmt: skip
+    value_magnitudes = _magnitudes(spec.value, spec.value_dim)
+    if not config.eight_bit:
+        return {"key_table": _magnitudes(spec.key, spec.key_dim), "value_table": value_magnitudes}
+    key_table = (*level_bytes(spec.key, spec.key_dim), 0x80808080)
+    if config.integers:
+        return {"key_table": key_table, "value_table": value_magnitudes}
     levels = byte_levels(spec.value.bits, spec.value_dim)
     magnitudes = torch.tensor(levels.value[len(levels.value) // 2 :], dtype=torch.float32).to(torch.float8_e4m3fn)
     return {
-        "key_table": (*level_bytes(spec.key, spec.key_dim), 0x80808080),
+        "key_table": key_table,
         "value_table": _words(magnitudes.view(torch.uint8).tolist()),
         "value_factor": levels.value_factor,
     }

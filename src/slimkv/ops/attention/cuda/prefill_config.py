@@ -43,18 +43,21 @@ CONFIGS: tuple[tuple[tuple[int, ...], tuple[str, ...], PrefillConfig], ...] = (
     (_80_TO_128, ANY, _WARPS),
     (_80_TO_128, ANY, replace(_WARPS, consumers=2, blocks_per_sm=1)),
     (_TO_256, ANY, replace(_WARPS, tile_tokens=32, consumers=2, row_blocks=1, blocks_per_sm=1, held_queries=True)),
+    ((64,), (SHORT,), replace(_WARPS, tile_tokens=256, eight_bit=True, held_queries=True)),
+    ((128,), (SHORT,), replace(_WARPS, tile_tokens=128, eight_bit=True)),
+    ((256,), (SHORT,), replace(_WARPS, tile_tokens=128, consumers=2, row_blocks=1, blocks_per_sm=1, eight_bit=True)),
 )
 HEAD_DIMS = tuple(sorted({dim for dims, _, _ in CONFIGS for dim in dims}))
-EIGHT_BIT_HEAD_DIMS = tuple(sorted({dim for dims, _, config in CONFIGS if config.eight_bit for dim in dims}))
 MOST_GROUP = 64
 # Query rows of a sequence up to which FUSED is measured to gain, by codes: up to head size 64, 128 and 256.
 _FUSED_UP_TO = {SHORT: (512, 768, 512), UNIFORM: (512, 512, 256), LONG: (512, 512, 0)}
 FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17  # of a sequence, from which FUSED is faster than the decode kernel
+LEAST_SPLIT = 512  # tokens of the keys that FUSED blocks share, as split.cuh has it
 # Measured times, in waves of FUSED blocks of 128 rows: a wave of 256 rows, or of the 128 left of them; a wave of FIRST;
-# unpacking a KV head of a sequence first on one multiprocessor; the start of FUSED blocks. AHEAD: what unpacking one
-# adds to a wave of one block, and the least time it takes.
-WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.15
-BESIDE_ATTENDING, UNPACKING_AHEAD = 0.5, 3.6
+# unpacking a KV head of a sequence first on one multiprocessor; the start of FUSED blocks; a row of the decode kernel.
+# AHEAD: what unpacking one adds to a wave of one block, and the least time it takes.
+WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.1
+DECODED_ROW, BESIDE_ATTENDING, UNPACKING_AHEAD = 0.012, 0.5, 3.6
 
 
 @lru_cache(maxsize=64)
@@ -96,14 +99,23 @@ def refusal(request: AttendRequest) -> str | None:
 def eight_bit_refusal(request: AttendRequest) -> str | None:
     """Why 8-bit tensor cores do not support the request, or None."""
     reason = eight_bit.refusal(request) or refusal(request)
-    if reason is None and request.layout.spec.key_dim not in EIGHT_BIT_HEAD_DIMS:
-        sizes = " and ".join(map(str, EIGHT_BIT_HEAD_DIMS))
-        reason = f"head size {request.layout.spec.key_dim} is not prefilled in 8 bits; {sizes} are"
+    device, dim = device_of(request.query.device), request.layout.spec.key_dim
+    if reason is None and not device.warpgroups and device.int8_rate < 1:
+        reason = "8-bit prefill multiplies integers, which the tensor cores of this GPU do slower than fp16"
+    sizes = eight_bit_head_dims(single_warps=not device.warpgroups)
+    if reason is None and dim not in sizes:
+        reason = f"head size {dim} is not prefilled in 8 bits; {', '.join(map(str, sizes))} are"
     return reason
 
 
+def eight_bit_head_dims(single_warps: bool) -> tuple[int, ...]:
+    """Head sizes that are prefilled in 8 bits."""
+    kind = (FIRST, True, single_warps)
+    return tuple(sorted({dim for dims, _, config in CONFIGS if config.kind == kind for dim in dims}))
+
+
 @lru_cache(maxsize=256)
-def warp_config(spec: CodecSpec, device: Device) -> PrefillConfig:
+def warp_config(spec: CodecSpec, device: Device, eight_bit: bool = False) -> PrefillConfig:
     """The configuration of single warps for a device without warpgroup products."""
 
     def fits(config: PrefillConfig) -> bool:
@@ -111,19 +123,14 @@ def warp_config(spec: CodecSpec, device: Device) -> PrefillConfig:
         within = (shared + 1024) * config.blocks_per_sm <= device.shared_of_multiprocessor
         return within and shared <= device.shared_of_block
 
-    return next(filter(fits, configs(spec, FIRST, single_warps=True)))
+    return next(filter(fits, configs(spec, FIRST, eight_bit, single_warps=True)))
 
 
 def config_for(request: AttendRequest) -> PrefillConfig:
     """The configuration of a request that is not refused."""
     spec, options, device = request.layout.spec, request.options, device_of(request.query.device)
-    if not device.warpgroups:
-        return replace(warp_config(spec, device), by_row=options.deterministic)
-    if options.deterministic:
-        return replace(configs(spec, FIRST)[0], by_row=True)
-    if options.prefill == EIGHT_BIT:
-        found = configs(spec, FIRST, eight_bit=True)
-    else:
+    found = reachable(device, spec, options)
+    if len(found) > 1 and options.prefill != EIGHT_BIT:
         found = configs(spec, FUSED) if _can_fuse(request) else ()
         if not found or spec.key_dim <= 128:
             found += configs(spec, FIRST) + (configs(spec, AHEAD) if _can_unpack_ahead(request) else ())
@@ -134,19 +141,21 @@ def reachable(device: Device, spec: CodecSpec, options: AttendOptions) -> tuple[
     """All configurations that requests of such a layer can take."""
     if spec.key_dim != spec.value_dim or spec.key_dim not in HEAD_DIMS:
         return ()
+    by_row, in_bytes = options.deterministic, options.prefill == EIGHT_BIT and not options.deterministic
+    if in_bytes and spec.key_dim not in eight_bit_head_dims(single_warps=not device.warpgroups):
+        return ()
     if not device.warpgroups:
-        return (replace(warp_config(spec, device), by_row=options.deterministic),)
-    if options.deterministic:
-        return (replace(configs(spec, FIRST)[0], by_row=True),)
-    if options.prefill == EIGHT_BIT:
-        return configs(spec, FIRST, eight_bit=True)
+        return (replace(warp_config(spec, device, in_bytes), by_row=by_row),)
+    if by_row or in_bytes:
+        return tuple(replace(c, by_row=by_row) for c in configs(spec, FIRST, in_bytes)[: 1 if by_row else None])
     return tuple(config for unpack in Unpack for config in configs(spec, unpack))
 
 
 def _can_fuse(request: AttendRequest) -> bool:
-    spec = request.layout.spec
+    """Whether rows are few, or so are work tiles, whose keys only FUSED blocks share."""
+    spec, fused = request.layout.spec, configs(request.layout.spec, FUSED)
     most = _FUSED_UP_TO[codes_of(spec)][(spec.key_dim > 64) + (spec.key_dim > 128)]
-    return request.max_query_len * request.group <= most
+    return bool(fused) and (request.max_query_len * request.group <= most or splits(request, fused[-1]) > 1)
 
 
 def _can_unpack_ahead(request: AttendRequest) -> bool:
@@ -172,7 +181,7 @@ def _time(request: AttendRequest, config: PrefillConfig) -> float:
         part = 0 < rest <= config.rows - config.rows // config.row_blocks
         whole = -(-items * (blocks + (rest > 0 and not part)) // available)
         rounds = whole * (WIDE_ROUND if config.row_blocks > 1 else 1) + part * -(-items // available) * PART_ROUND
-        return FUSED_START + rounds
+        return FUSED_START + rounds / splits(request, config)
     # Tokens that a sequence's queries see, over those that a block's queries see: more than 1 with a window.
     spread = seen_tokens(request, request.max_query_len) / seen_tokens(request, config.rows // request.group)
     blocks = -(-rows // config.rows)
@@ -182,6 +191,20 @@ def _time(request: AttendRequest, config: PrefillConfig) -> float:
         round_time = max(beside, UNPACKING_AHEAD * spread / blocks)
         first = cut_ahead(request, config, sequences, available, WORKSPACE_BYTES).lead
     return rounds * round_time + first / available * UNPACKING * spread
+
+
+def _work_tiles(request: AttendRequest, config: PrefillConfig, most_queries: int) -> int:
+    """The most that a request may have: queries of a block, and a KV head."""
+    total, per_block = request.query.shape[0], config.rows // request.group
+    sequences = min(request.seq_lens.shape[0], total // (most_queries + 1))
+    blocks = min(total // per_block + sequences, sequences * -(-request.max_query_len // per_block))
+    return max(1, blocks * request.pages.shape[1])
+
+
+def splits(request: AttendRequest, config: PrefillConfig, most_queries: int = FUSED_FROM_QUERIES - 1) -> int:
+    """FUSED blocks that share the keys of a work tile, if sequences are alike (source/prefill/split.cuh)."""
+    blocks = device_of(request.query.device).multiprocessors // _work_tiles(request, config, most_queries)
+    return max(1, min(blocks, -(-seen_tokens(request, request.max_query_len) // LEAST_SPLIT)))
 
 
 def most_packed_queries(request: AttendRequest) -> int:
@@ -196,8 +219,11 @@ def most_packed_queries(request: AttendRequest) -> int:
     device, few = device_of(request.query.device), max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // request.group)) - 1
     if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not device.warpgroups:
         return MAX_DECODE_QUERIES
-    if refusal(request) is not None or not _can_fuse(request) or not config_for(request).fused:
+    if refusal(request) is not None or not _can_fuse(request) or not (config := config_for(request)).fused:
         return MAX_DECODE_QUERIES
-    most_long = min(request.seq_lens.shape[0], request.query.shape[0] // (few + 1))
-    busy = most_long * request.pages.shape[1] >= 0.9 * device.multiprocessors
-    return few if busy else MAX_DECODE_QUERIES
+    (sequences,), total, heads = request.seq_lens.shape, request.query.shape[0], request.pages.shape[1]
+    if total < sequences * request.max_query_len:  # the others' time is the same
+        faster = min(sequences, total // (few + 1)) * heads >= 0.9 * device.multiprocessors
+    else:
+        faster = _time(request, config) < DECODED_ROW * total * request.group * heads / device.multiprocessors
+    return few if faster else MAX_DECODE_QUERIES

@@ -45,7 +45,7 @@ class PrefillConfig:
     row_blocks: int = 1  # of 64 rows, per consumer
     producers: int = 1  # warpgroups that fetch or unpack tiles
     producer_registers: int = 24  # per thread
-    eight_bit: bool = False  # queries and keys as int8, probabilities and values as e4m3; else fp16
+    eight_bit: bool = False  # queries and keys as int8, probabilities and values as e4m3 or int8; else fp16
     tile_time: float = 1.0  # eight_bit: time of a tile, relative to the smallest block's
     promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
     packed_stages: int = 4  # FUSED: tiles of pages in shared memory at a time, if they fit
@@ -84,8 +84,13 @@ class PrefillConfig:
         """Whether blocks unpack what later ones attend."""
         return self.unpack == Unpack.AHEAD
 
+    @property
+    def integers(self) -> bool:
+        """With ``eight_bit``: values and weights are 8-bit integers, not e4m3."""
+        return self.eight_bit and self.single_warps
+
     def tile_bytes(self, dim: int) -> int:
-        """Bytes of a tile of keys, and of a tile of values (source/prefill/tiles.cuh)."""
+        """Bytes of a tile of keys; a tile of values takes no more (source/prefill/tiles.cuh)."""
         return self.tile_tokens * (dim + 8) if self.eight_bit else 128 * self.tile_tokens * -(-dim // 64)
 
 
@@ -122,24 +127,28 @@ def _table_bytes(tables: dict[str, int]) -> int:
     return 128 * (tables["K_LEVELS"] + (0 if tables["ONE_TABLE"] else tables["V_LEVELS"]))
 
 
+def _value_tile(spec: CodecSpec, config: PrefillConfig) -> int:
+    return config.tile_tokens * spec.value_dim if config.integers else config.tile_bytes(spec.value_dim)
+
+
 def _shared_memory(spec: CodecSpec, config: PrefillConfig, packed: int) -> dict[str, int]:
     """Sizes and offsets of ``attend``'s shared memory, from a boundary of 1,024 bytes, and all it takes (SHARED)."""
-    tile = config.tile_bytes(spec.key_dim)
-    query = 64 * 128 * (1 if config.eight_bit else -(-spec.key_dim // 64))
+    tile, value_tile = config.tile_bytes(spec.key_dim), _value_tile(spec, config)
+    query = 64 * 128 * -(-spec.key_dim // (128 if config.eight_bit else 64))
     sizes = {
         "QUERIES": 0 if config.held_queries else config.rows // 64 * query,
         "KEYS": config.stages * tile,
-        "VALUES": config.stages * tile,
-        "TOTALS": 4 * config.rows * spec.key_dim if config.eight_bit else 0,
+        "VALUES": config.stages * value_tile,
+        "TOTALS": 4 * config.rows * spec.key_dim if config.eight_bit and not config.integers else 0,
         "BARRIERS": 0 if config.single_warps else 4 * 8 * config.stages,
-        "SCALES": 16 * config.stages,
+        "SCALES": 0 if config.integers else 16 * config.stages,
         "LEVELS": _table_bytes(_tables(spec, config.fused or config.ahead)),
         "PACKED": packed,
     }
     offsets = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     alignment = 0 if config.fused or config.single_warps else 1024
     return {
-        "QUERY_BYTES": query, "KEYS_BYTES": tile, "VALUES_BYTES": tile,
+        "QUERY_BYTES": query, "KEYS_BYTES": tile, "VALUES_BYTES": value_tile,
         **{f"{name}_AT": at for name, at in offsets.items() if name != "QUERIES"},
         "SHARED": max(sum(sizes.values()), config.rows // 64 * query) + alignment,
     }  # fmt: skip
@@ -159,7 +168,8 @@ def attend_defines(
         stages, packed = packed_stages(spec, config), packed_bytes(spec, config)
     unpacks = config.fused or config.ahead
     return Defines({
-        "D": spec.key_dim, "STEP": config.tile_tokens, "EIGHT_BIT": int(config.eight_bit), "PROMOTE": config.promote,
+        "D": spec.key_dim, "STEP": config.tile_tokens, "EIGHT_BIT": int(config.eight_bit),
+        "INTEGERS": int(config.integers), "PROMOTE": config.promote,
         "FUSED": int(config.fused), "AHEAD": int(config.ahead), "CONSUMERS": config.consumers,
         "PRODUCERS": config.producers, "PRODUCER_REGISTERS": config.producer_registers,
         "ROW_BLOCKS": config.row_blocks, "STAGES": config.stages, "BLOCKS_PER_SM": config.blocks_per_sm,
@@ -178,12 +188,14 @@ def attend_defines(
 @lru_cache(maxsize=256)
 def unpack_defines(layout: PageLayout, config: PrefillConfig) -> Defines:
     """What prefill/unpack.cu is compiled with. Its shared memory: levels or, in 8 bits, a word a warp and values."""
-    tile, staged = config.tile_bytes(layout.spec.key_dim), -(-config.tile_tokens // 64) * 16
+    tile, value_tile = config.tile_bytes(layout.spec.key_dim), _value_tile(layout.spec, config)
+    staged = -(-config.tile_tokens // 64) * 16
     tables = _tables(layout.spec, not config.eight_bit, config.by_row)
     return Defines({
         "D": layout.spec.key_dim, "STEP": config.tile_tokens, "EIGHT_BIT": int(config.eight_bit),
-        "BY_ROW": int(config.by_row), "FUSED": 0, "PRODUCERS": 1, "WINDOW": 1, "KEYS_BYTES": tile, "VALUES_BYTES": tile,
-        **tables, "STAGED_AT": staged, "SHARED": staged + tile if config.eight_bit else _table_bytes(tables),
+        "INTEGERS": int(config.integers), "BY_ROW": int(config.by_row), "FUSED": 0, "PRODUCERS": 1, "WINDOW": 1,
+        "KEYS_BYTES": tile, "VALUES_BYTES": value_tile,
+        **tables, "STAGED_AT": staged, "SHARED": staged + value_tile if config.eight_bit else _table_bytes(tables),
         **_page_defines(layout),
     })  # fmt: skip
 

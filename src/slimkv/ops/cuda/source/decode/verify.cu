@@ -67,9 +67,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
       ColumnState columns;
       columns.load(args, range, shared, lane & 3);
       const PairMemory kept(shared, own.pair, lane, true);
-      if constexpr (TILE_BY_TILE)
-        attend_keys_by_tiles(args, range, shared, kept, own, columns, tables, lane, taken, acc);
-      else attend_keys(args, range, shared, kept, own, columns, tables, lane, taken, acc);
+      attend_keys(args, range, shared, kept, own, columns, tables, lane, taken, acc);
       leave_states(columns, acc, (float*)(shared + STATE_AT), worker, lane);
       sync_threads();
       change_registers<KEY_REGISTERS, LAUNCHED>();

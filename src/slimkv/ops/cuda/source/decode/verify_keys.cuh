@@ -12,7 +12,8 @@ DEVICE void end_publishing(const PairMemory& memory, const TeamWarp& warp, int l
   UNROLL_FOR (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
 }
 
-// Scores and probabilities of the pair's steps of a range.
+// Scores and probabilities of the pair's steps of a range. TILE_BY_TILE: registers hold the scores of only one tile at a
+// time, and the running maximum is in shared memory.
 DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
     const TeamWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
     RunningSoftmax& acc) {
@@ -26,65 +27,9 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
   };
   const int own_fields = (int)in_register(field_offset + 2 * g, lane),
             own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
-  for (int step = range.first + warp.pair; step < range.last; step += RINGS, taken++) {
-    u8 *slot = memory.slot(taken), *fields = slot + field_offset, *operands = memory.probabilities_of(taken);
-    memory.wait_for_copy(taken);
-    KeyOperands keys;
-    keys.load(slot + key_offset, tables, lane);
-    const int step_token = range.s.begin + step * STEP, token0 = step_token + 16 * warp.member;
-    const bool clear = step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin;
-    StepScores s;
-    TokenFields tokens;
-    load_token_fields(slot + own_fields, columns, tokens);
-    tokens.largest = *(const u32*)(slot + own_word);
-    UNROLL_FOR (int i = 32; i < WORDS; i += 32)
-      if (i + 32 <= WORDS || i + lane < WORDS)
-        tokens.largest = max_u16x2(tokens.largest, *(const u32*)(slot + word_offset(i + lane)));
-    auto score = [&] {
-      keys.multiply(shared, tables, s);
-      if (!TOKEN_UNITS) scale_scores(args, fields, columns, g, s);
-      if (clear) acc.largest_fields = max_u16x2(acc.largest_fields, tokens.largest);
-      else hide_tokens(fields, shared, token0, lane, s);
-    };
-    score();
-    memory.wait_until_used(taken - 2);
-    Weighing weighing;
-    const bool moves = publish_to_warpgroup<false>(s, fields, tokens, operands, warp, lane, acc, weighing);
-    fence_proxy_async();  // before products read it
-    const bool again = warp.any(moves);
-    bool rescales = false;
-    if (again) {
-      keys.load(slot + key_offset, tables, lane);
-      score();
-      float highest[C];
-      UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
-      find_highest(fields, g, s, tokens, highest);
-      rescales = move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken),
-          nullptr, acc);
-      publish_to_warpgroup<true>(s, fields, tokens, operands, warp, lane, acc, weighing);
-      fence_proxy_async();
-      warp.sync();
-    }
-    end_publishing(memory, warp, lane, taken, rescales, weighing, acc);
-  }
-}
-
-// The same for so many columns that registers hold the scores of only one tile at a time, and the running maximum is in
-// shared memory.
-DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
-    const TeamWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
-    RunningSoftmax& acc) {
-  const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member),
-            field_offset = fields_of(warp.member) - FIELDS_AT;
-  constexpr int WORDS = 8 * OWN_TILES * FIELDS;
-  const auto word_offset = [&](int word) {
-    return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) +
-        4 * (word % 8);
-  };
-  const int own_fields = (int)in_register(field_offset + 2 * g, lane),
-            own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
-  float* const references = references_of(shared, warp.pair * TEAM + warp.member, t);
-  UNROLL_FOR (int c = 0; c < C; c++) references[own_column(c, 0)] = MINUS_INFINITY;
+  float* const references = TILE_BY_TILE ? references_of(shared, warp.pair * TEAM + warp.member, t) : nullptr;
+  if (TILE_BY_TILE)
+    UNROLL_FOR (int c = 0; c < C; c++) references[own_column(c, 0)] = MINUS_INFINITY;
   for (int step = range.first + warp.pair; step < range.last; step += RINGS, taken++) {
     u8 *slot = memory.slot(taken), *operands = memory.probabilities_of(taken);
     memory.wait_for_copy(taken);
@@ -95,23 +40,29 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& rang
     TokenFields tokens;
     StepScores s;
     Weighing weighing;
-    const u32 place = begin_publishing<false>(operands, warp, lane, acc, weighing);
-    if (clear)
-      UNROLL_FOR (int i = 0; i < WORDS; i += 32)
-        if (i + 32 <= WORDS || i + lane < WORDS)
-          acc.largest_fields =
-              max_u16x2(acc.largest_fields, *(const u32*)(slot + (i ? word_offset(i + lane) : own_word)));
+    auto load_fields = [&](int x) { load_token_fields(slot + own_fields + fields_behind(x), columns, tokens); };
+    load_fields(0);
+    tokens.largest = *(const u32*)(slot + own_word);
+    UNROLL_FOR (int i = 32; i < WORDS; i += 32)
+      if (i + 32 <= WORDS || i + lane < WORDS)
+        tokens.largest = max_u16x2(tokens.largest, *(const u32*)(slot + word_offset(i + lane)));
     auto fields = [&](int x) { return slot + field_offset + fields_behind(x); };
+    auto load_keys = [&](int x) { keys.load(slot + key_offset + keys_of(TILES_APART * x), tables, lane); };
     auto score = [&](int x) {
-      load_token_fields(slot + own_fields + fields_behind(x), columns, tokens);
       keys.multiply(shared, tables, s);
       if (!TOKEN_UNITS) scale_scores(args, fields(x), columns, g, s);
-      if (!clear) hide_tokens(fields(x), shared, step_token + 16 * (warp.member + TILES_APART * x), lane, s);
+      if (clear) acc.largest_fields = max_u16x2(acc.largest_fields, tokens.largest);
+      else hide_tokens(fields(x), shared, step_token + 16 * (warp.member + TILES_APART * x), lane, s);
     };
-    UNROLL_FOR (int x = 0; x < OWN_TILES; x++) {
+    u32 place;
+    UNROLL_FOR (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
+      if (x) load_fields(x);
       score(x);
-      if (x + 1 < OWN_TILES) keys.load(slot + key_offset + keys_of(TILES_APART * (x + 1)), tables, lane);
-      if (x == 0) memory.wait_until_used(taken - 2);
+      if (x + SCORED_TILES < OWN_TILES) load_keys(x + SCORED_TILES);
+      if (x == 0) {
+        memory.wait_until_used(taken - 2);
+        place = begin_publishing<false>(operands, warp, lane, acc, weighing);
+      }
       publish_pieces<0, false>(place + x * OPERAND_BYTES, s, fields(x), tokens, references, g, weighing);
     }
     fence_proxy_async();  // before products read it
@@ -121,8 +72,9 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& rang
       float highest[C];
       UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
 #pragma unroll 1
-      for (int x = 0; x < OWN_TILES; x++) {
-        keys.load(slot + key_offset + keys_of(TILES_APART * x), tables, lane);
+      for (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
+        load_keys(x);
+        if (TILE_BY_TILE) load_fields(x);
         score(x);
         find_highest(fields(x), g, s, tokens, highest);
       }
@@ -130,9 +82,8 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& rang
           references, acc);
       begin_publishing<true>(operands, warp, lane, acc, weighing);
 #pragma unroll 1
-      for (int x = 0; x < OWN_TILES; x++) {
-        keys.load(slot + key_offset + keys_of(TILES_APART * x), tables, lane);
-        score(x);
+      for (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
+        if (TILE_BY_TILE) load_keys(x), load_fields(x), score(x);
         publish_pieces<0, true>(place + x * OPERAND_BYTES, s, fields(x), tokens, references, g, weighing);
       }
       fence_proxy_async();
@@ -140,5 +91,6 @@ DEVICE void attend_keys_by_tiles(const DecodeArgs& args, const DecodeRange& rang
     }
     end_publishing(memory, warp, lane, taken, rescales, weighing, acc);
   }
-  UNROLL_FOR (int c = 0; c < C; c++) acc.row_max[c] = references[own_column(c, 0)];
+  if (TILE_BY_TILE)
+    UNROLL_FOR (int c = 0; c < C; c++) acc.row_max[c] = references[own_column(c, 0)];
 }

@@ -53,11 +53,3 @@ template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const TeamWarp& 
   return shared_address(operands) + operand_place(row, 16 * warp.member + 8 * half) +
       (NG > 1 ? 1024 : OPERAND_BYTES) * second;
 }
-// Returns whether the reference must move.
-template <bool AGAIN>
-DEVICE bool publish_to_warpgroup(const StepScores& s, const u8* slot, const TokenFields& tokens, u8* operands,
-    const TeamWarp& warp, int lane, const RunningSoftmax& acc, Weighing& w) {
-  const u32 place = begin_publishing<AGAIN>(operands, warp, lane, acc, w);
-  publish_pieces<0, AGAIN>(place, s, slot, tokens, nullptr, lane >> 2, w);
-  return is_behind(w.largest);
-}

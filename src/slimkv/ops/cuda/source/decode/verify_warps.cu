@@ -1,10 +1,8 @@
-// Attention of more query rows of a KV head than decode.cu takes on packed
-// pages, with products of single warps, from sm_80 on (docs/design/kernels.md).
-// A step is a tile of every warp of a block. A warp makes the scores of its
-// tile and leaves its probabilities for all; then it multiplies them with its
-// slices of all values of the step. So every code is unpacked once for all
-// rows, straight from the registers it was loaded to while the step before was
-// attended. Warps meet once a step: probabilities go through two buffers.
+// Attention of more query rows of a KV head than decode.cu takes on packed pages, with products of single warps, from
+// sm_80 on (docs/design/kernels.md). A step is a tile of every warp of a block. A warp makes the scores of its tile and
+// leaves its probabilities for all; then it multiplies them with its slices of all values of the step. So every code is
+// unpacked once for all rows, straight from the registers it was loaded to while the step before was attended. Warps
+// meet once a step: probabilities go through two buffers.
 #define VERIFY 1
 #define WARPGROUPS 0
 #include "decode/merge.cuh"
@@ -13,8 +11,8 @@
 #include "decode/verify_output.cuh"
 #include "decode/verify_queries.cuh"
 
-// What a warp has of a step: the codes of its tile of keys and of its slices of
-// all values, and in shared memory its tile's fields.
+// What a warp has of a step: the codes of its tile of keys and of its slices of all values, and in shared memory its
+// tile's fields.
 struct StepCodes {
   static constexpr int PAGE_TILES = BLOCK_SIZE / 16;
   const u8* pages;
@@ -23,7 +21,7 @@ struct StepCodes {
   int begin_tile, last_page, warp, lane;
   i32 id;  // of tile `lane` of the next step to be loaded, its page
   int tile;  // and its number there
-  u8* fields; // of the warp's tile, of two steps
+  u8* fields;  // of the warp's tile, of two steps
   KeyCodes keys;
   PartCodes values[NT], next_values[NT];
 
@@ -40,9 +38,8 @@ struct StepCodes {
   }
   DEVICE_MEMBER const u8* fields_of_step(u32 number) const { return fields + (number & 1) * STEP_FIELDS - FIELDS_AT; }
 
-  // Step `number` of the range: everything at once, when a whole step is left
-  // until values are needed. Loads share a scoreboard, so that who waits for
-  // one waits for all before it.
+  // Step `number` of the range: everything at once, when a whole step is left until values are needed. Loads share a
+  // scoreboard, so that who waits for one waits for all before it.
   DEVICE_MEMBER void load(u32 number) {
     const u8* from = pages + shfl(id, warp) * page_stride;
     const int own = shfl(tile, warp), f = lane / 2;
@@ -70,8 +67,7 @@ struct StepCodes {
   }
 };
 
-// Words of a lane for product i of PRODUCTS, of groups n and, if there is one,
-// n + 1.
+// Words of a lane for product i of PRODUCTS, of groups n and, if there is one, n + 1.
 template <int PRODUCTS>
 DEVICE Words4 load_fragments(const u8* operands, int n, int i, int lane) {
   const u8* at = operands + fragment_offset<PRODUCTS>(n, i, lane);
@@ -103,9 +99,8 @@ struct StepSums {
   float sum[C], shift[C];
   u32 largest;
 };
-// Probabilities times their values' scales, for all warps, from the reference
-// there is; returns whether it must move. AGAIN: it has; a column that has seen
-// nothing yet has none.
+// Probabilities times their values' scales, for all warps, from the reference there is; returns whether it must move.
+// AGAIN: it has; a column that has seen nothing yet has none.
 template <bool AGAIN>
 DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& tokens, u8* operands, int tile, int lane,
     const RunningSoftmax& acc, StepSums& sums) {
@@ -209,7 +204,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   while (true) {
     codes.open(args, range);
     UNROLL_FOR (int i = 0; i < QUERIES; i++) load_query(args, range, warp + i * WARPS, query[i], lane);
-    codes.prefetch(range.first); // while queries are prepared, registers are theirs
+    codes.prefetch(range.first);  // while queries are prepared, registers are theirs
     prepare_queries(args, range, query, shared, warp, lane);
     codes.load(0);
     codes.take_values();
@@ -221,16 +216,16 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     ColumnState columns;
     columns.load(args, range, shared, lane & 3);
     attend_range(args, range, shared, own, columns, tables, lane, codes, acc, output);
-    sync_threads(); // nobody needs probabilities, or maxima where states go
+    sync_threads();  // nobody needs probabilities, or maxima where states go
     leave_states(columns, acc, (float*)(shared + STATE_AT), warp, lane);
     sync_threads();
     leave_results(output, own, shared, lane, false);
-    left -= range.last - range.first + TILE_COST; // with what the next work tile takes
+    left -= range.last - range.first + TILE_COST;  // with what the next work tile takes
     sync_threads();
     write_rows(args, range, shared, warp, lane);
     if (left <= 0) return;
     range = DecodeRange(args, next_range(args, range, left));
-    sync_threads(); // before results and states are written again
+    sync_threads();  // before results and states are written again
   }
 }
 HOST_TESTABLE(attend, DecodeArgs)

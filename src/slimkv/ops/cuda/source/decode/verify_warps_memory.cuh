@@ -1,13 +1,11 @@
-// Shared memory of a block of verify_warps.cu: levels of keys | levels of
-// values | queries | probabilities of two steps, and in their place later the
-// output | fields of two steps | column constants | maxima, sums and shifts of
-// the warps | factors of the output | scratch
+// Shared memory of a block of verify_warps.cu: levels of keys | levels of values | queries | probabilities of two
+// steps, and in their place later the output | fields of two steps | column constants | maxima, sums and shifts of the
+// warps | factors of the output | scratch
 #pragma once
 static_assert(!BULK && NT == WARPS, "a step is a tile of every warp");
 
-// Operands in the order of the products' fragments: a lane's two words side by
-// side, of two groups if there are two. Where those of product i of PRODUCTS
-// are, of group n.
+// Operands in the order of the products' fragments: a lane's two words side by side, of two groups if there are two.
+// Where those of product i of PRODUCTS are, of group n.
 template <int PRODUCTS> constexpr int fragment_offset(int n, int i, int lane) {
   return n / 2 * 2 + 1 < NG ? 512 * (n / 2 * PRODUCTS + i) + 16 * lane + n % 2 * 8
                             : 256 * (n * PRODUCTS + i) + 8 * lane;

@@ -8,6 +8,9 @@
 
 enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
 
+// FUSED: what `merge` adds up, from block x of `attend` on: `splits` blocks, of these queries and this head; or nothing.
+struct MergedSplits { i32 start, queries, head, first, splits; };
+
 struct PrefillArgs {
   const void* query;
   u8* keys;  // [slot, tile], from the first tile that a query of the sequence sees on
@@ -19,7 +22,8 @@ struct PrefillArgs {
   const float* score_shift;  // SCORE_SHIFT: of queries and heads
   void* out;
   float* lse;  // or null
-  float* state;  // HANDS_ON, between passes: [PLACES / 2 + 4, blocks, 2 ROWS]
+  float* state;  // HANDS_ON, between passes, or of splits: [PLACES / 2 + 4, blocks, 2 ROWS]
+  MergedSplits* merged;  // of each of `blocks`
   i64 query_stride, query_head_stride, out_stride, out_head_stride;
   i64 sink_stride;  // from query to query: 0, or heads
   float scale;  // of scores, times log2(e)
@@ -31,6 +35,7 @@ struct PrefillArgs {
   i32 first_tile, tiles;  // of this pass, likewise
   i32 first_rank, ranks;  // of this pass: sequences, of those that are prefilled
   i32 first_pass, last_pass;  // HANDS_ON
+  i32 blocks;  // FUSED: that share the keys of all work tiles (split.cuh); 0: one for each work tile
   i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
   i32 slots;  // items that the workspace has room for
   // To unpack:
@@ -56,7 +61,9 @@ struct Work {
   int tile, count;  // the last tile and how many there are
   int origin;  // the first tile that a query of the sequence sees
   int clear_begin, clear_end;  // tokens that all queries see
+  int end;  // of those that some query sees
   int present;  // sequences of this pass
+  int split, splits;  // FUSED: which part of the keys this is, and of how many
 };
 
 // How many of the sequences that are prefilled are of this pass.

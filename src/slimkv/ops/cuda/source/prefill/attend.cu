@@ -76,7 +76,14 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   sync_threads();
   pdl_wait();
   Work w;
+#if FUSED
+  if (args.blocks && thread_index() == 0) args.merged[block_index()].splits = 0;
+#endif
   if (!find_work(args, lane, w)) return;
+#if FUSED
+  if (w.splits > 1 && w.split == 0 && thread_index() == 0)
+    args.merged[block_index()] = {w.s.start, w.s.queries, w.head, w.first, w.splits};
+#endif
   if (part < PRODUCERS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
 #if FUSED
@@ -95,3 +102,22 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   }
 }
 HOST_TESTABLE(attend, PrefillArgs)
+
+#if FUSED
+// Adds up the splits of a work tile: block x those from block x of `attend` on, block y its rows 64 y to 64 y + 63. One
+// row a thread: most of the time goes to instructions that are fetched for the first time.
+KERNEL(256, 1) merge(GRID_CONSTANT PrefillArgs args) {
+  SHARED_MEMORY(scratch);
+  const int lane = thread_index() & 31, warp = thread_index() / 32, row_block = block_index_y();
+  griddepcontrol_wait();
+  const MergedSplits all = args.merged[block_index()];
+  Work w;
+  w.s.start = all.start, w.s.queries = all.queries, w.head = all.head, w.first = all.first;
+  if (all.splits <= 1 || rows_of(args, w) <= GROUP_ROWS * row_block) return;
+  float x[OWN], row_max, row_sum;
+  PassState(args, block_index(), row_block).add_splits(all.splits, warp / 4, x, row_max, row_sum);
+  store_lane_row(args, row_of(args, w, row_block, 16 * (warp % 4) + (lane >> 2) + 8 * (warp / 4)), x, row_max, row_sum,
+      scratch + warp / 4 * QUERY_BYTES + 2048 * (warp % 4), lane);
+}
+HOST_TESTABLE(merge, PrefillArgs)
+#endif

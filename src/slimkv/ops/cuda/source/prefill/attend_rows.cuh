@@ -31,37 +31,44 @@ DEVICE LaneRows prepare_lane_rows(const PrefillArgs& args, const Work& w, u8* op
   return lane_rows;
 }
 
-// Rows of output that a lane's quad has, of products that have ended.
+// Number i of a lane's in row r of its two.
+constexpr int output_of(int i, int r) { return 4 * (i / 2) + 2 * r + i % 2; }
+
+// A row of output that a lane's quad has. `row_sum`: of the lane; `scratch`: of the warp.
+DEVICE void store_lane_row(const PrefillArgs& args, const Row& row, float (&x)[OWN], float row_max, float row_sum,
+    u8* scratch, int lane) {
+  float by = 1.0f;
+  row_sum += shfl_xor(row_sum, 1);
+  row_sum += shfl_xor(row_sum, 2);
+  if (args.sinks && row.valid) by = add_sink(args.sinks[row.query * args.sink_stride + row.head], row_max, row_sum);
+  by /= row_sum == 0.0f ? 1.0f : row_sum;
+  if (V_ROTATED) by *= args.value_norm;
+  UNROLL_FOR (int i = 0; i < OWN; i++) x[i] *= by;
+  store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, scratch, lane);
+  if (args.lse && (lane & 3) == 0 && row.valid)
+    args.lse[row.query * args.num_kv_heads * args.group_size + row.head] = log_sum_exp(row_max, row_sum);
+}
+
+// Both rows of a lane, of products that have ended.
 DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softmax& softmax, const float (&o)[OUTPUTS],
     u8* operand, int row_block, int warpgroup, int warp, int lane) {
-  const int g = lane >> 2, t = lane & 3;
+  if (!POWER_OF_TWO_D) bar_sync(1 + warpgroup, 128);  // nobody needs queries any more, whose place rows go through
   UNROLL_FOR (int r = 0; r < 2; r++) {
-    const Row row = row_of(args, w, row_block, 16 * warp + g + 8 * r);
-    float row_sum = softmax.row_sum[r], row_max = softmax.row_max[r], by = 1.0f;
-    row_sum += shfl_xor(row_sum, 1);
-    row_sum += shfl_xor(row_sum, 2);
-    if (args.sinks && row.valid) by = add_sink(args.sinks[row.query * args.sink_stride + row.head], row_max, row_sum);
-    by /= row_sum == 0.0f ? 1.0f : row_sum;
-    if (V_ROTATED) by *= args.value_norm;
-    by *= softmax.output_factor();
     float x[OWN];
-    UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = o[4 * (i / 2) + 2 * r + i % 2] * by;
-    if (!POWER_OF_TWO_D && r == 0)
-      bar_sync(1 + warpgroup, 128);  // nobody needs queries any more, whose place rows go through
-    store_row(args, x, row.query * args.out_stride + row.head * args.out_head_stride, row.valid, operand + 2048 * warp,
-        lane);
-    if (args.lse && t == 0 && row.valid)
-      args.lse[row.query * args.num_kv_heads * args.group_size + row.head] = log_sum_exp(row_max, row_sum);
+    UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = o[output_of(i, r)] * softmax.output_factor();
+    store_lane_row(args, row_of(args, w, row_block, 16 * warp + (lane >> 2) + 8 * r), x, softmax.row_max[r],
+        softmax.row_sum[r], operand + 2048 * warp, lane);
   }
 }
 
-// Output, maximum and sum of rows, handed on from pass to pass (HANDS_ON): a lane's numbers lie a stride apart.
+// Output, maximum and sum of rows, handed on from pass to pass (HANDS_ON), or of a split: a lane's numbers lie a stride
+// apart.
 struct PassState {
   float* mine;
   i64 stride;
 
-  DEVICE_MEMBER PassState(const PrefillArgs& args, int b)
-      : mine(args.state + (i64)block_index() * 2 * ROWS + b * 128 * CONSUMERS + thread_index() - 128 * PRODUCERS),
+  DEVICE_MEMBER PassState(const PrefillArgs& args, int block, int row_block)
+      : mine(args.state + (i64)block * 2 * ROWS + 128 * row_block + thread_index() % 128),
         stride((i64)block_count() * 2 * ROWS) {}
   DEVICE_MEMBER void load(float (&o)[OUTPUTS], Softmax& softmax) const {
     UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[i] = mine[i * stride];
@@ -72,6 +79,22 @@ struct PassState {
     UNROLL_FOR (int i = 0; i < OUTPUTS; i++) mine[i * stride] = o[i] * softmax.output_factor();
     UNROLL_FOR (int r = 0; r < 2; r++)
       mine[(OUTPUTS + r) * stride] = softmax.row_max[r], mine[(OUTPUTS + 2 + r) * stride] = softmax.row_sum[r];
+  }
+  // Row r of `splits` blocks from this one on, added up.
+  DEVICE_MEMBER void add_splits(int splits, int r, float (&x)[OWN], float& row_max, float& row_sum) const {
+    const float* from = mine + 2 * r * stride;
+    row_max = MINUS_INFINITY, row_sum = 0.0f;
+#pragma unroll 4
+    for (int k = 0; k < splits; k++) row_max = max_f32(row_max, mine[(OUTPUTS + r) * stride + k * 2 * ROWS]);
+    UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = 0.0f;
+#pragma unroll 2
+    for (int k = 0; k < splits; k++) {
+      const float m = mine[(OUTPUTS + r) * stride + k * 2 * ROWS], l = mine[(OUTPUTS + 2 + r) * stride + k * 2 * ROWS];
+      // A split without keys for the row counts only if it is NaN.
+      const float factor = m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - row_max);
+      row_sum = fma_rn(l, factor, row_sum);
+      UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = fma_rn(from[output_of(i, 0) * stride + k * 2 * ROWS], factor, x[i]);
+    }
   }
 };
 
@@ -92,18 +115,19 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
 
   float o[ROW_BLOCKS][OUTPUTS];
   UNROLL_FOR (int b = 0; b < ROW_BLOCKS; b++) {
-    if (HANDS_ON && !args.first_pass) PassState(args, b).load(o[b], softmax[b]);
+    if (HANDS_ON && !args.first_pass) PassState(args, block_index(), b * CONSUMERS + warpgroup).load(o[b], softmax[b]);
     else
       UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[b][i] = 0.0f;
   }
-  const bool all = ROW_BLOCKS == 1 || (w.s.queries - w.first) * args.group_size > CONSUMERS * GROUP_ROWS;
+  const bool all = ROW_BLOCKS == 1 || rows_of(args, w) > (CONSUMERS + (FUSED ? warpgroup : 0)) * GROUP_ROWS;
   if (w.count > 0 && all)
     attend_tiles<ROW_BLOCKS>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
   if (w.count > 0 && !all)
     attend_tiles<1>(args, w, rings, visible, shared_address(operand), softmax, o, warpgroup, lane);
 
-  if (HANDS_ON && !args.last_pass) {
-    UNROLL_FOR (int b = 0; b < ROW_BLOCKS; b++) PassState(args, b).store(o[b], softmax[b]);
+  if ((HANDS_ON && !args.last_pass) || (FUSED && w.splits > 1)) {
+    UNROLL_FOR (int b = 0; b < ROW_BLOCKS; b++)
+      PassState(args, block_index(), b * CONSUMERS + warpgroup).store(o[b], softmax[b]);
     return;
   }
   UNROLL_FOR (int b = 0; b < ROW_BLOCKS; b++)

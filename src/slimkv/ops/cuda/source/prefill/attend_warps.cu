@@ -1,7 +1,11 @@
 // Attention of many queries per sequence on unpacked keys and values (tiles.cuh), from sm_80 on: attend.cu with
 // mma.sync, where all threads copy. A block has 64 CONSUMERS ROW_BLOCKS rows, a warp 16 of each block of 64.
 // Compile-time in addition to work.cuh: BLOCKS_PER_SM (limits registers).
+#if EIGHT_BIT
+#include "prefill/warp_bytes.cuh"
+#else
 #include "prefill/warp_products.cuh"
+#endif
 #include "prefill/attend_rows.cuh"
 
 KERNEL(THREADS, BLOCKS_PER_SM) attend(GRID_CONSTANT PrefillArgs args) {

@@ -4,7 +4,6 @@
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
-constexpr int OUTPUTS = D / 2, TOKENS = STEP / 2, SCORES = TOKENS / 2, WORDS = SCORES / 4;
 // Limits of probabilities, as exponents. 432 and more round to the largest e4m3. A tile with such a probability is
 // computed again, from a running maximum that brings its largest below 2^FRESH_WEIGHT. LARGE ones are valid, but those
 // of the next tile may not be: the running maximum is raised by LIFT for them. A LIFT of 2 recomputes a third less
@@ -86,33 +85,15 @@ struct Totals {
   }
 };
 
-// Scales of four tokens of a tile.
-struct TokenScales {
-  float key[4], value[4];
-  DEVICE_MEMBER TokenScales(const u8* numbers, int at) {
-    const Words4 a = *(const Words4*)(numbers + token_number_at(KEY_SCALE, at));
-    const Words4 b = *(const Words4*)(numbers + token_number_at(VALUE_SCALE, at));
-    key[0] = as_float(a.x), key[1] = as_float(a.y), key[2] = as_float(a.z), key[3] = as_float(a.w);
-    value[0] = as_float(b.x), value[1] = as_float(b.y), value[2] = as_float(b.z), value[3] = as_float(b.w);
-  }
-};
-
-// The running softmax of the rows of a lane.
-struct Softmax {
-  float factor[2];  // of this lane's rows g and g + 8
-  float shift[2];  // SCORE_SHIFT: what their scores are raised by, times cap_factor
-  float row_max[2];  // the reference that exponents are taken from, an integer: it leaves mantissas as they are
-  float row_sum[2];  // of this lane's share of the row, relative to it
+// The running softmax of the rows of a lane. row_max is an integer: it leaves mantissas as they are.
+struct Softmax : RowState {
   float rescale[2];  // what the output so far is to be multiplied by
 
-  DEVICE_MEMBER float output_factor() const { return 1.0f; }
   // Score i of a tile, relative to `from`, whose key has this scale.
   DEVICE_MEMBER float score(const Sums& sums, int i, float key, float from, float softcap, u32 none) const {
     const int r = i / 2 % 2;
     const float x = i32_to_f32_rn((i32)(sums[i] + none)) * key;
-    if (!SOFTCAP) return fma_rn(x, factor[r], from);
-    const float by = factor[r] * cap_factor(softcap);
-    return soft_cap(SCORE_SHIFT ? fma_rn(x, by, shift[r]) : x * by, softcap) + from;
+    return SOFTCAP ? capped(x, r, 1.0f, softcap) + from : fma_rn(x, factor[r], from);
   }
 
   // Raises the running maximum of rows whose largest probability would be too large; returns whether there were any.

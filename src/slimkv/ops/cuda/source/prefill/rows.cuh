@@ -130,7 +130,7 @@ DEVICE float store_operand(const float (&x)[OWN], bool negative, u8* operand, in
       u32 bytes[4];
       UNROLL_FOR (int i = 0; i < 4; i++)
         bytes[i] = as_bits(fma_rn(x[k / 2 * 16 + 2 * (2 * (k % 2) + h) + i % 2 + 8 * (i / 2)], up, MAGIC_FLOAT));
-      *(u32*)(operand + unit_at(0, row, 2 * k + h, GROUP_ROWS) + 4 * t) =
+      *(u32*)(operand + unit_at(k / 4, row, 2 * (k % 4) + h, GROUP_ROWS) + 4 * t) =
           prmt(prmt(bytes[0], bytes[1], 0x0040), prmt(bytes[2], bytes[3], 0x0040), 0x5410);
     }
   bad = x[0] * 0.0f;  // a row that is not a number, all of it once rotated, has no integers

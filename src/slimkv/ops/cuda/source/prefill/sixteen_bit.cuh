@@ -36,6 +36,9 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
   // Zero, which the compiler does not know: without it, it would write to the registers that products read.
   const u32 none = (u32)args.num_seqs >> 31;
+  // Warpgroups take turns in starting products, if both have as many blocks of rows.
+  const bool takes_turns = ROW_BLOCKS == 1 || rows_of(args, w) > (ROW_BLOCKS * CONSUMERS - 1) * GROUP_ROWS ||
+      rows_of(args, w) <= CONSUMERS * GROUP_ROWS;
   bool needs_rescale;
   // From products that have ended to probabilities of rows `block`.
   auto take = [&](auto block, int tile, int at, bool follow, u32(&to)[N / 2]) {
@@ -58,11 +61,11 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   auto step = [&](auto before, auto block, int tile, const Place& next, bool last) {
     constexpr int a = decltype(before)::value, b = decltype(block)::value;
     if (b == 0) mbarrier_wait(rings.keys_full + next.slot, next.parity);
-    bar_sync(3 + warpgroup, 256);
+    if (takes_turns) bar_sync(3 + warpgroup, 256);
     start_scores(s, queries + b * CONSUMERS * QUERY_BYTES, keys + next.slot * KEYS_BYTES);
     if (a == 0) mbarrier_wait(rings.values_full + place.slot, place.parity);
     start_output(o[a], p, values + place.slot * VALUES_BYTES);
-    if (warpgroup == 0 || !last) bar_arrive(4 - warpgroup, 256);
+    if (takes_turns && (warpgroup == 0 || !last)) bar_arrive(4 - warpgroup, 256);
     wgmma_wait<1>();
     take(block, tile, next.slot, false, next_p);
     wgmma_wait<0>();
@@ -76,7 +79,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   wgmma_wait<0>();
   take(Constant<0>(), tile_at(w, 0), place.slot, true, p);
   rescale_output(Constant<0>());
-  if (warpgroup == 1 && (BLOCKS > 1 || w.count > 1)) bar_arrive(3, 256);
+  if (takes_turns && warpgroup == 1 && (BLOCKS > 1 || w.count > 1)) bar_arrive(3, 256);
   for (int i = 1;; i++) {
     if constexpr (BLOCKS > 1) step(Constant<0>(), Constant<LAST>(), tile_at(w, i - 1), place, i >= w.count);
     if (i >= w.count) break;

@@ -10,11 +10,7 @@ constexpr int OUTPUTS = PLACES / 2;
 // includes it. The unit follows the largest scale of the tile, including tokens that a row may not see. BY_ROW: the
 // unit stays out of exponents; the output is in units of the latest tile, and the factor to another tile's units is
 // exact.
-struct Softmax {
-  float factor[2];   // of this lane's rows g and g + 8
-  float shift[2];    // SCORE_SHIFT: what their scores are raised by, times cap_factor
-  float row_max[2];  // the reference that exponents are taken from: score plus the exponent of the values' unit
-  float row_sum[2];  // of this lane's share of the row, relative to it
+struct Softmax : RowState {  // row_max: score plus the exponent of the values' unit
   float rescale[2];  // what the output so far is to be multiplied by
   float out_unit = 0.0f;  // BY_ROW: exponent of the output's unit
 
@@ -33,9 +29,7 @@ struct Softmax {
 
   // A score, relative to `from`.
   DEVICE_MEMBER float score(float s, int r, const TileScale& unit, float from, float softcap) const {
-    if (!SOFTCAP) return fma_rn(s, factor[r] * unit.key, from);
-    const float by = factor[r] * unit.key * cap_factor(softcap);
-    return soft_cap(SCORE_SHIFT ? fma_rn(s, by, shift[r]) : s * by, softcap) + from;
+    return SOFTCAP ? capped(s, r, unit.key, softcap) + from : fma_rn(s, factor[r] * unit.key, from);
   }
 
   // The running maximum is updated only when it lags by RESCALE_THRESHOLD powers of two, so that the output is seldom

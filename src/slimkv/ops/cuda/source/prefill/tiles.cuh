@@ -1,6 +1,6 @@
 // The order of unpacked keys and values in device memory, and their sizes: shared by the prefill kernels.
-// Compile-time: D (the head size of keys and values), STEP (tokens of a tile), EIGHT_BIT, KEYS_BYTES and VALUES_BYTES
-// (of a tile).
+// Compile-time: D (the head size of keys and values), STEP (tokens of a tile), EIGHT_BIT, INTEGERS (with EIGHT_BIT:
+// values are int8, not e4m3), KEYS_BYTES and VALUES_BYTES (of a tile).
 //
 // A tile is STEP tokens of one KV head, keys or values, in fp16: for each 64 dimensions, STEP rows of 128 bytes in the
 // order in which the tensor cores read shared memory (hopper.cuh), so that loading a tile is one copy. Dimensions are
@@ -26,6 +26,8 @@
 // quotient, 2^-4 to 2^8, is row 2 i + row 2 i + 1 / 2^5 for tokens 4 n + i, and scales are chosen to make this exact.
 // Products drop bits below 2^-13 of the largest term: a token with much attention hides small terms of only a quarter
 // of its tile.
+// INTEGERS: values are twice their centroids, as keys are, and no rows follow. In tiles of 256 tokens all dimensions of
+// the first 128 come before those of the others.
 #pragma once
 #include "common/intrinsics.cuh"
 
@@ -33,7 +35,7 @@ constexpr int HALF_TILE = 128 * STEP;
 constexpr int PLACES = (D + 31) / 32 * 32, HALVES = (PLACES + 63) / 64, WHOLE_HALVES = PLACES / 64;
 constexpr bool POWER_OF_TWO_D = (D & (D - 1)) == 0;
 static_assert(D % 16 == 0 && D >= 64 && D <= 256 && STEP % 16 == 0, "shape");
-static_assert(!EIGHT_BIT || (STEP == 128 && D <= 128), "rows of bytes");
+static_assert(!EIGHT_BIT || (INTEGERS ? STEP <= 256 : STEP == 128 && D <= 128), "rows of bytes");
 
 // Where a key's 16-byte unit `unit` of its row of bytes is, and the number `which` of the token at a place.
 DEVICE int key_row(int token) { return D == 64 ? token % (STEP / 2) : token; }
@@ -42,9 +44,10 @@ DEVICE int token_place(int token) { return token / 16 * 16 + token % 8 / 2 * 4 +
 DEVICE int token_number_at(int which, int place) { return STEP * D + 4 * (which * STEP + place); }
 enum TokenNumber {
   KEY_SCALE,  // of the integer product
-  VALUE_SCALE,  // of the value's numbers
+  VALUE_SCALE,  // of the value's numbers; INTEGERS: 255 times it over the largest of the tile
 };
 constexpr float MOST_QUOTIENT = 256.0f;  // of a unit and a scale
+constexpr float UNEVEN = 0.25f;  // INTEGERS: the least scale of a tile over its largest, below which it is uneven
 // Added to a number below 2^22 it leaves the nearest integer in the lowest bits.
 constexpr float MAGIC_FLOAT = 12582912.0f;
 
@@ -54,6 +57,7 @@ DEVICE int unit_at(int half, int row, int unit, int rows) {
 }
 
 // How a tile was scaled into fp16: a key is `key` times its halves, a value 2^value times them; 1 and 0 for bytes.
+// INTEGERS: `value` is the factor of products of weights and values, negative where the tile's scales are UNEVEN.
 // value_inverse: what makes the sum of weights times values' scales one of probabilities.
 struct __attribute__((aligned(16))) TileScale { float key, value, value_inverse, unused; };
 

@@ -5,7 +5,8 @@
 // zeros: their pages may hold anything.
 // Compile-time: BLOCK_SIZE, K_BITS, K_FIELDS, V_BITS, V_CODES, V_FIELDS (the pages), STAGED_AT (where shared memory has
 // the rows of values, after a word for each warp).
-// Tables: for keys as in code_bytes; for values the magnitudes of levels, times value_factor, as e4m3.
+// Tables: for keys as in code_bytes; for values the magnitudes of levels, times value_factor, as e4m3 (INTEGERS: twice
+// them).
 #pragma once
 #include "common/numbers.cuh"
 #include "prefill/args.cuh"
@@ -37,6 +38,8 @@ struct TokenBytes {
   const u8* page;
   int begin, place, seen_begin, seen_end, warp, lane;
   float value_limit;  // smaller scales of values count as zero
+  float most_value;  // INTEGERS: the largest scale of the tile
+  bool uneven;  // INTEGERS: another is much smaller
 
   DEVICE_MEMBER bool sees(int i) const { return begin + i >= seen_begin && begin + i < seen_end; }
   DEVICE_MEMBER u32 key_field(int i) const { return field_bits(page + K_FIELDS, place + i); }
@@ -48,14 +51,20 @@ struct TokenBytes {
     return Digits(div_rn(value_limit * MOST_QUOTIENT, max_f32(value_scale(i), value_limit)));
   }
 
-  // 2^-12 of the power of two above the largest scale of the whole tile. `exponents`: a word of each warp.
-  DEVICE_MEMBER void find_value_limit(u32* exponents) {
+  // 2^-12 of the power of two above the largest scale of the whole tile. `fields`: a word of each warp.
+  DEVICE_MEMBER void find_value_limit(u32* fields) {
     const bool counts = sees(lane % 16) && value_field(lane % 16) != INVALID_FIELD;
-    u32 most = warp_max(counts ? value_field(lane % 16) >> 10 : 0);
-    if (lane == 0) exponents[warp] = most;
+    u32 most = warp_max(counts ? value_field(lane % 16) : 0);
+    most |= warp_max(counts ? 0xFFFF - value_field(lane % 16) : 0) << 16;  // and the least
+    if (lane == 0) fields[warp] = most;
     sync_threads();
-    UNROLL_FOR (int i = 0; i < WARPS; i++) most = max_u32(most, exponents[i]);
-    value_limit = as_float((127 - 51 + most) << 23);  // an exponent of 40 is a scale of at least 1
+    UNROLL_FOR (int i = 0; i < WARPS; i++) most = max_u16x2(most, fields[i]);
+    const float least = scale_of(0xFFFF - (most >> 16));
+    most &= 0xFFFF;
+    // An exponent of 40 is a scale of at least 1.
+    value_limit = INTEGERS ? 0.0f : as_float((127 - 51 + (most >> 10)) << 23);
+    most_value = scale_of(max_u32(most, 1 << 10));  // not 0
+    uneven = least < UNEVEN * most_value;
   }
 
   // A lane's four dimensions of a slice are a word of the token's row.
@@ -73,7 +82,7 @@ struct TokenBytes {
         const int token = 16 * warp + g + 8 * i;
         Words4 unit = {words[i][0], words[i][1], words[i][2], words[i][3]};
         if (!sees(g + 8 * i)) unit = {0, 0, 0, 0};
-        *(Words4*)(keys + unit_at(0, key_row(token), key_unit(token, 4 * j + t), STEP)) = unit;
+        *(Words4*)(keys + unit_at(j / 2, key_row(token), key_unit(token, 4 * (j % 2) + t), STEP)) = unit;
       }
     }
   }
@@ -87,13 +96,14 @@ struct TokenBytes {
     if (sees(lane)) {
       const Digits quotient = digits(lane);
       key = marked(lane) ? NOT_A_NUMBER : scale_of(key_field(lane)) * 0.5f;
-      value = div_rn(div_rn(value_limit * MOST_QUOTIENT, quotient.number), args.value_factor);
+      if (INTEGERS) value = div_rn(255.0f * value_scale(lane), most_value);
+      else value = div_rn(div_rn(value_limit * MOST_QUOTIENT, quotient.number), args.value_factor);
       bytes[0] = quotient.first, bytes[1] = quotient.second;
     }
     const int at = 16 * warp + token_place(lane);
     *(float*)(keys + token_number_at(KEY_SCALE, at)) = key;
     *(float*)(keys + token_number_at(VALUE_SCALE, at)) = value;
-    UNROLL_FOR (int c = 0; c < 8; c++)
+    UNROLL_FOR (int c = 0; !INTEGERS && c < 8; c++)
       staged[staged_unit(D + c, warp ^ c) + token_place(lane)] = (u8)(lane % 4 == c / 2 ? bytes[c % 2] : 0);
   }
 
@@ -114,10 +124,13 @@ struct TokenBytes {
         const u32 low = codes.low(s), both = (low ^ low >> 4) & 0x00F000F0u;
         const u32 magnitudes = prmt(low ^ both ^ both << 4, 0, 0x3120) & MAGNITUDE * 0x11111111u;
         // By the code without its sign, which is the top bit, set for positive levels.
-        UNROLL_FOR (int a = 0; a < 2; a++)
+        UNROLL_FOR (int a = 0; a < 2; a++) {
+          const u32 negative = ~(low << (8 - 4 * a - V_BITS)) & 0x80808080u;
+          // Of an odd integer, minus it differs in all bits but the lowest.
           words[a] = real &
-              (prmt(args.value_table.low, args.value_table.high, magnitudes >> 16 * a) |
-                  (~(low << (8 - 4 * a - V_BITS)) & 0x80808080u));
+              (prmt(args.value_table.low, args.value_table.high, magnitudes >> 16 * a) ^
+                  (INTEGERS ? negative | (negative - (negative >> 6)) : negative));
+        }
       }
       UNROLL_FOR (int a = 0; a < 2; a++) {
         const int place = 64 * (s / 4) + 8 * g + 4 * (s % 4 / 2) + 2 * a + s % 2;
@@ -144,12 +157,14 @@ DEVICE void unpack_bytes(const PrefillArgs& args, const Work& w, int tile, u8* s
   tokens.find_value_limit((u32*)shared);
   const i64 row = tiles_of(args, w) + tile;
   if (thread_index() == 0)
-    args.tile_scales[row] = {1.0f, 0.0f, div_rn(args.value_factor, tokens.value_limit * MOST_QUOTIENT), 0.0f};
+    args.tile_scales[row] = {1.0f, INTEGERS ? div_rn(tokens.most_value * (tokens.uneven ? -0.5f : 0.5f), 255.0f) : 0.0f,
+        div_rn(args.value_factor, tokens.value_limit * MOST_QUOTIENT), 0.0f};
   u8* const staged = shared + STAGED_AT;
   tokens.store_keys(key_codes, some, args.keys + row * KEYS_BYTES);
   tokens.store_scales(args.keys + row * KEYS_BYTES, staged);
   tokens.store_values(value_codes, some, staged);
   sync_threads();
   for (int i = thread_index(); i < VALUES_BYTES / 16; i += 32 * WARPS)
-    *(Words4*)(args.values + row * VALUES_BYTES + 16 * i) = *(const Words4*)(staged + staged_unit(i / 8, i % 8));
+    *(Words4*)(args.values + row * VALUES_BYTES + 16 * i) = *(
+        const Words4*)(staged + staged_unit(i / 8 % (VALUES_BYTES / STEP), i % 8 + i / (VALUES_BYTES * 8 / STEP) * 8));
 }

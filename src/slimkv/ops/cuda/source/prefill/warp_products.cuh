@@ -2,13 +2,10 @@
 // over a block's tiles. All threads copy tiles, each a part: values while scores are multiplied, the next keys while
 // the output is.
 #pragma once
-#include "common/hopper.cuh"
 #include "prefill/softmax.cuh"
+#include "prefill/warp_operands.cuh"
 
 static_assert(KEYS_BYTES == VALUES_BYTES, "tiles are copied alike");
-
-// A warp's queries are its own.
-DEVICE void queries_are_written(int) { sync_warp(); }
 
 // A thread's part of a tile.
 DEVICE void copy_tile(u8* to, const u8* from) {
@@ -17,38 +14,11 @@ DEVICE void copy_tile(u8* to, const u8* from) {
       cp_async_16(to + i + 16 * thread_index(), from + i + 16 * thread_index());
 }
 
-// Operands: rows of 128 bytes in shared memory (tiles.cuh), four 8 x 8 matrices of 16-bit elements at a time. The first
-// 16-byte unit of a lane's row; further units of the tile differ in other bits. For queries and values the second pair
-// of matrices has other columns, for keys other rows.
-DEVICE u32 by_columns(u32 tile, int row, int lane) {
-  return tile + (row + lane % 16) * 128 + ((lane / 16 ^ (lane & 7)) << 4);
-}
-DEVICE u32 by_rows(u32 tile, int lane) {
-  return tile + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2 ^ (lane & 7)) << 4);
-}
-
-// A warp's queries, 16 rows of each of BLOCKS blocks of rows: kept in registers (HELD_QUERIES), or loaded for each
-// tile.
-template <int BLOCKS> struct Queries {
-  u32 address, held[HELD_QUERIES ? PLACES / 16 : 1][BLOCKS][4];
-
-  DEVICE_MEMBER Queries(u32 operand, int lane) : address(by_columns(operand, thread_index() / 32 % 4 * 16, lane)) {
-    UNROLL_FOR (int k = 0; HELD_QUERIES && k < PLACES / 16; k++)
-      UNROLL_FOR (int b = 0; b < BLOCKS; b++) load(k, b, held[k][b]);
-  }
-  DEVICE_MEMBER void load(int k, int b, u32 (&q)[4]) const {
-    ldmatrix_x4(q, (address ^ k % 4 * 32) + b * CONSUMERS * QUERY_BYTES + k / 4 * 128 * GROUP_ROWS);
-  }
-};
-
 // s = Q K^T, all tokens of the tile. A lane's fragment of keys serves all blocks.
 template <int BLOCKS> DEVICE void multiply_scores(float (&s)[BLOCKS][N], const Queries<BLOCKS>& queries, u32 keys) {
-  UNROLL_FOR (int k = 0; k < PLACES / 16; k++) {
+  UNROLL_FOR (int k = 0; k < K_STEPS; k++) {
     u32 q[BLOCKS][4];
-    UNROLL_FOR (int b = 0; b < BLOCKS; b++)
-      if constexpr (HELD_QUERIES)
-        UNROLL_FOR (int i = 0; i < 4; i++) q[b][i] = queries.held[k][b][i];
-      else queries.load(k, b, q[b]);
+    UNROLL_FOR (int b = 0; b < BLOCKS; b++) queries.get(k, b, q[b]);
     UNROLL_FOR (int n = 0; n < STEP / 16; n++) {
       u32 key[4];
       ldmatrix_x4(key, (keys ^ k % 4 * 32) + k / 4 * HALF_TILE + n * 2048);
@@ -98,7 +68,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     cp_async_commit();
     const TileScale unit = *rings.scales;
     float s[BLOCKS][N] = {};
-    multiply_scores<BLOCKS>(s, queries, keys);
+    multiply_scores(s, queries, keys);
     cp_async_wait<0>();
     sync_threads();  // values are there, and nobody needs the keys
     if (i + 1 < w.count) copy_keys(i + 1);

@@ -1,7 +1,7 @@
 // The compile-time parameters of attend.cu, its shared memory layout, its argument, and the work of each block.
 // Compile-time (ops/attention/cuda/prefill_defines.py):
-// D, STEP (tokens of a tile), EIGHT_BIT, PROMOTE (with EIGHT_BIT), Q_TYPE, OUT_TYPE (types.cuh), K_ROTATED, V_ROTATED,
-// ROTATION_CORE (rotation.cuh);
+// D, STEP (tokens of a tile), EIGHT_BIT, INTEGERS (tiles.cuh), PROMOTE (with EIGHT_BIT), Q_TYPE, OUT_TYPE (types.cuh),
+// K_ROTATED, V_ROTATED, ROTATION_CORE (rotation.cuh);
 // FUSED (warpgroups unpack pages into shared memory), AHEAD (blocks unpack the tiles of later blocks); both need the
 // page layout (BLOCK_SIZE, K_KIND, ...), K_LEVELS, V_LEVELS (table entries), ONE_TABLE (one table for both);
 // CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (blocks of 64 rows per
@@ -69,6 +69,37 @@ struct Visible {
   }
 };
 
+#if EIGHT_BIT
+constexpr int OUTPUTS = D / 2, TOKENS = STEP / 2, SCORES = TOKENS / 2, WORDS = SCORES / 4;  // of half a tile, a lane
+
+// Scales of four tokens of a tile.
+struct TokenScales {
+  float key[4], value[4];
+  DEVICE_MEMBER TokenScales(const u8* numbers, int at) {
+    const Words4 a = *(const Words4*)(numbers + token_number_at(KEY_SCALE, at));
+    const Words4 b = *(const Words4*)(numbers + token_number_at(VALUE_SCALE, at));
+    key[0] = as_float(a.x), key[1] = as_float(a.y), key[2] = as_float(a.z), key[3] = as_float(a.w);
+    value[0] = as_float(b.x), value[1] = as_float(b.y), value[2] = as_float(b.z), value[3] = as_float(b.w);
+  }
+};
+
+#endif
+
+// The running softmax of a lane's rows g and g + 8.
+struct RowState {
+  float factor[2];  // of their products
+  float shift[2];  // SCORE_SHIFT: what their scores are raised by, times cap_factor
+  float row_max[2];  // the reference that exponents are taken from
+  float row_sum[2];  // of this lane's share of the row, relative to it
+
+  DEVICE_MEMBER float output_factor() const { return 1.0f; }  // from accumulators to sums of probabilities times values
+  // SOFTCAP: the score of row r of a product in units of `unit`.
+  DEVICE_MEMBER float capped(float x, int r, float unit, float softcap) const {
+    const float by = factor[r] * unit * cap_factor(softcap);
+    return soft_cap(SCORE_SHIFT ? fma_rn(x, by, shift[r]) : x * by, softcap);
+  }
+};
+
 // A row of a block: whose it is. None is not valid.
 struct Row {
   int of_sequence;  // query
@@ -83,7 +114,11 @@ DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row
       of_block < ROWS / args.group_size * args.group_size && query < w.s.queries};
 }
 
-DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
+#if FUSED
+#include "prefill/split.cuh"
+#else
+// The queries of a block, if it has some in this pass.
+DEVICE bool find_queries(const PrefillArgs& args, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;
   // Sections of few heads share their keys and values in the L2 cache; long rows of a causal mask come first in each.
   const int per_section = args.section * args.query_blocks, section = block_index() / per_section;
@@ -106,24 +141,34 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   else w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
   w.first = (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
   if (w.first >= w.s.queries || w.s.queries <= args.max_decode_queries) return false;
-  if (!FUSED) {  // whose tiles others have unpacked in this pass
-    w.s.rank = (int)warp_sum(prefilled) - 1 - args.first_rank;
-    if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
-    w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
-  }
+  // Its tiles are those that others have unpacked in this pass.
+  w.s.rank = (int)warp_sum(prefilled) - 1 - args.first_rank;
+  if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
+  w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
+  return true;
+}
+#endif
+
+DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
+  const int queries_of_block = ROWS / args.group_size;
+  if (!find_queries(args, lane, w)) return false;
   const int before = w.s.length - w.s.queries, last = min_i32(w.first + queries_of_block, w.s.queries);
-  const int end = args.causal ? before + last : w.s.length;
+  const int end = w.end = args.causal ? before + last : w.s.length;
   w.clear_end = args.causal ? before + w.first + 1 : w.s.length;
   w.clear_begin = WINDOW ? before + last - args.sliding_window : 0;
   const int begin_tile = WINDOW ? max_i32(0, before + w.first - args.sliding_window + 1) / STEP : 0;
   const int end_tile = end > 0 ? (end + STEP - 1) / STEP : 0;
   w.origin = origin_of(args, w.s);
-  const int low = max_i32(begin_tile, w.origin + args.first_tile),
-            high = min_i32(end_tile, w.origin + args.first_tile + args.tiles);
+  const int tiles = FUSED ? (end_tile_of(w) - w.origin + w.splits - 1) / w.splits : args.tiles,
+            first_tile = w.origin + (FUSED ? w.split * tiles : args.first_tile);
+  const int low = max_i32(begin_tile, first_tile), high = min_i32(end_tile, first_tile + tiles);
   w.tile = high - 1;
   w.count = max_i32(0, high - low);
   return true;
 }
+
+// Query rows of the block's sequence from its first one on.
+DEVICE int rows_of(const PrefillArgs& args, const Work& w) { return (w.s.queries - w.first) * args.group_size; }
 
 // Whether all queries of the block see all tokens of a tile.
 DEVICE bool is_clear(const Work& w, int tile) {

@@ -1,0 +1,76 @@
+// Thread blocks that share the keys of a work tile, a block of queries and a KV head of a sequence (FUSED): where
+// multiprocessors would be idle, work tiles are cut into equal splits. A block leaves its state in device memory, and
+// `merge` adds up those of a work tile. The device finds the cuts: a CUDA graph replays whatever the lengths are.
+#pragma once
+#include "prefill/args.cuh"
+
+constexpr int LEAST_SHARE = 512 / STEP;  // tiles; with fewer, blocks take longer to start and to be merged
+
+struct SplitSequence {
+  PrefillSequence s;
+  int work_tiles;
+  int tiles;  // of keys that each of them sees
+  DEVICE_MEMBER int splits(int share) const { return max_i32(1, quotient(tiles + share - 1, share)); }
+};
+DEVICE SplitSequence split_sequence_at(const PrefillArgs& args, int i) {
+  SplitSequence found = {{0, 0, 0, 0}, 0, 0};
+  if (i >= args.num_seqs) return found;
+  found.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, i);
+  if (found.s.queries <= args.max_decode_queries) return found;
+  const int queries_of_block = ROWS / args.group_size;
+  found.work_tiles = (found.s.queries + queries_of_block - 1) / queries_of_block * args.num_kv_heads;
+  found.tiles = max_i32(0, (found.s.length + STEP - 1) / STEP - origin_of(args, found.s));
+  return found;
+}
+
+// The fewest tiles of a block for which there are blocks for all.
+DEVICE int share_of(const PrefillArgs& args, int lane) {
+  if (!args.blocks) return 1 << 20;  // one for each work tile
+  u32 longest = LEAST_SHARE;
+#pragma unroll 1
+  for (int i = lane; i < args.num_seqs; i += 32) longest = max_i32(longest, split_sequence_at(args, i).tiles);
+  int low = LEAST_SHARE, high = (int)warp_max(longest);
+#pragma unroll 1
+  while (low < high) {
+    const int share = (low + high) / 2;
+    u32 blocks = 0;
+#pragma unroll 1
+    for (int i = lane; i < args.num_seqs; i += 32) {
+      const SplitSequence own = split_sequence_at(args, i);
+      blocks += own.work_tiles * own.splits(share);
+    }
+    if ((int)warp_sum(blocks) <= args.blocks) high = share;
+    else low = share + 1;
+  }
+  return low;
+}
+
+// The queries of a block, and its split of their keys, if it has some.
+DEVICE bool find_queries(const PrefillArgs& args, int lane, Work& w) {
+  const int share = share_of(args, lane);
+  int left = block_index();
+#pragma unroll 1
+  for (int first = 0; first < args.num_seqs; first += 32) {
+    const SplitSequence own = split_sequence_at(args, first + lane);
+    int ends = own.work_tiles * own.splits(share);
+    UNROLL_FOR (int d = 1; d < 32; d <<= 1) {
+      const int before = shfl(ends, (lane - d) & 31);
+      if (lane >= d) ends += before;
+    }
+    const int over = warp_count(ends <= left), before = shfl(ends, (over - 1) & 31);
+    if (over == 32) {
+      left -= before;
+      continue;
+    }
+    if (over) left -= before;
+    w.sequence = first + over;
+    w.s = {shfl(own.s.start, over), shfl(own.s.queries, over), shfl(own.s.length, over), 0};
+    w.splits = shfl(own.splits(share), over);
+    const int work_tile = left / w.splits;
+    w.split = left - work_tile * w.splits;
+    w.head = work_tile % args.num_kv_heads;
+    w.first = work_tile / args.num_kv_heads * (ROWS / args.group_size);
+    return true;
+  }
+  return false;
+}
