@@ -96,8 +96,7 @@ struct Producer {
       i32 page = page_of(first + 1);  // of the next KV block; not waited for
       for (int i = first; i < last; i++, number++)
         unpack(
-            tokens, number,
-            [&] { prefetch_tokens(args.pages + page * args.page_stride, place_at(i + 1), lane); },
+            tokens, number, [&] { prefetch_tokens(args.pages + page * args.page_stride, place_at(i + 1), lane); },
             [&] {
               load(page, i + 1);
               page = page_of(i + 2);
