@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 _SYMTAB = 2  # type of a section
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes of .nv.info: a symbol and its number
-_WARPGROUP, _PRODUCT = 0x9C5, 0xDF0  # opcodes of sm_90a: what begins and awaits products of warpgroups; HGMMA
+# Opcodes of sm_90a: what begins and awaits products of warpgroups; HGMMA with A in shared memory and in registers.
+_WARPGROUP, _PRODUCTS = 0x9C5, (0x9F0, 0xDF0)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def resources(code: bytes) -> dict[str, Resources]:
 
 def _is_serialized(text: bytes) -> bool:
     opcodes = Counter(struct.unpack_from("<H", text, at)[0] & 0xFFF for at in range(0, len(text), 16))
-    return 0 < 2 * opcodes[_PRODUCT] <= opcodes[_WARPGROUP]
+    return 0 < 2 * sum(opcodes[product] for product in _PRODUCTS) <= opcodes[_WARPGROUP]
 
 
 def _sections(code: bytes):

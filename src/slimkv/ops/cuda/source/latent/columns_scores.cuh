@@ -43,11 +43,7 @@ struct Scorer : Place {
   DEVICE_MEMBER void start_rope_scores(Scores& s, const PackedTokens& tokens, u32 rows) const {
     u32 a[ROPE_SLICES][4];
     const u32 to = rows + operand_row(lane);
-    UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) {
-      u32 v[4];
-      tokens.rope.matrices(k, table, rope_levels, v);
-      stmatrix_x4_trans<0>((to + k / 4 * CHUNK) ^ k % 4 * 32, v[0], v[2], v[1], v[3]);
-    }
+    UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) tokens.rope.store(k, table, rope_levels, rows, lane);
     sync_warp();
     UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) ldmatrix_x4(a[k], (to + k / 4 * CHUNK) ^ k % 4 * 32);
     sync_warp();
@@ -65,7 +61,7 @@ struct Scorer : Place {
   DEVICE_MEMBER void scale_rope_scores(Scores& s, const LaneScales& scales) const {
     wgmma_fence_operand(s);
     UNROLL_FOR (int i = 0; i < ROWS / 2; i++) {
-      const float by = R_KIND == RAW ? scales.inverse[i / 2 % 2] : scales.rope[i / 2 % 2];
+      const float by = R_KIND == RAW ? scales[i / 2 % 2].inverse : scales[i / 2 % 2].rope;
       s[i] *= BF16_ROPE ? by : by * columns().rope[i / 4 * 8 + 2 * (lane & 3) + i % 2];
     }
     wgmma_fence_operand(s);
@@ -111,7 +107,7 @@ struct Scorer : Place {
   DEVICE_MEMBER bool scale_scores(Scores& s, const LaneScales& scales, int token) const {
     const Columns& all = columns();
     UNROLL_FOR (int i = 0; i < ROWS / 2; i++)
-      s[i] = s[i] * scales.scale[i / 2 % 2] * all.pairs[i / 4 * 4 + (lane & 3)][i % 2] + scales.log[i / 2 % 2];
+      s[i] = s[i] * scales[i / 2 % 2].scale * all.pairs[i / 4 * 4 + (lane & 3)][i % 2] + scales[i / 2 % 2].log;
     if (token + KV_BLOCK > clear_end)
       UNROLL_FOR (int i = 0; i < ROWS / 2; i++)
         if (token + 16 * warp + lane / 4 + 8 * (i / 2 % 2) >= all.visible_end[i / 4 * 8 + 2 * (lane & 3) + i % 2])
@@ -173,8 +169,8 @@ struct Scorer : Place {
       float p[4];
       UNROLL_FOR (int i = 0; i < 4; i++) {
         p[i] = exp2_approx(s[4 * j + i] - as_float(i % 2 ? pair.w : pair.z));
-        if (i / 2) added[2 * j + i % 2] += p[i] * scales.inverse[1];
-        else added[2 * j + i % 2] = p[i] * scales.inverse[0];
+        if (i / 2) added[2 * j + i % 2] += p[i] * scales[1].inverse;
+        else added[2 * j + i % 2] = p[i] * scales[0].inverse;
       }
       stmatrix_x2_trans<0>(at + j * 1024, pack_f16x2(p[0], p[1]), pack_f16x2(p[2], p[3]));
     }
@@ -188,7 +184,7 @@ struct Scorer : Place {
   template <class F, class G>
   DEVICE_MEMBER void attend(PackedTokens& tokens, int i, int count, int number, int token, const F& scored,
       const G& done) {
-    const LaneScales scales(tokens);
+    const LaneScales scales = {{tokens.fields[0], tokens.rope_fields[0]}, {tokens.fields[1], tokens.rope_fields[1]}};
     const u32 rows = stage(group) + warp * 2048, turn = (u32)(number / STAGES & 1) ^ 1;
     Scores s;
     Operand a[BUFFERS];

@@ -31,15 +31,4 @@ struct PackedTokens {
   }
 };
 
-// Of the lane's tokens g and g + 8: the scale of the latent, its reciprocal and base-2 logarithm, and the scale of the
-// rope part in units of the latent's.
-struct LaneScales {
-  float scale[2], inverse[2], log[2], rope[2];
-
-  DEVICE_MEMBER LaneScales(const PackedTokens& tokens) {
-    UNROLL_FOR (int r = 0; r < 2; r++) {
-      const TokenScale own(tokens.fields[r], tokens.rope_fields[r]);
-      scale[r] = own.scale, inverse[r] = own.inverse, log[r] = own.log, rope[r] = own.rope;
-    }
-  }
-};
+typedef TokenScale LaneScales[2];  // of the lane's tokens g and g + 8

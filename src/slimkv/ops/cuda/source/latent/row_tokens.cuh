@@ -64,7 +64,7 @@ struct RowTokens {
     if (second < 2) {
       const u32 field = second ? fields[1] : fields[0];
       const int token = first + lane / 4 + 8 * second;
-      scales.put(token, field == SKIPPED ? 0 : field, 0);
+      scales.put(token, TokenScale(field == SKIPPED ? 0 : field, 0));
       if (field == SKIPPED) scales.log[token] = MINUS_INFINITY;
     }
     const u32 own = to + lane / 4 * 128 + (((lane & 3) + (lane & 4) ^ (lane >> 2)) << 4);

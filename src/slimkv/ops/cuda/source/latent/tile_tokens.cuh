@@ -18,7 +18,7 @@ struct Tokens {
 
   // Loads have no conditions, which would make them wait: what is beyond a sequence comes from any page, and no row
   // sees it.
-  DEVICE_MEMBER void load_first(const u8* page, int place, int left_, int lane) {
+  DEVICE_MEMBER void load_first(const u8* page, u32 place, int left_, int lane) {
     codes = page + place / 16 * L_TILE, left = left_;
     rope.load(page + R_CODES + place / 16 * R_TILE, lane);
     UNROLL_FOR (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
@@ -34,18 +34,13 @@ struct Tokens {
   // of tokens `first` and those behind it.
   DEVICE_MEMBER void unpack_rope(Table table, const RopeLevels& levels, u32 to, TokenScales& scales, int first,
       int lane) const {
-    const int second = lane % 4, token = lane / 4 + 8 * second;
-    if (second < 2) {
-      const bool real = token < left;
-      scales.put(first + token, real ? second ? fields[1] : fields[0] : 0,
-          real ? second ? rope_fields[1] : rope_fields[0] : 0);
-    }
-    const u32 row = operand_row(lane);
-    UNROLL_FOR (int s = 0; s < ROPE_SLICES; s++) {
-      u32 v[4];
-      rope.matrices(s, table, levels, v);
-      stmatrix_x4_trans<0>(to + s / 4 * 8192 + (row ^ s % 4 * 32), v[0], v[2], v[1], v[3]);
-    }
+    const int second = lane % 2, token = lane / 4 + 8 * second;
+    const bool real = token < left;
+    // By all lanes, though two of four store it: a branch would have everything wait for it.
+    const TokenScale own(real ? second ? fields[1] : fields[0] : 0,
+        real ? second ? rope_fields[1] : rope_fields[0] : 0);
+    UNROLL_FOR (int s = 0; s < ROPE_SLICES; s++) rope.store(s, table, levels, to, lane);
+    if (lane % 4 < 2) scales.put(first + token, own);
   }
   // Levels of latents likewise: of quarter Q of the dimensions, the first slice (piece 0) and the others (piece 1).
   template <int Q, int FROM = 0, int TO = 2> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {

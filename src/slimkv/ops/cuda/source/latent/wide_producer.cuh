@@ -86,18 +86,17 @@ struct Producer {
       }
       if (first >= last) continue;
       auto token_of = [&](int i) { return i * KV_BLOCK + 16 * warp; };
-      auto page_of = [&](int i) { return ldg_i32(table + min_i32(token_of(i), tile.length - 1) / BLOCK_SIZE); };
+      auto place_at = [&](int i) { return (u32)token_of(i) % BLOCK_SIZE; };
+      auto page_of = [&](int i) { return ldg_i32(table + (u32)min_i32(token_of(i), tile.length - 1) / BLOCK_SIZE); };
       Tokens tokens;
       auto load = [&](i32 page, int i) {
-        tokens.load_first(args.pages + page * args.page_stride, token_of(i) % BLOCK_SIZE, tile.length - token_of(i),
-            lane);
+        tokens.load_first(args.pages + page * args.page_stride, place_at(i), tile.length - token_of(i), lane);
       };
       load(page_of(first), first);
       i32 page = page_of(first + 1);  // of the next KV block; not waited for
       for (int i = first; i < last; i++, number++)
         unpack(
-            tokens, number,
-            [&] { prefetch_tokens(args.pages + page * args.page_stride, token_of(i + 1) % BLOCK_SIZE, lane); },
+            tokens, number, [&] { prefetch_tokens(args.pages + page * args.page_stride, place_at(i + 1), lane); },
             [&] {
               load(page, i + 1);
               page = page_of(i + 2);

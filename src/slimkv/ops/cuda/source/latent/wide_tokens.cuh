@@ -32,12 +32,27 @@ struct TokenScale {
 struct __attribute__((aligned(16))) TokenScales {
   float scale[KV_BLOCK], inverse[KV_BLOCK], log[KV_BLOCK], rope[R_KIND == RAW ? 4 : KV_BLOCK];
 
-  DEVICE_MEMBER void put(int token, u32 field, u32 rope_field) {
-    const TokenScale own(field, rope_field);
+  DEVICE_MEMBER void put(int token, const TokenScale& own) {
     scale[token] = own.scale, inverse[token] = own.inverse, log[token] = own.log;
     if (R_KIND != RAW) rope[token] = own.rope;
   }
 };
+
+// Bytes of codes 0-3 and 4-7 of a slice, level + 63.5. The permutation makes zero of a 4-bit code with the highest bit
+// set, so that one table has the levels of codes without it and one those with it, and a byte is a sum. The sum runs as
+// a multiplication, which leaves more of the logic units to the permutations.
+DEVICE void level_bytes(u32 codes, Table table, u32& first, u32& second) {
+  if constexpr (L_BITS == 4) {
+    const Table negative = {table.low ^ table.signs, table.high ^ table.signs}, positive = {~table.low, ~table.high};
+    const u32 one = (table.signs & 0xFF) - 127, others = codes ^ 0x88888888u;  // one: not known to the compiler
+    auto bytes = [&](int from) {
+      return prmt(negative.low, negative.high, codes >> from) * one + prmt(positive.low, positive.high, others >> from);
+    };
+    first = bytes(0), second = bytes(16);
+  } else {
+    code_bytes<LLOYD, L_BITS>(codes, 0, table, first, second);
+  }
+}
 
 // A slice of 16 tokens as latent_matrices makes it, in units of LEVEL_UNIT and without OFFSET. Bytes as halves are
 // denormal: such a number of 2^-24, less 63.5 of them, times 2^15.
@@ -45,7 +60,7 @@ constexpr float LEVEL_UNIT = IN_BYTES ? 512.0f * L_UNIT : L_UNIT;
 DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4], const LevelTable& levels = {0}) {
   if constexpr (IN_BYTES) {
     u32 first, second;
-    code_bytes<LLOYD, L_BITS>(low, high, table, first, second);
+    level_bytes(low, table, first, second);
     const u32 by = 0x78007800u, less = 0xAFF0AFF0u;
     a[0] = fma_f16x2(prmt(first, 0, 0x4140), by, less), a[2] = fma_f16x2(prmt(first, 0, 0x4342), by, less);
     a[1] = fma_f16x2(prmt(second, 0, 0x4140), by, less), a[3] = fma_f16x2(prmt(second, 0, 0x4342), by, less);
@@ -54,13 +69,13 @@ DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4], const Le
   }
 }
 
+// Of a lane, in an operand of 16 rows; slice s of 64 dimensions is at this ^ 32 s.
+DEVICE u32 operand_row(int lane) { return lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4); }
+
 struct RopeCodes {
   static constexpr int WORDS = R_BITS % 8 ? 2 * ROPE_SLICES : ROPE_SLICES * R_BITS / 4;  // 6 and 7 bits as bytes
   u32 words[WORDS];
 
-  DEVICE_MEMBER void clear() {
-    UNROLL_FOR (int i = 0; i < WORDS; i++) words[i] = 0;
-  }
   DEVICE_MEMBER void load(const u8* tile, int lane) {
     if constexpr (R_BITS % 8 == 0) {
       Plane<4, 8, true>::load_words<WORDS>(tile, lane, words);
@@ -70,23 +85,25 @@ struct RopeCodes {
       UNROLL_FOR (int i = 0; i < WORDS; i++) words[i] = rope_code_bytes(codes.low(i / 2), codes.high(i / 2), i % 2);
     }
   }
-  // Slice s as pages have it: dimensions x tokens.
-  DEVICE_MEMBER void matrices(int s, Table table, const RopeLevels& levels, u32 (&v)[4]) const {
+  // Slice s to rows of an operand at `to` (shared memory), where 8 KiB have 64 dimensions of 64 tokens. Pages have it
+  // dimensions x tokens; a word of raw ones has dimensions g and g + 8 of a token, which are two rows of a matrix.
+  DEVICE_MEMBER void store(int s, Table table, const RopeLevels& levels, u32 to, int lane) const {
+    const u32* const w = words + (R_KIND == RAW ? 4 : 2) * s;
+    to += s / 4 * 8192;
     if constexpr (R_KIND == RAW) {
-      const u32* w = words + 4 * s;  // a token's dimensions g and g + 8
-      v[0] = prmt(w[0], w[1], 0x5410), v[1] = prmt(w[0], w[1], 0x7632);
-      v[2] = prmt(w[2], w[3], 0x5410), v[3] = prmt(w[2], w[3], 0x7632);
+      const int token = lane & 6 | lane >> 3 & 1 | lane >> 1 & 8;
+      const u32 row = token * 128 + ((lane & 1 ^ token & 7) << 4);
+      stmatrix_x4_trans<0>(to + (row ^ s % 4 * 32), w[0], w[1], w[2], w[3]);
     } else {
-      code_halves<R_KIND, 8, true>(words[2 * s], words[2 * s + 1], table, levels, v);
+      u32 v[4];
+      code_halves<R_KIND, 8, true>(w[0], w[1], table, levels, v);
+      stmatrix_x4_trans<0>(to + (operand_row(lane) ^ s % 4 * 32), v[0], v[2], v[1], v[3]);
     }
   }
 };
 
-// Of a lane, in an operand of 16 rows; slice s of 64 dimensions is at this ^ 32 s.
-DEVICE u32 operand_row(int lane) { return lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4); }
-
 // 16 tokens of a page from `place` on, to the L2 cache.
-DEVICE void prefetch_tokens(const u8* page, int place, int lane) {
+DEVICE void prefetch_tokens(const u8* page, u32 place, int lane) {
   if (128 * lane < L_TILE) prefetch_l2(page + place / 16 * L_TILE + 128 * lane);
   if (128 * lane < R_TILE) prefetch_l2(page + R_CODES + place / 16 * R_TILE + 128 * lane);
 }
