@@ -54,7 +54,7 @@ def compile_kernels(source: str, defines: dict[str, int], architecture: str, cac
     code = _read_cached(path)
     if code is None:
         code = _compile(nvrtc, source, texts, options)
-        keep_code(path, _MAGIC + hashlib.sha256(code).digest() + code)
+        _write_cached(path, code)
     return code
 
 
@@ -102,3 +102,7 @@ def _read_cached(path: Path) -> bytes | None:
         return None
     digest, code = content[len(_MAGIC) : len(_MAGIC) + 32], content[len(_MAGIC) + 32 :]
     return code if content.startswith(_MAGIC) and hashlib.sha256(code).digest() == digest else None
+
+
+def _write_cached(path: Path, code: bytes) -> None:
+    keep_code(path, _MAGIC + hashlib.sha256(code).digest() + code)
