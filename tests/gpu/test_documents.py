@@ -121,6 +121,8 @@ def _sglang(words: list[str], model: str, folder: Path) -> Iterator[str]:
     from slimkv.lab.soak.server import free_port
 
     words[words.index("--model-path") + 1] = model
+    if "--hicache-size" in words:
+        words[words.index("--hicache-size") + 1] = "1"
     port = free_port()
     small = f"--port {port} --host 127.0.0.1 --served-model-name smollm2 --context-length 1024 --disable-cuda-graph"
     command = [sys.executable, *words[1:], *small.split(), "--max-total-tokens", "4096"]
