@@ -161,3 +161,23 @@ def solve_widths(calibration: Calibration, budget: float) -> Solution:
         spent,
         sum(c.key_cost + c.value_cost for c in choices),
     )
+
+
+def chooses_widths(budget: float | None, profile: str | None) -> bool:
+    """Whether widths per layer are requested; raises if that is not possible."""
+    if budget is not None and profile is not None:
+        raise InputError(f"budget {budget:g} and profile {profile!r} both choose the widths; give one of them")
+    if profile is not None and profile not in PROFILES:
+        raise InputError(f"unknown profile {profile!r}; use one of {', '.join(PROFILES)}")
+    if budget is not None and not WIDTHS[0] < budget < WIDTHS[-1] + 1:
+        raise InputError(
+            f"the budget is in bits per value, scales included: more than {WIDTHS[0]} and less than {WIDTHS[-1] + 1}, "
+            f"not {budget:g}"
+        )
+    return budget is not None or profile is not None
+
+
+def choose_widths(calibration: Calibration, budget: float | None, profile: str | None) -> Solution:
+    """The widths within a budget or a profile, whichever is given."""
+    size = budget_bytes(calibration, budget) if budget is not None else profile_bytes(calibration, str(profile))
+    return solve_widths(calibration, size)

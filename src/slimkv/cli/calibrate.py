@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from slimkv.calibration import Calibration
-from slimkv.calibration.bit_allocation import Solution
+from slimkv.calibration.bit_allocation import Solution, choose_widths, chooses_widths
 from slimkv.calibration.cache import cached_path
 from slimkv.calibration.predict import logit_noise
 from slimkv.cli.loading import load_quietly, progress_bar
@@ -50,10 +50,6 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Run a model once and write the statistics of its queries that query-aware rounding needs."""
-    from slimkv.integrations.transformers.calibration.calibrate import choose_widths, chooses_widths
-    from slimkv.integrations.transformers.calibration.collect import gather_calibration
-    from slimkv.integrations.transformers.calibration.samples import random_windows
-
     chooses = chooses_widths(budget, profile)
     if engine in SERVING and (chooses or text is not None or ids != SAMPLED):
         raise InputError(
@@ -66,6 +62,9 @@ def calibrate(
     if engine in SERVING:
         made = _gather_serving(engine, model, samples, seed, max_positions, engine_options)
     else:
+        from slimkv.integrations.transformers.calibration.collect import gather_calibration
+        from slimkv.integrations.transformers.calibration.samples import random_windows
+
         body = load_text(text) if text is not None else None
         with progress_bar() as progress:
             loaded = load_quietly(model, threads, device, dtype, progress)

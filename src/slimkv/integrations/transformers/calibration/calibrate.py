@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slimkv.calibration import Calibration
-from slimkv.calibration.bit_allocation import PROFILES, WIDTHS, Solution, budget_bytes, profile_bytes, solve_widths
-from slimkv.errors import InputError
+from slimkv.calibration.bit_allocation import choose_widths, chooses_widths
 from slimkv.integrations.transformers.calibration.collect import gather_calibration
 
 
@@ -38,22 +37,3 @@ def calibrate_model(
     if path is not None:
         made.save(path)
     return made
-
-
-def chooses_widths(budget: float | None, profile: str | None) -> bool:
-    """Whether widths per layer are requested; raises if that is not possible."""
-    if budget is not None and profile is not None:
-        raise InputError(f"budget {budget:g} and profile {profile!r} both choose the widths; give one of them")
-    if profile is not None and profile not in PROFILES:
-        raise InputError(f"unknown profile {profile!r}; use one of {', '.join(PROFILES)}")
-    if budget is not None and not WIDTHS[0] < budget < WIDTHS[-1] + 1:
-        raise InputError(
-            f"the budget is in bits per value, scales included: more than {WIDTHS[0]} and less than {WIDTHS[-1] + 1}, "
-            f"not {budget:g}"
-        )
-    return budget is not None or profile is not None
-
-
-def choose_widths(made: Calibration, budget: float | None, profile: str | None) -> Solution:
-    """The widths within a budget or a profile, whichever is given."""
-    return solve_widths(made, budget_bytes(made, budget) if budget is not None else profile_bytes(made, str(profile)))
