@@ -12,8 +12,8 @@ DEVICE void end_publishing(const PairMemory& memory, const TeamWarp& warp, int l
   UNROLL_FOR (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
 }
 
-// Scores and probabilities of the pair's steps of a range. TILE_BY_TILE: registers hold the scores of only one tile at a
-// time, and the running maximum is in shared memory.
+// Scores and probabilities of the pair's steps of a range. TILE_BY_TILE: registers hold the scores of one tile at a time,
+// and the running maximum is in shared memory.
 DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
     const TeamWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
     RunningSoftmax& acc) {

@@ -8,7 +8,7 @@
 
 enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
 
-// FUSED: what `merge` adds up, from block x of `attend` on: `splits` blocks, of these queries and this head; or nothing.
+// FUSED: what `merge` adds up, from block x of `attend` on: `splits` blocks of these queries and this head, or none.
 struct MergedSplits { i32 start, queries, head, first, splits; };
 
 struct PrefillArgs {
