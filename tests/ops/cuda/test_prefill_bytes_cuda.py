@@ -73,30 +73,42 @@ def _error_with_ties(request: AttendRequest, kv: eight_bit.Operands, seen: torch
     return min(left)
 
 
-def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, config=None):
-    """Compares the sequences of many queries with the reference; rows of others must stay as they are."""
+def attended(case: Case, device, launch, budget, config) -> tuple[Built, AttendRequest, torch.Tensor, torch.Tensor]:
+    """A request that has run, and the reference's output and log-sum-exps."""
     built = build(case, device)
-    out, lse = poisoned_out(case, built)
-    request = request_in_bytes(built, out, lse)
+    request = request_in_bytes(built, *poisoned_out(case, built))
     assert prefill_cuda.eight_bit_refusal(request) is None
-    config = config or MOST_ROWS[case.dim]
     request.run(SimpleNamespace(run=lambda r: prefill_cuda.attend_prefill(r, launch, budget, config)))
     want, want_lse = poisoned_out(replace(case, out_dtype="fp32"), built)
     ops.attend(**built.arguments(options=request.options), out=want, lse=want_lse, backend="reference")
+    return built, request, want, want_lse
+
+
+def rows_of_many_queries(case: Case, out: torch.Tensor):
+    """The number and the rows of each sequence of many queries; rows of others must stay as they are."""
     first = 0
     for sequence, count in enumerate(case.queries):
         rows = slice(first, first + count)
         first += count
-        if count <= MAX_DECODE_QUERIES:
+        if count > MAX_DECODE_QUERIES:
+            yield sequence, rows
+        else:
             assert out[rows].isnan().all(), "rows of another kernel were written"
-            continue
+    assert out[first:].isnan().all(), "padding rows were written"
+
+
+def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, config=None):
+    """Compares the sequences of many queries with the reference."""
+    built, request, want, want_lse = attended(case, device, launch, budget, config or MOST_ROWS[case.dim])
+    out, lse = request.out, request.lse
+    for sequence, rows in rows_of_many_queries(case, out):
         errors = row_errors(out[rows], want[rows].double())
         assert errors.isfinite().all()
         odd = (errors > BOUND).nonzero().tolist()
         assert len(odd) <= 0.1 * errors.numel() + 1, f"{len(odd)} of {errors.numel()} rows, worst {errors.max():.1e}"
         if odd:
             kv = eight_bit.operands(built.codec, built.layout, built.pages, built.positions(sequence))
-            seen = reference.visible(request, case.lens[sequence], count)
+            seen = reference.visible(request, case.lens[sequence], case.queries[sequence])
         for row, head in odd:
             left = _error_with_ties(request, kv, seen[row], rows.start + row, head)
             assert left <= BOUND, f"query {row}, head {head}: {errors[row, head]:.1e}, {left:.1e} apart from ties"
@@ -104,7 +116,6 @@ def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.
         assert torch.equal(lse[rows] == -torch.inf, empty)
         off = (lse[rows] - want_lse[rows])[~empty].abs() / (1 + want_lse[rows][~empty].abs())
         assert not len(off) or off.quantile(0.998) <= 2e-3
-    assert out[first:].isnan().all(), "padding rows were written"
     return out
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import host
 import pytest
@@ -11,12 +10,11 @@ import torch
 from attention_cases import Case, build
 from integer_weights import group_tokens, integer_operands
 from test_attention import poisoned_out, row_errors
-from test_prefill_bytes_cuda import request_in_bytes
+from test_prefill_bytes_cuda import attended, request_in_bytes, rows_of_many_queries
 from test_prefill_cuda import CENTRED, CPU, LONG, SOFT_CAP, launch
 
 from slimkv import ops
 from slimkv.ops.attention import eight_bit
-from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import prefill as prefill_cuda
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
 from slimkv.ops.cuda.device import NAMED, record_of
@@ -46,22 +44,11 @@ def small_gpu(monkeypatch):
 def attend_and_check(
     case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, config=None
 ) -> torch.Tensor:
-    """Compares the sequences of many queries with the reference; rows of others must stay as they are."""
-    built = build(case, device)
-    out, lse = poisoned_out(case, built)
-    request = request_in_bytes(built, out, lse)
-    assert prefill_cuda.eight_bit_refusal(request) is None
+    """Compares the sequences of many queries with the reference."""
+    _, request, want, want_lse = attended(case, device, launch, budget, config)
     assert prefill_config.config_for(request) == config_of(case.format, case.dim)
-    request.run(SimpleNamespace(run=lambda r: prefill_cuda.attend_prefill(r, launch, budget, config)))
-    want, want_lse = poisoned_out(replace(case, out_dtype="fp32"), built)
-    ops.attend(**built.arguments(options=request.options), out=want, lse=want_lse, backend="reference")
-    first = 0
-    for count in case.queries:
-        rows = slice(first, first + count)
-        first += count
-        if count <= MAX_DECODE_QUERIES:
-            assert out[rows].isnan().all(), "rows of another kernel were written"
-            continue
+    out, lse = request.out, request.lse
+    for _, rows in rows_of_many_queries(case, out):
         errors = row_errors(out[rows], want[rows].double())
         assert errors.isfinite().all()
         # A coordinate of a query between two integers may be rounded to either, which moves all of a row's weights. So
@@ -69,7 +56,7 @@ def attend_and_check(
         bound = 3 * BOUND if case.peaked else BOUND
         assert (errors > bound).sum() <= 0.1 * errors.numel() + 1, f"worst {errors.max():.1e}"
         assert errors.max() < 6 * BOUND
-        if request.lse is not None:
+        if lse is not None:
             assert (lse[rows] - want_lse[rows]).abs().max() < 2e-2
     return out
 
