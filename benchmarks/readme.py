@@ -91,7 +91,7 @@ def chart() -> str:
         *_panel(0, "Attention alone, tokens per second and layer", _attention_speed()),
         f'<text class="soft" x="{_PANEL + 20}" y="60">Attention: 32 sequences of 32K tokens; FlashAttention-3</text>',
         f'<text class="soft" x="{_PANEL + 20}" y="80">for bf16 and fp8, vLLM\u2019s own kernel for its 4 bits.</text>',
-        f'<text class="soft" x="{_PANEL + 20}" y="100">vLLM 4-bit fits by the bytes it takes for a token.</text>',
+        f'<text class="soft" x="{_PANEL + 20}" y="100">Tokens of vLLM 4-bit: from its bytes per token.</text>',
         "</g>",
         f'<text class="soft" x="0" y="{height - 8}">{escape(told)}</text>',
         "</svg>",
@@ -108,7 +108,7 @@ def _quality(format: str) -> tuple[str, str]:
 def table() -> str:
     """The figures of the README, one row each, with the command that prints it."""
     serve, attend = load("serve-h200"), load("attend-h200")
-    systems = serve["systems"]
+    systems, settings = serve["systems"], serve["settings"]
     bf16, ours = systems["bf16"], systems["k4v4"]
 
     def times(a: float, b: float) -> str:
@@ -125,7 +125,11 @@ def table() -> str:
     serving, kernel = "`slimkv bench serve`", "`slimkv bench attend`"
     rows = [
         (f"tokens that fit into the same memory; vLLM, {shape}", times(ours["kv_tokens"], bf16["kv_tokens"]), serving),
-        ("tokens per second with as many requests as fit; same", times(*full), serving),
+        (
+            f"tokens per second with as many requests of 16K tokens as fit, at most {settings['most_requests']}; same",
+            times(*full),
+            serving,
+        ),
         ("tokens per second, 16 requests of 16K tokens; same", times(*decode), serving),
         (
             "attention, decode, 32 sequences of 32K tokens; FlashAttention-3 in bf16, H200",
