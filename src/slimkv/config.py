@@ -49,10 +49,10 @@ class KVCacheConfig:
             to the stock cache, but the output then depends on how the prompt was chunked. ``auto``: codes if pages are
             shared between requests, raw in a private cache.
         prefill: the arithmetic of passes of more than 32 new tokens. ``16bit``; ``8bit``: 8-bit tensor cores, for
-            Lloyd-Max codes of up to 4 bits on both sides and ``fresh`` other than raw, otherwise an error; ``auto``: 8
-            bits where measured to be faster and pages are not shared (a prefix-cache hit with few remaining tokens does
-            not take the prefill path, yet must produce the same output as a miss).
-        sink_tokens, recent_tokens: the number of first and last tokens that are kept in the model's dtype.
+            Lloyd-Max codes of up to 4 bits on both sides and ``fresh`` other than raw, otherwise an error; ``auto``: 16
+            bits, because with 8 a prefix-cache hit whose few remaining tokens are decoded differs from a miss.
+        sink_tokens: the number of first tokens that are kept in the model's dtype.
+        recent_tokens: the same for the last tokens.
         age: formats of older tokens, as in ``{512: "k6v6", 4096: "k4v4"}``: a token that 512 newer ones have followed
             is re-encoded as ``k6v6``, block by block; younger ones are as ``format`` says.
         memory: bytes that the cache may take (a number, or ``"2GiB"``). It starts as ``format`` (``auto``: the model's
@@ -64,12 +64,12 @@ class KVCacheConfig:
             own recipes.
         max_score_error: the guard's limit, in nats. Once per layer an engine compares attention scores from stored keys
             with true ones, and stops beyond it. 0 switches the guard off.
-        key_policy, value_policy: scale policies of Lloyd-Max sides; None is the default of the format.
+        key_policy: the scale policy of Lloyd-Max keys; None is the default of the format.
+        value_policy: the same for values.
         seed: the seed of the rotation.
         backend: the backend of store and attention by name; None is the best one for the device.
-        deterministic: a token's attention depends on its own sequence alone, to the last bit: not on other requests,
-            nor on how its prompt was cut into passes, cached, or drafted. Every token is then read through its codes
-            (``fresh`` is not raw), and prefill is in 16 bits.
+        deterministic: a token's attention depends on its own sequence alone, to the last bit. Every token is then read
+            through its codes (``fresh`` is not raw), and prefill is in 16 bits.
     """
 
     format: str = AUTO

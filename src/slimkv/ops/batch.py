@@ -58,9 +58,9 @@ class AttentionBatch:
         block_table: int32 [sequences, max_blocks].
         seq_lens: int32 [sequences], the new tokens included; 0 gives zero output.
         cu_seqlens_q: int32 [sequences + 1], ascending from 0 to the number of queries (rows beyond are not touched).
-        max_query_len, max_seq_len: upper bounds of the lengths.
-        min_query_len: a lower bound of the number of queries (0: unknown). If it exceeds ``MAX_DECODE_QUERIES``, the
-            decode kernel is skipped, and sequences with fewer queries get no output.
+        max_query_len: an upper bound of the number of queries of a sequence.
+        max_seq_len: an upper bound of ``seq_lens``.
+        min_query_len: a lower bound (0: unknown). Above ``MAX_DECODE_QUERIES``, shorter sequences get no output.
         slot_mapping: int64 [new tokens]: where the new tokens are stored; attention does not look at it.
     """
 

@@ -39,7 +39,7 @@ class AttendOptions:
         sinks: float [num_heads], a learned logit per head that joins the softmax's denominator.
         prefill: the arithmetic of sequences with more than ``MAX_DECODE_QUERIES`` queries. ``16bit``: operands of 16
             bits and more; ``8bit``: those of ``slimkv.ops.attention.eight_bit``, or the call fails with the reason;
-            ``auto``: 8 bits where that is measured to be faster.
+            ``auto``: 16 bits.
         deterministic: a query's result depends on its own sequence alone, to the last bit: not on the other sequences
             of the call, nor on how many queries its own has in it. Needs ``prefill="16bit"`` and no ``fresh``.
         prompt: for a deterministic call on a GPU, where the kernels of prompts and of generated tokens differ in the
