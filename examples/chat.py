@@ -46,7 +46,7 @@ class Chat:
             )
         answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         self.history.append({"role": "assistant", "content": answer})
-        # What the template writes for the answer can differ from what was generated: forget what does not match.
+        # The template may encode the answer differently from the generated tokens: keep the common prefix only.
         again, cached = self.tokens()["input_ids"], self.cache.get_seq_length()
         kept = min(cached, again.shape[1])
         same = int((again[0, :kept] == out[0, :kept]).long().cumprod(0).sum())
@@ -77,7 +77,7 @@ chats = (
     Chat(
         f"stock cache, {model.dtype}".replace("torch.", ""), DynamicCache(config=model.config), contextlib.nullcontext
     ),
-    # The first tokens of a chat draw much attention (they are "sinks"): these 4 stay in the model's own dtype.
+    # The first tokens of a chat are attention sinks: these 4 stay in the model's own dtype.
     Chat(arguments.format, slimkv.SlimKVCache(model, arguments.format, sink_tokens=4), slimkv.attention),
 )
 for said in turns():

@@ -1,4 +1,4 @@
-"""vLLM from Python, with packed pages in its own blocks. Needs ``pip install "slimkv[vllm]"``.
+"""vLLM from Python, with packed pages in its own blocks. Needs the extra ``vllm``.
 
 python examples/vllm_offline.py --model meta-llama/Llama-3.1-8B-Instruct
 python examples/vllm_offline.py --cpu          # a small packaged model, on vLLM's CPU build
