@@ -1,4 +1,4 @@
-"""mkdocs hooks: the version in the footer, and a visible label over code that needs an engine or a GPU."""
+"""mkdocs hooks: the version in header and footer, and a visible label over code that needs an engine or a GPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _LABELS = {
 
 
 def on_config(config: Any) -> Any:
-    """Puts the package's version into the footer."""
+    """Puts the package's version into header and footer."""
     found = _VERSION.search((ROOT / "src" / "slimkv" / "__init__.py").read_text(encoding="utf-8"))
     if found is None:
-        raise ValueError("src/slimkv/__init__.py has no __version__ for the footer")
+        raise ValueError("src/slimkv/__init__.py has no __version__ for the site")
+    config.extra["package_version"] = found[1]
     config.copyright = f"slimkv {found[1]} · Apache-2.0"
     return config
 
