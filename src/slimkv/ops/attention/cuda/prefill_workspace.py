@@ -1,4 +1,4 @@
-"""The workspace of unpacked tiles: passes over its contents, or a ring of tiles that blocks unpack for later blocks."""
+"""The workspace of unpacked tiles: refilled in every pass, or a ring into which blocks unpack for later blocks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WORKSPACE_BYTES = 400 << 20  # limit for unpacked K and V
 class Batch:
     """The properties of a request that determine its passes."""
 
-    sequences: int  # that are prefilled, at most
+    sequences: int  # prefilled ones, at most
     num_kv_heads: int
-    blocks: int  # of queries of a KV head, over all sequences
-    tiles: int  # of a sequence, at most
+    blocks: int  # of queries per KV head, over all sequences
+    tiles: int  # per sequence, at most
 
 
 def seen_tokens(request: AttendRequest, queries: int) -> int:
@@ -40,7 +40,7 @@ def seen_tiles(request: AttendRequest, tile_tokens: int) -> int:
 def cut_passes(
     layout: PageLayout, config: PrefillConfig, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
 ) -> tuple[int, int]:
-    """The number of sequences, and of tiles of each, that the workspace holds at a time. Whole sequences need no
+    """The sequences, and the tiles per sequence, that the workspace holds at a time. Whole sequences need no
     partial results, so they are preferred if there are enough of them to keep the device busy.
     """
     longest, tile = batch.tiles, 2 * config.tile_bytes(layout.spec.key_dim) * batch.num_kv_heads
@@ -53,7 +53,7 @@ def cut_passes(
 
 
 def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
-    """The number that leaves the fewest multiprocessors idle at the end of passes, with a small cost per pass."""
+    """The sequences per pass that leave the fewest multiprocessors idle at the end of passes; each pass costs a bit."""
 
     def rounds(sequences: int) -> int:
         return -(-sequences * batch.num_kv_heads * batch.blocks // (batch.sequences * multiprocessors))
@@ -70,23 +70,23 @@ class AheadCut:
     """How blocks unpack ahead (source/prefill/ahead.cuh). An item is a KV head of a sequence."""
 
     items: int
-    blocks: int  # of an item, for sequences of equal length
-    tiles: int  # of an item, at most
-    lead: int  # items that are unpacked before the first block
-    slots: int  # items that the workspace has room for
+    blocks: int  # per item, for sequences of equal length
+    tiles: int  # per item, at most
+    lead: int  # items unpacked before the first block
+    slots: int  # items that fit the workspace
 
     @property
     def flows(self) -> bool:
-        """Whether unpacking seldom waits for blocks that still attend the tiles it overwrites."""
+        """Whether unpacking seldom waits for blocks that still read the tiles it overwrites."""
         return self.slots >= min(self.items, 2 * self.lead)
 
 
 def cut_ahead(
     request: AttendRequest, config: PrefillConfig, sequences: int, multiprocessors: int, budget: int
 ) -> AheadCut:
-    """For up to ``sequences``, in a workspace of ``budget`` bytes or what is needed at least.
+    """The numbers for up to ``sequences`` sequences and a workspace of ``budget`` bytes, or more if it needs more.
 
-    While the first blocks attend ``lead`` items, which keep nearly all multiprocessors busy, they unpack as many.
+    The first ``lead`` items keep nearly all multiprocessors busy. Their blocks unpack the next ``lead`` items.
     """
     dim, tiles = request.layout.spec.key_dim, seen_tiles(request, config.tile_tokens)
     items = sequences * request.pages.shape[1]
@@ -97,9 +97,9 @@ def cut_ahead(
 
 
 def lay_out(args: ctypes.Structure, cut: AheadCut, config: PrefillConfig, dim: int, device: torch.device) -> Tensor:
-    """The workspace, which ``args`` then point into: keys, values, their scales and counters."""
+    """Allocates the workspace (keys, values, their scales, counters) and points ``args`` into it."""
     tiles = cut.slots * cut.tiles
-    side = tiles * config.tile_bytes(dim)  # keys, and values
+    side = tiles * config.tile_bytes(dim)  # bytes of keys; values have as many
     space = torch.empty(2 * side + 16 * tiles + 8 * cut.items, dtype=torch.uint8, device=device)
     args.keys = space.data_ptr()
     args.values = args.keys + side
