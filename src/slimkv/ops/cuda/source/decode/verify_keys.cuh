@@ -1,8 +1,8 @@
-// The warpgroup of keys: scores and probabilities.
+// The key warpgroup: scores and probabilities.
 #pragma once
 #include "decode/verify_softmax.cuh"
 
-// All probabilities of a step are there, and whether the output is to be rescaled for them.
+// Signals that all probabilities of a step are published, and whether the output must be rescaled for them.
 DEVICE void end_publishing(const PairMemory& memory, const TeamWarp& warp, int lane, u32 taken, bool rescales,
     const Weighing& weighing, RunningSoftmax& acc) {
   if (warp.member == 0 && lane == 0) {
@@ -12,14 +12,14 @@ DEVICE void end_publishing(const PairMemory& memory, const TeamWarp& warp, int l
   UNROLL_FOR (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
 }
 
-// Scores and probabilities of the pair's steps of a range. TILE_BY_TILE: registers hold the scores of one tile at a time,
-// and the running maximum is in shared memory.
+// Computes scores and probabilities of the pair's steps of a range. TILE_BY_TILE: registers hold the scores of one tile
+// at a time, and the running maximum is in shared memory.
 DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
     const TeamWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
     RunningSoftmax& acc) {
   const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member),
             field_offset = fields_of(warp.member) - FIELDS_AT;
-  // Fields of all own tiles, a word of each lane; what is kept for the loop must not be computed again in it.
+  // Fields of all own tiles, a word per lane. in_register keeps the offsets from being recomputed in the loop.
   constexpr int WORDS = 8 * OWN_TILES * FIELDS;
   const auto word_offset = [&](int word) {
     return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) +
@@ -65,7 +65,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
       }
       publish_pieces<0, false>(place + x * OPERAND_BYTES, s, fields(x), tokens, references, g, weighing);
     }
-    fence_proxy_async();  // before products read it
+    fence_proxy_async();  // before wgmma reads the probabilities
     const bool again = warp.any(is_behind(weighing.largest));
     bool rescales = false;
     if (again) {

@@ -1,10 +1,10 @@
-// From a pair's scores to the probabilities that its other warpgroup multiplies values with.
+// From a pair's scores to the probability operand of its value warpgroup.
 #pragma once
 #include "decode/verify_scores.cuh"
 
-// Per warpgroup: an operand per tile, with a row of 64 tokens (16 per warp) for every column. Probabilities use the
-// current running maximum; `largest` shows, two halves at a time, whether it must be updated. Four matrices at a time:
-// both halves of a tile, of two groups or of two tiles. Sums are those of the step.
+// The operand of a tile of each warp: a row of 64 tokens (16 per warp) for every column. Probabilities are relative to
+// the running maximum (`reference`); `largest`, two halves, shows whether it must be updated. stmatrix stores four
+// matrices at a time: both halves of a tile for two groups, or of two tiles. Sums are those of the step.
 struct Weighing {
   float reference[C], sum[C], shift[C];
   u32 largest;
@@ -14,7 +14,7 @@ template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepSco
   constexpr bool BY_GROUPS = NG > 1;
   constexpr int PER_TILE = BY_GROUPS ? (NG + 1) / 2 : 1, X = BY_GROUPS ? I / PER_TILE : 2 * I,
                 N = BY_GROUPS ? 2 * (I % PER_TILE) : 0;
-  constexpr bool ONE_GROUP = BY_GROUPS && N + 1 == NG;  // is left
+  constexpr bool ONE_GROUP = BY_GROUPS && N + 1 == NG;  // the last group of an odd number
   u32 word[4] = {0, 0, 0, 0};
   if (TILE_BY_TILE)
     UNROLL_FOR (int c = N * OWN; c < (ONE_GROUP ? N + 1 : N + 2) * OWN; c += OWN) {
@@ -40,7 +40,7 @@ template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepSco
     publish_pieces<I + 1, AGAIN>(place, s, slot, tokens, references, g, w);
 }
 
-// Returns where a lane's part goes. AGAIN: the reference has moved; a column that has seen nothing yet has none.
+// Returns the lane's store address. AGAIN: after an update; a column without visible tokens so far has no maximum.
 template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const TeamWarp& warp, int lane,
     const RunningSoftmax& acc, Weighing& w) {
   static_assert(NG > 1 || SCORED_TILES % 2 == 0, "two groups or two tiles at a time");
