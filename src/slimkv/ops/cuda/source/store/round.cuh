@@ -46,7 +46,7 @@ template <class F> struct QueryAwareMemory {
   static constexpr int NUMBERS = 32 * STRIDE * 4, SUMS = 2 * 32 * SUM_STRIDE * 4;
   static constexpr int BYTES = NUMBERS + SUMS;
   float* numbers;  // [32][STRIDE]: coordinates in the codebook's units, then codes
-  i32* sums;  // [2][32][SUM_STRIDE]: corrections of slices s and s - 1, in units of 1 / error_steps
+  i32* sums;  // [2][32][SUM_STRIDE]: corrections of slices s and s - 1, as integer products
   u8* weights;  // the matrix, if it is copied
   // ``block``: the memory of the matrix and of all pairs of warps; this is for pair ``number``.
   DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
