@@ -285,8 +285,7 @@ SLIMKV_ASM_MEMORY(add_relaxed, (i32 * p, i32 x), "red.relaxed.gpu.global.add.s32
 DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
-// Programmatic dependent launch: a grid may start before the previous one has finished, whose writes are visible after
-// griddepcontrol_wait.
+// Programmatic dependent launch: a grid may start before the previous one ends; its writes are visible after the wait.
 DEVICE void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -306,8 +305,7 @@ DEVICE void pdl_wait() {
   griddepcontrol_launch_dependents();
 }
 
-// Quotients of non-negative numbers. n / d takes 22 instructions, and code that runs once waits for instruction
-// fetches.
+// Quotients of non-negative numbers. n / d takes 22 instructions, which are slow to fetch in code that runs once.
 DEVICE int small_quotient(int n, int d) {  // n < 2^20: 0.5 / d away from any integer
   return (int)(((float)n + 0.5f) * rcp_approx((float)d));
 }

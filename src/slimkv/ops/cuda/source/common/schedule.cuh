@@ -89,8 +89,7 @@ template <class Args> DEVICE int tiles_before(const Args& args, int b, int lane)
   return tiles;
 }
 
-// The indices of a work tile's partial results: `count` of them from `first` on, one per thread block with KV blocks of
-// the tile.
+// The indices of a work tile's partial results: `count` of them from `first` on, one per thread block of the tile.
 struct Partials { int first, count; };
 template <class Args> DEVICE Partials partials_of(const Args& args, int b, int tile, int lane) {
   const WorkOffset offset = offset_of(args, b, args.blocks, lane);
@@ -111,8 +110,7 @@ struct WorkRange {
   Sequence s;
 };
 
-// One warp: the first range of a thread block, and its number of positions (`left`, maybe none). Scans 32 sequences at
-// a time.
+// One warp: the first range of a thread block, and its positions (`left`, maybe none). Scans 32 sequences at a time.
 template <class Args>
 DEVICE WorkRange first_range(const Args& args, int block, int blocks, int lane, WorkPartition& partition, int& left) {
   Sequence s = {};

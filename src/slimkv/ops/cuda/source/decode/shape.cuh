@@ -23,8 +23,7 @@ constexpr int OWN = WIDE ? 2 : 1;  // columns of a group that a lane has
 constexpr int GROUP = 4 * OWN;
 static_assert(COLUMNS == NG * GROUP, "whole groups");
 
-// The warps that share a step: a warpgroup or all. Each computes the scores of every TEAM-th tile, and some slices of
-// the output.
+// The warps that share a step: a warpgroup or all. Each has the scores of every TEAM-th tile and some output slices.
 constexpr int TEAM = WARPGROUPS ? 4 : VERIFY ? WARPS : 1;
 constexpr int RINGS = WARPGROUPS ? WARPS / 8 : WARPS / TEAM;  // steps that a thread block processes concurrently
 constexpr int WORKERS = WARPGROUPS ? WARPS / 2 : WARPS;  // warps that compute scores

@@ -15,8 +15,7 @@ constexpr bool LATE_UNIT = !SOFTCAP && !VERIFY, MAX_WITHOUT_UNIT = !WIDE && V_BY
 // output. fp16 values: the output stays in the MMA accumulators, and the running maximum includes the values' scales.
 constexpr bool OUT_IN_PRODUCTS = WIDE || !V_BYTES;
 
-// All columns share one unit, so a per-token factor (unit times key scale), fused into the exponential, turns products
-// into scores.
+// All columns share one unit: a factor per token (unit x key scale), fused into the exponential, makes products scores.
 constexpr bool TOKEN_UNITS = VERIFY && !SOFTCAP && K_KIND != UNIFORM;
 
 // The running maximum is updated only if it lags by this many powers of two, so that the output is seldom rescaled.

@@ -179,8 +179,7 @@ struct Scorer : Place {
   }
 
   // Processes KV block i of `count` in the range, with first token `token`; `number` counts over all ranges. Calls
-  // scored() to prefetch the next codes to L2 and, after the softmax, done() to load them: loads in flight would delay
-  // the softmax.
+  // scored() to prefetch the next codes to L2 and, after the softmax, which loads would delay, done() to load them.
   template <class F, class G>
   DEVICE_MEMBER void attend(PackedTokens& tokens, int i, int count, int number, int token, const F& scored,
       const G& done) {
@@ -232,8 +231,8 @@ struct Scorer : Place {
           [&] { tokens.load(from(), token % BLOCK_SIZE, lane); });
     }
   }
-  // Called by both warpgroups: stores maxima and sums of a range. `unit` becomes the factor of the output of a whole
-  // work tile.
+  // Called by both warpgroups: stores maxima and sums of a range. `unit` becomes the output factor of a whole work
+  // tile.
   DEVICE_MEMBER void store_states(const Results& to) {
     bar_sync(SCORERS, 256);
     catch_up();

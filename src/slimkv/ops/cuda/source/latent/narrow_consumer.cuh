@@ -4,8 +4,7 @@
 
 constexpr float SHIFT = BY_PAIRS ? 0.0f : OFFSET;  // the offset of levels in operands
 constexpr bool HELD = BY_PAIRS;  // queries stay in registers; other formats have too few
-// Work that hides the latency of reading whether a maximum is raised (measured): slices to transpose, and reading
-// probabilities.
+// Work that hides the latency of reading whether a maximum is raised (measured): transposing slices, reading p.
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 constexpr int TRANSPOSED_EARLY = L_LEVELS ? 0 : min_of(R_KIND == RAW ? 3 : 4, OWN);
 constexpr bool READ_EARLY = !L_LEVELS && R_KIND != RAW;
@@ -33,8 +32,7 @@ struct Consumer {
   u8* const shared;  // of the block
   u8* const mine;    // of the team
   const int team, warp, lane, g, t;
-  // The lane's group of 8 tokens: its warp's for even lanes, the next warp's for odd ones, so that 16-byte accesses use
-  // all banks.
+  // The lane's group of 8 tokens: its warp's for even lanes, the next warp's for odd ones, to avoid bank conflicts.
   const int octet;
   const LevelTable levels;
   const RopeLevels rope_levels;
@@ -241,8 +239,7 @@ struct Consumer {
     UNROLL_FOR (int n = 0; n < 2; n++) row_sum[n] += sum[n];
     add_values(kept, p);
   }
-  // Adds products of probabilities and values in the warp's dimensions; p: probabilities of the first 16 tokens, if
-  // READ_EARLY.
+  // Adds probabilities times values in the warp's dimensions; p: probabilities of the first 16 tokens, if READ_EARLY.
   DEVICE_MEMBER void add_values(const Levels& kept, Words4 p) {
     UNROLL_FOR (int half = 0; half < TOKEN_TILES; half++) {
       if (half || !READ_EARLY) p = *(const Words4*)probabilities(half);

@@ -58,8 +58,7 @@ struct Query {
                                         : number_of(raw.latent[i / 2] >> 16 * (i % 2), Q_TYPE);
     UNROLL_FOR (int i = 0; i < RD / 32; i++) y[i] = number_of(raw.rope[i], ROPE_TYPE);
     if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, nullptr, args.rope_norm, nullptr, lane);
-    // A latent part 2^40 times smaller than the rope part makes no difference. The bound keeps the units' ratio in
-    // range.
+    // A latent part 2^40 times smaller than the rope part makes no difference. The bound limits the units' ratio.
     rope_exponent = exponent_of_row<RD>(y), exponent = max_i32(exponent_of_row<LD>(x), rope_exponent - 40);
   }
   // The factors from operands to numbers.

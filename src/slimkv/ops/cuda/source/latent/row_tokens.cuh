@@ -58,8 +58,7 @@ struct RowTokens {
   }
   DEVICE_MEMBER void load_second(int lane) { load_latents<2>(lane), load_latents<3>(lane); }
 
-  // In shared memory, 16-byte unit u of a row is at u ^ g; the row of the lane's token i is 1024 i bytes after the
-  // first.
+  // In shared memory, 16-byte unit u of a row is at u ^ g. The lane's second row is 1024 bytes after its first.
   DEVICE_MEMBER void unpack_rope(Table, const RopeLevels&, u32 to, TokenScales& scales, int first, int lane) {
     const int second = lane % 4;
     if (second < 2) {

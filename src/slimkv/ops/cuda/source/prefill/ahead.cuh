@@ -49,8 +49,7 @@ DEVICE void wait_for_tiles(const PrefillArgs& args, const Work& w, int item) {
   fence_proxy_async_global();
 }
 
-// The same thread, after it has issued all copies: waits until the tiles are in shared memory, then releases them in
-// the workspace.
+// The same thread, after issuing all copies: waits until tiles are in shared memory, then releases the workspace.
 DEVICE void release_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, int item) {
   for (int i = max_i32(0, w.count - STAGES); i < w.count; i++) {
     mbarrier_wait(rings.keys_full + i % STAGES, i / STAGES & 1);

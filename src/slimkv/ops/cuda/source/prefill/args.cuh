@@ -8,8 +8,7 @@
 
 enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
 
-// FUSED: for block x of `attend`, the splits that `merge` merges: `splits` blocks from x on, of these queries and this
-// head; 0: none.
+// FUSED: for block x of `attend`, the states that `merge` merges: `splits` blocks from x on (0: none), for one head.
 struct MergedSplits { i32 start, queries, head, first, splits; };
 
 struct PrefillArgs {

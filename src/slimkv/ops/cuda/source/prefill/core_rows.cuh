@@ -1,6 +1,5 @@
 // Query and output rows for head sizes that are a small core size (ROTATION_CORE) times a power of two: dimension
-// ROTATION_CORE v + b is element b of vector v. Tensor cores multiply by the core, 8 rows at a time, and additions do
-// the rest.
+// ROTATION_CORE v + b is element b of vector v. Tensor cores multiply 8 rows by the core, and additions do the rest.
 #pragma once
 #include "prefill/work.cuh"
 

@@ -75,9 +75,8 @@ struct Softmax : RowState {  // row_max: score plus the exponent of the values' 
     return large & 0x80008000u;
   }
 
-  // Turns finished products into probabilities and adds them to the rows' sums. `follow_first`: updates the running
-  // maximum first, which otherwise happens only if a probability is too large. Returns whether the output must be
-  // rescaled.
+  // Turns finished products into probabilities and adds them to row sums. `follow_first`: updates the running maximum
+  // even if no probability is too large. Returns whether the output must be rescaled.
   DEVICE_MEMBER bool take(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, bool clear,
       bool follow_first, int t, float softcap, u32 (&p)[N / 2]) {
     float sum[2];

@@ -9,8 +9,7 @@
 //   keys: place 64 h + 32 j + 8 t + 4 b + 2 c + a is dimension 64 h + 32 j + 16 a + 8 b + 2 t + c   (h < D / 64, t < 4)
 //   values: place 64 h + 8 g + 4 s + 2 b + a is dimension 64 h + 32 s + 16 a + 8 b + g              (h < D / 64, g < 8)
 // Adjacent places come from two slices of a page, so that their codes are 16 bits apart, as are two halves of a word.
-// FUSED: keys have place 64 h + 16 t + 8 j + 4 b + 2 c + a, so that concurrent stores of lanes use all banks of shared
-// memory.
+// FUSED: keys have place 64 h + 16 t + 8 j + 4 b + 2 c + a, which avoids bank conflicts.
 // If D is not a multiple of 64, the remainder is padded with zeros to 32 or 64 places. With 32:
 //   keys: place 8 t + 4 b + 2 c + a is dimension 16 a + 8 b + 2 t + c
 //   values: place 4 g + 2 b + a is dimension 16 a + 8 b + g
@@ -37,8 +36,7 @@ constexpr bool POWER_OF_TWO_D = (D & (D - 1)) == 0;
 static_assert(D % 16 == 0 && D >= 64 && D <= 256 && STEP % 16 == 0, "shape");
 static_assert(!EIGHT_BIT || (INTEGERS ? STEP <= 256 : STEP == 128 && D <= 128), "rows of bytes");
 
-// EIGHT_BIT: the row and the 16-byte unit in it of unit `unit` of a key; the place of a token; the offset of its factor
-// `which`.
+// EIGHT_BIT: the row and the 16-byte unit of unit `unit` of a key; a token's place; the offset of its factor `which`.
 DEVICE int key_row(int token) { return D == 64 ? token % (STEP / 2) : token; }
 DEVICE int key_unit(int token, int unit) { return D == 64 ? 4 * (token / (STEP / 2)) + unit : unit; }
 DEVICE int token_place(int token) { return token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2; }

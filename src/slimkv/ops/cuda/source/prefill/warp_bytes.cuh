@@ -106,8 +106,7 @@ template <int BLOCKS> struct HalfTile {
     UNROLL_FOR (int r = 0; r < 2; r++) scale[b][r] = exp2_approx(most[b][r] - softmax.row_max[r]);
   }
 
-  // Computes probabilities as halves, sums them by products with a constant, and converts them, times the values'
-  // scales, to bytes.
+  // Computes probabilities as halves, sums them with MMAs, and converts them, times the values' scales, to bytes.
   DEVICE_MEMBER void weigh(Softmax (&softmax)[ROW_BLOCKS], const u8* numbers, int t) {
     float sums[BLOCKS][4] = {};
     UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {

@@ -118,8 +118,7 @@ DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row
 // Finds the queries of a thread block; false if it has none in this pass.
 DEVICE bool find_queries(const PrefillArgs& args, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;
-  // The heads of a section share the L2 cache. In each section, the blocks with most visible tokens (causal) come
-  // first.
+  // The heads of a section share the L2 cache. Within a section, blocks with most visible tokens (causal) come first.
   const int per_section = args.section * args.query_blocks, section = block_index() / per_section;
   const int inside = block_index() - section * per_section;
   const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);

@@ -19,8 +19,7 @@ DEVICE u32 encode_unsigned(float x) {
   return over ? INVALID_FIELD : rounded < 1 << 10 ? 0 : (u32)rounded;
 }
 
-// The index of a lane's word in a plane, where words are in groups of four, two and one per lane (see
-// docs/design/page-format.md).
+// The index of a lane's word in a plane: groups of four, two and one words per lane (docs/design/page-format.md).
 DEVICE int fragment_word(int word, int lane, int words) {
   int quads = words & ~3, pairs = words & ~1;
   return word < quads ? (word >> 2) * 128 + lane * 4 + (word & 3)

@@ -86,8 +86,7 @@ template <class F> DEVICE u32 times(u32 pair, u32 by) {
   return F::DTYPE == FLOAT16 ? mul_f16x2(pair, by) : mul_bf16x2(pair, by);
 }
 
-// The sums of squares of the tile's tokens, with integers rounded to multiples of 256: four products of bytes at a
-// time.
+// The tokens' sums of squares, with integers rounded to multiples of 256: four products of bytes at a time.
 template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane) {
   constexpr u32 BY_STEP = F::DTYPE == FLOAT16 ? 0x1C001C00 : 0x3B803B80;  // 1 / 256
   u32 sums[2] = {}, largest[2] = {};
@@ -137,8 +136,7 @@ template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lan
   return i64_to_f32_rn(sum_of_rows(sums, lane));
 }
 
-// The largest float32 exponent for which one multiplication by a power of two makes integers, and the smallest for
-// which the scale overflows.
+// The largest float32 exponent for which one power of two makes integers, and the smallest for which scales overflow.
 template <class F> constexpr u32 LARGEST_EXPONENT = F::DTYPE == FLOAT16 ? 142 : 135;
 constexpr u32 TOO_LARGE = 240;
 

@@ -57,8 +57,7 @@ template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
 // Sums of squared levels of a lane's tokens, for the scale.
 template <class F> struct LevelSums {
   static constexpr bool PACKED = F::BITS <= 4, WIDE = F::ONE_SLICE && !PACKED, SQUARES = PACKED || WIDE;
-  // Squares of twice the centroids (PACKED), or of centroids in units of 1 / LEVEL_DENOMINATOR^2: below 2^32 per
-  // vector.
+  // Squares of twice the centroids (PACKED), or of centroids times LEVEL_DENOMINATOR: below 2^32 per vector.
   u32 squares[F::TOKENS] = {};
   i64 sums[F::TOKENS] = {};  // the latter, if 32 bits are not enough
   u32 before = 0;
@@ -87,8 +86,8 @@ template <class F> struct LevelSums {
   }
 };
 
-// The scale field of the lane's token, which preserves the vector's norm. total: the sum of squared centroids, in units
-// of 1 / LEVEL_DENOMINATOR^2.
+// The scale field of the lane's token, which preserves its norm. total: the sum of squared centroids times
+// LEVEL_DENOMINATOR^2.
 DEVICE u32 field_of_token(const TokenScalars& s, float total) {
   const float scale = div_rn_normal(s.norm, sqrt_rn_normal(total));
   u32 field = encode_unsigned(mul_rn(mul_rn(scale, 128.0f), s.down));
@@ -154,8 +153,7 @@ template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact
   }
 }
 
-// The sum of squares over the SPLIT warps of a tile; this is warp ``part``. Also assembles words whose slices belong to
-// several warps.
+// The sum of squares over the SPLIT warps of a tile; this is warp ``part``. Also assembles words shared by warps.
 template <class F> DEVICE auto sum_of_warps(CodePlanes<F>& codes, const LevelSums<F>& sums, u8* memory, int lane,
     int part) {
   auto sum = sum_of_squares<F>(sums, lane);

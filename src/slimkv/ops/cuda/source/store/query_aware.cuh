@@ -11,8 +11,7 @@ template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
 
 // The correction of coordinate n by errors of its own slice, plus ``older``, the correction by later slices. w: weights
 // of its row in the slice; ``errors``: of coordinates from n + 2 on; ``newest``: of n + 1, which is then added to
-// ``errors``. Only the newest error is on the critical path; its product is added to a float with an integer below
-// 2^24.
+// ``errors``. Only the newest error is on the critical path; its product is added to an integer below 2^24 in a float.
 DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest, u32 newest_byte, u32 (&errors)[4]) {
   if (n < 14) older = dp4a_s8(errors[3], w.w, older);
   if (n < 10) older = dp4a_s8(errors[2], w.z, older);

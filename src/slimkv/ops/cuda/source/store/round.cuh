@@ -64,8 +64,7 @@ template <class F> struct QueryAwareMemory {
 };
 
 // Centroids times error_steps, after the other tables in shared memory. Up to 4 bits they are indexed by cell, so that
-// the critical path has only one lookup, otherwise by code. For few tokens at 5 and 6 bits there is room for
-// CellRecords.
+// the critical path has only one lookup, otherwise by code. Few tokens at 5 and 6 bits leave room for CellRecords.
 template <class F> struct ScaledLevels {
   static constexpr bool BY_CELL = F::BITS <= 4, RECORDS = CELL_RECORDS && !BY_CELL;
   static constexpr int TABLE_BYTES =
