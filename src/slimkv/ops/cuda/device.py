@@ -76,7 +76,7 @@ def record_of(capability: tuple[int, int], multiprocessors: int) -> Device:
 def held_to(device: Device, name: str, capability: tuple[int, int]) -> Device:
     """``device`` limited to the features of the named GPU; it keeps its own number of multiprocessors."""
     if name not in NAMED:
-        raise InputError(f"{AS_DEVICE}={name!r} is not a device that is known; known are {', '.join(sorted(NAMED))}")
+        raise InputError(f"{AS_DEVICE}={name!r} is not a known device; known are {', '.join(sorted(NAMED))}")
     named = record_of(NAMED[name], device.multiprocessors)
     least = {f.name: min(getattr(device, f.name), getattr(named, f.name)) for f in fields(Device) if f.name != "target"}
     major, minor = NAMED[name]

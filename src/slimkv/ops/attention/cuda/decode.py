@@ -85,7 +85,7 @@ def supports(request: AttendRequest) -> str | None:
     if request.fresh is not None:
         return "it attends codes only, not fresh K and V; use backend='triton'"
     if request.num_splits is not None:
-        return f"it partitions keys itself, not as num_splits={request.num_splits} asks; leave num_splits at None"
+        return f"it chooses splits itself; leave num_splits at None instead of {request.num_splits}"
     spec = request.layout.spec
     if request.max_query_len > MAX_DECODE_QUERIES and min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM:
         return (
@@ -107,10 +107,10 @@ def _deterministic_refusal(request: AttendRequest) -> str | None:
     most, device = prefill.most_packed_queries(request), request.pages.device
     if request.max_query_len > most:
         if (reason := prefill.refusal(request)) is not None:
-            return f"deterministic prompts are beyond it: {reason}; use backend='reference'"
+            return f"it does not attend these prompts deterministically: {reason}; use backend='reference'"
     bound = bound_of(request.layout, request.options.sliding_window)
     if most and deterministic_config(device_of(device), request.layout, request.group, 1, bound) is None:
-        return f"of a deterministic step {_lacking(request.layout, request.group)}; use backend='reference'"
+        return f"deterministic decoding: {_lacking(request.layout, request.group)}; use backend='reference'"
     return None
 
 
@@ -134,7 +134,7 @@ def _refusal(layout: PageLayout) -> str | None:
         if dim > LARGEST_DIM:
             return f"{name} head size {dim} is beyond {LARGEST_DIM}; use backend='triton'"
     if layout.block_size < 16:
-        return "it reads blocks of 16 tokens and more; use backend='reference'"
+        return "it needs blocks of at least 16 tokens; use backend='reference'"
     return None
 
 

@@ -86,13 +86,13 @@ def refusal(request: AttendRequest) -> str | None:
             return f"{name} format {side.name} is not unpacked by the CUDA prefill (Lloyd-Max, uniform and fp8 are)"
     if spec.key_dim != spec.value_dim or spec.key_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
-        return f"head sizes {spec.key_dim}/{spec.value_dim} are not alike and one of {sizes}"
+        return f"head sizes {spec.key_dim}/{spec.value_dim} are not equal, or not one of {sizes}"
     if request.layout.block_size < 16:
-        return "blocks of less than 16 tokens"
+        return "it needs blocks of at least 16 tokens"
     if request.group > MOST_GROUP:
         return f"{request.group} query heads per KV head are more than {MOST_GROUP}"
     if request.fresh is not None:
-        return "fresh K and V"
+        return "it attends codes only, not fresh K and V"
     return None
 
 
@@ -101,7 +101,7 @@ def eight_bit_refusal(request: AttendRequest) -> str | None:
     reason = eight_bit.refusal(request) or refusal(request)
     device, dim = device_of(request.query.device), request.layout.spec.key_dim
     if reason is None and not device.warpgroups and device.int8_rate < 1:
-        reason = "8-bit prefill multiplies integers, which the tensor cores of this GPU do slower than fp16"
+        reason = "8-bit prefill needs products of integers at least as fast as fp16, which this GPU does not have"
     sizes = eight_bit_head_dims(single_warps=not device.warpgroups)
     if reason is None and dim not in sizes:
         reason = f"head size {dim} is not prefilled in 8 bits; {', '.join(map(str, sizes))} are"

@@ -38,19 +38,19 @@ def runs_on(device: torch.device) -> bool:
 def supports(request: LatentRequest) -> str | None:
     """None on Hopper for Lloyd-Max and fp8 latents up to 512 with raw, fp8 or 6-8-bit rope parts; else the reason."""
     if not runs_on(request.pages.device):
-        return "it uses instructions of Hopper (compute capability 9.0) alone; use backend='triton'"
+        return "it needs a Hopper GPU (compute capability 9.0); use backend='triton'"
     return refusal(request)
 
 
 def refusal(request: LatentRequest) -> str | None:
     """Why the kernels do not support the request on Hopper, or None."""
     if request.num_splits is not None:
-        return f"it partitions tokens itself, not as num_splits={request.num_splits} asks; leave num_splits at None"
+        return f"it chooses splits itself; leave num_splits at None instead of {request.num_splits}"
     spec = request.layout.spec
     bf16 = spec.value.kind == Kind.RAW and spec.value.raw_dtype == "bfloat16"
     if bf16 and request.query_rope.dtype != torch.bfloat16:
         return (
-            f"beside a bfloat16 rope part it takes bfloat16 query_rope, not {request.query_rope.dtype}; "
+            f"with a bfloat16 rope part it takes bfloat16 query_rope, not {request.query_rope.dtype}; "
             "use backend='triton'"
         )
     return format_refusal(request.layout)
@@ -61,7 +61,7 @@ def format_refusal(layout: PageLayout) -> str | None:
     """Why the kernels do not read this layout, or None."""
     spec = layout.spec
     if layout.block_size < 16:
-        return "it reads blocks of 16 tokens and more; use backend='reference'"
+        return "it needs blocks of at least 16 tokens; use backend='reference'"
     if layout.token_rows and not _reads_rows(layout):
         return (
             "of token rows it reads 4-bit Lloyd-Max latents of 128, 256 or 512 with a raw rope part of 64 numbers of "

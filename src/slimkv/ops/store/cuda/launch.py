@@ -36,7 +36,7 @@ def supports(request: StoreRequest) -> str | None:
     """None for Lloyd-Max codes at head sizes up to 256 and for what ``vectors`` supports; else the reason."""
     layout = request.layout
     if layout.block_size == 1:
-        return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
+        return "it needs blocks of at least 16 tokens; blocks of 1 token (plain rows) need backend='reference'"
     return refuses_policy(layout) or format_refusal(layout) or (None if in_tiles(layout) else vectors.refusal(request))
 
 

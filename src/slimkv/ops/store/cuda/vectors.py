@@ -27,7 +27,7 @@ _WARPS, _BLOCKS = 4, 4  # warps of a thread block, thread blocks of a multiproce
 def refusal(request: StoreRequest) -> str | None:
     """Why this kernel does not support the request, or None (Lloyd-Max and fp8 up to 512, raw; nearest rounding)."""
     if request.query_aware is not None:
-        return "with fp8 or raw sides and beyond head sizes of 256 it rounds to the nearest; triton is query-aware"
+        return "for fp8, raw sides and head sizes beyond 256 it has no query-aware rounding; use backend='triton'"
     return refuses_raw_dtype(request) or format_refusal(request.layout)
 
 
@@ -46,7 +46,7 @@ def format_refusal(layout: PageLayout) -> str | None:
             return f"it takes head sizes up to {LARGEST_DIM}, not {dim}; triton takes more"
         core = core_size(dim)
         if kind == Kind.LLOYD and (dim % 32 or block_size(dim) != dim or core > 32 or (core > 1 and dim // core > 32)):
-            return f"its rotation does not take a head size of {dim}; triton's does"
+            return f"its rotation does not take a head size of {dim}; use backend='triton'"
     return None
 
 
