@@ -180,6 +180,6 @@ DEVICE u64 smem_descriptor(u32 address, int apart) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)(apart >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 // Advances a descriptor by `bytes`, with a 32-bit addition.
-DEVICE u64 descriptor_behind(u64 operand, int bytes) {
+DEVICE u64 advance_descriptor(u64 operand, int bytes) {
   return (operand & 0xFFFFFFFF00000000ull) | (u32)((u32)operand + (bytes >> 4));
 }

@@ -9,7 +9,7 @@ DEVICE void combine_warps(const DecodeArgs& args, const DecodeRange& range, cons
     Accumulator& acc, u8* shared, u8* ring, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   float* states = (float*)(shared + STATE_AT);
-  leave_states(columns, acc, states, warp, lane);
+  store_states(columns, acc, states, warp, lane);
   sync_threads();
   const i64 part = range.part(args);
   const bool whole = is_whole(args, range);

@@ -90,5 +90,5 @@ DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear,
       UNROLL_FOR (int i = 0; i < WORDS; i += 32)
         if (i + 32 <= WORDS || i + lane < WORDS)
           largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + FIELDS_AT + 4 * (i + lane) + p * PIECE));
-  } else hide_tokens(slot, shared, token0, lane, s);
+  } else mask_tokens(slot, shared, token0, lane, s);
 }

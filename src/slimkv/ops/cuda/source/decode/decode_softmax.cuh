@@ -46,7 +46,7 @@ DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const 
     u32 moves = 0) {
   float highest[C];
   UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
-  find_highest(slot, g, s, [&](int c, int, int) { return LATE_UNIT ? columns.unit_of(c) : 1.0f; }, highest);
+  find_max(slot, g, s, [&](int c, int, int) { return LATE_UNIT ? columns.unit_of(c) : 1.0f; }, highest);
   UNROLL_FOR (int c = 0; c < C; c++) {
     if (OUT_IN_PRODUCTS) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
     if (WIDE && highest[c] > acc.row_max[c] + RESCALE_THRESHOLD) moves |= 1u << c;
@@ -74,11 +74,11 @@ DEVICE float value_scale(const u8* slot, int g, int x, int r) {
 DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc) {
   UNROLL_FOR (int c = 0; c < C; c++) {
     const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
-    const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+    const float row_max = acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
     UNROLL_FOR (int x = 0; x < NT; x++)
       UNROLL_FOR (int r = 0; r < 2; r++)
         s[c][x][r] =
-            weigh(slot, base, reference, value_scale(slot, g, x, r), g, x, r, s[c][x][r], acc.row_sum[c], acc.shift[c]);
+            weigh(slot, base, row_max, value_scale(slot, g, x, r), g, x, r, s[c][x][r], acc.row_sum[c], acc.shift[c]);
   }
 }
 
@@ -92,9 +92,9 @@ DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, con
     i32 highest = 0;
     const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
     const bool unseen = acc.row_max[c] == MINUS_INFINITY;
-    const float reference =
-        MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded as leave_states does
-    const float raised = unseen ? RAISED_BY : RAISED_BY - reference;
+    const float row_max =
+        MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded as store_states does
+    const float raised = unseen ? RAISED_BY : RAISED_BY - row_max;
     UNROLL_FOR (int x = 0; x < NT; x++) {
       UNROLL_FOR (int r = 0; r < 2; r++) exponents[c][x][r] = fma_rn(s[c][x][r], base, raised);
       highest = max_i32(highest, max_i32((i32)as_bits(exponents[c][x][0]), (i32)as_bits(exponents[c][x][1])));
@@ -164,19 +164,19 @@ DEVICE u32 weigh_in_halves(const u8* slot, const ColumnState& columns, int g, co
   u32 moves = 0;
   UNROLL_FOR (int c = 0; c < C; c++) {
     u32 largest = 0;
-    const float reference = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+    const float row_max = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
     sum[c] = acc.row_sum[c], shift[c] = acc.shift[c];
     UNROLL_FOR (int x = 0; x < NT; x++) {
       float p[2];
       UNROLL_FOR (int r = 0; r < 2; r++)
-        p[r] = weigh(slot, LATE_UNIT ? columns.unit_of(c) : 1.0f, reference, value_scale(slot, g, x, r), g, x, r,
+        p[r] = weigh(slot, LATE_UNIT ? columns.unit_of(c) : 1.0f, row_max, value_scale(slot, g, x, r), g, x, r,
             s[c][x][r], sum[c], shift[c]);
       const u32 high = pack_f16x2(p[0], p[1]),
                 low = pack_f16x2(p[0] - f16_to_f32(high & 0xFFFF), p[1] - f16_to_f32(high >> 16));
       w.p[c][x][0] = movmatrix_trans(prmt(high, low, 0x5410)), w.p[c][x][1] = movmatrix_trans(prmt(high, low, 0x7632));
       largest = max_u16x2(largest, high);
     }
-    if (is_behind(largest)) moves |= 1u << c;
+    if (exceeds_threshold(largest)) moves |= 1u << c;
   }
   return moves;
 }

@@ -49,7 +49,7 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   Partials parts = decode_partials(args, b, chunk * args.num_kv_heads + by_group(args, head), lane);
   if (head >= query_heads) parts.count = 0;
   griddepcontrol_wait();
-  if (WHOLE_ITEMS && parts.count == 1) return;
+  if (WHOLE_TILES && parts.count == 1) return;
 
   MergedState merged = merge_parts(args, parts, column, warp % split, split, lane);
   float* mine = (float*)shared + warp * (VD + 4);

@@ -6,11 +6,11 @@
 constexpr int VN = (VD + 31) / 32;
 // Thread blocks that process all keys of a work tile write its output themselves, by as many warps as scratch allows.
 constexpr int WRITERS = OUTPUT_TAKES_SCRATCH && OUTPUT_SCRATCH_ROWS < WARPS ? OUTPUT_SCRATCH_ROWS : WARPS;
-constexpr bool WHOLE_ITEMS = !OUTPUT_TAKES_SCRATCH || VD <= 2 * KD;
-static_assert(!WHOLE_ITEMS || WRITERS > 0, "queries are two bytes a number, of four columns");
+constexpr bool WHOLE_TILES = !OUTPUT_TAKES_SCRATCH || VD <= 2 * KD;
+static_assert(!WHOLE_TILES || WRITERS > 0, "queries are two bytes a number, of four columns");
 DEVICE float* scratch_of_writer(u8* shared, int warp) { return (float*)(shared + OUTPUT_SCRATCH_AT) + warp * VD; }
 DEVICE bool is_whole(const DecodeArgs& args, const DecodeRange& range) {
-  return WHOLE_ITEMS && range.first == 0 && range.last == range.s.kv_blocks && (!SPLITS || range.s.kv_blocks <= 1);
+  return WHOLE_TILES && range.first == 0 && range.last == range.s.kv_blocks && (!SPLITS || range.s.kv_blocks <= 1);
 }
 
 // The merged state of a row's partial results.

@@ -38,7 +38,7 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
 }
 
 // Masks hidden tokens with minus infinity, and tokens marked as NaN with NaN.
-DEVICE void hide_tokens(const u8* slot, const u8* shared, int token0, int lane, StepScores& s) {
+DEVICE void mask_tokens(const u8* slot, const u8* shared, int token0, int lane, StepScores& s) {
   const int g = lane >> 2;
   u32 bad = 0;
   UNROLL_FOR (int i = 0; i < 2 * SCORED_TILES; i++) {

@@ -14,7 +14,7 @@ DEVICE void sum_of_warps(const float* states, int column, float& all_max, float&
 }
 
 // Writes the softmax states of a warp's columns.
-DEVICE void leave_states(const ColumnState& columns, RunningSoftmax& acc, float* states, int warp, int lane) {
+DEVICE void store_states(const ColumnState& columns, RunningSoftmax& acc, float* states, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   const bool marked =
       warp_any(acc.largest_fields >> 16 == INVALID_FIELD || (acc.largest_fields & 0xFFFF) == INVALID_FIELD);

@@ -56,7 +56,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
       sync_threads();
       UNROLL_FOR (int first = 0; first < RINGS; first += RESULT_SUMS) {
         if (first) sync_team(1 + RINGS, 32 * WORKERS);
-        if (RESULT_SUMS == RINGS || own.pair == first) leave_results(acc, own, shared, lane, first > 0);
+        if (RESULT_SUMS == RINGS || own.pair == first) store_results(acc, own, shared, lane, first > 0);
       }
       change_registers<VALUE_REGISTERS, LAUNCHED>();
     } else {
@@ -67,7 +67,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
       columns.load(args, range, shared, lane & 3);
       const PairMemory kept(shared, own.pair, lane, true);
       attend_keys(args, range, shared, kept, own, columns, tables, lane, taken, acc);
-      leave_states(columns, acc, (float*)(shared + STATE_AT), worker, lane);
+      store_states(columns, acc, (float*)(shared + STATE_AT), worker, lane);
       sync_threads();
       change_registers<KEY_REGISTERS, LAUNCHED>();
     }

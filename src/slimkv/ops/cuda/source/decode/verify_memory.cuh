@@ -18,8 +18,8 @@ constexpr int RESULT_SUMS = RINGS * PAIR_RESULT_BYTES <= OPERANDS_END - QUERY_AT
 constexpr int RINGS_AT = QUERY_AT + PAIR_RESULT_BYTES > OPERANDS_END ? QUERY_AT + PAIR_RESULT_BYTES : OPERANDS_END;
 constexpr int COLUMN_AT = RINGS_AT + RINGS * STAGES * SLOT;
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
-constexpr int REFERENCES_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // running maxima per column and warp
-constexpr int FACTORS_AT = REFERENCES_AT +
+constexpr int RUNNING_MAX_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // running maxima per column and warp
+constexpr int FACTORS_AT = RUNNING_MAX_AT +
     (TILE_BY_TILE ? 4 * COLUMNS * WORKERS : 0);  // for two steps: factor per column, and whether to rescale
 constexpr int BARRIERS_AT = FACTORS_AT + RINGS * 2 * (4 * COLUMNS + 8);
 constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + 8 * RINGS * BARRIERS;  // probabilities of two steps: published, used

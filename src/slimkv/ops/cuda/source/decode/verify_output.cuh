@@ -19,7 +19,7 @@ struct TeamOutput {
 };
 
 // Writes the warp's output, all columns at once, to shared memory, or adds it there. All states must be published.
-DEVICE void leave_results(const TeamOutput& acc, const TeamWarp& warp, u8* shared, int lane, bool adds) {
+DEVICE void store_results(const TeamOutput& acc, const TeamWarp& warp, u8* shared, int lane, bool adds) {
   const int g = lane >> 2, t = lane & 3, worker = warp.pair * TEAM + warp.member, place = worker % (TEAM * RESULT_SUMS);
   const float* states = (const float*)(shared + STATE_AT);
   UNROLL_FOR (int c = 0; c < C; c++) {

@@ -4,10 +4,10 @@
 #include "decode/verify_pair.cuh"
 
 // The offset of the fields of a warp's own tile x from those of its first tile.
-DEVICE int fields_behind(int x) { return fields_of(TILES_APART * x) - FIELDS_AT; }
+DEVICE int own_fields_offset(int x) { return fields_of(TILES_APART * x) - FIELDS_AT; }
 // A warp's running maxima, from the first column of lanes t on.
-DEVICE float* references_of(u8* shared, int worker, int t) {
-  return (float*)(shared + REFERENCES_AT) + worker * COLUMNS + OWN * t;
+DEVICE float* running_max_of(u8* shared, int worker, int t) {
+  return (float*)(shared + RUNNING_MAX_AT) + worker * COLUMNS + OWN * t;
 }
 
 // Reorders finished wgmma accumulators into scores.
@@ -45,7 +45,7 @@ struct KeyOperands {
       UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
         const int x = round / ROUNDS, slice = round % ROUNDS * AT_ONCE + i;
         const u32(&operand)[4] = a[round % BUFFERS][i];
-        const u64 query = descriptor_behind(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
+        const u64 query = advance_descriptor(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
         if (slice == 0)
           WarpgroupProduct::register_a<false>(c[x], operand[0], operand[1], operand[2], operand[3], query);
         else if (slice < KS)

@@ -28,18 +28,18 @@ DEVICE void load_token_fields(const u8* slot, const ColumnState& columns, TokenF
   }
 }
 
-DEVICE void find_highest(const u8* slot, int g, const StepScores& s, const TokenFields& tokens, float (&highest)[C]) {
-  find_highest(slot, g, s, [&](int, int x, int r) { return TOKEN_UNITS ? tokens.unit[x][r] : 1.0f; }, highest);
+DEVICE void find_max(const u8* slot, int g, const StepScores& s, const TokenFields& tokens, float (&highest)[C]) {
+  find_max(slot, g, s, [&](int, int x, int r) { return TOKEN_UNITS ? tokens.unit[x][r] : 1.0f; }, highest);
 }
 
 // Updates the running maximum of the team; returns whether it changed. `maxima`: memory to exchange the warps' maxima,
 // in the place of their later states. `factors` receives the rescaling factors of the output. TILE_BY_TILE:
-// `references` are the warp's running maxima, for the columns of lanes t.
-DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&highest)[C], const TeamWarp& warp,
-    float* maxima, float* factors, float* references, RunningSoftmax& acc) {
+// `running_max` are the warp's running maxima, for the columns of lanes t.
+DEVICE bool update_team_max(const ColumnState& columns, int g, int t, float (&highest)[C], const TeamWarp& warp,
+    float* maxima, float* factors, float* running_max, RunningSoftmax& acc) {
   bool moves = false;
   UNROLL_FOR (int c = 0; c < C; c++) {
-    if (TILE_BY_TILE) acc.row_max[c] = references[own_column(c, 0)];
+    if (TILE_BY_TILE) acc.row_max[c] = running_max[own_column(c, 0)];
     highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
     moves = moves || highest[c] > acc.row_max[c] + RESCALE_THRESHOLD;
   }
@@ -56,7 +56,7 @@ DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&hig
         higher = max_f32(higher, maxima[STATE_WORDS * ((warp.pair * TEAM + w) * COLUMNS + own_column(c, t))]);
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - higher);
       acc.row_max[c] = higher;
-      if (TILE_BY_TILE && g == 0) references[own_column(c, 0)] = higher;
+      if (TILE_BY_TILE && g == 0) running_max[own_column(c, 0)] = higher;
       acc.row_sum[c] *= factor, acc.shift[c] *= factor;
       if (warp.member == 0 && g == 0) factors[own_column(c, t)] = factor;
     }

@@ -57,7 +57,7 @@ DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, co
       UNROLL_FOR (int k = 0; k < PRODUCTS; k++) {
         const int tile = (first + k) / OUT_SLICES;
         WarpgroupProduct::register_a(acc.products((first + k) % OUT_SLICES), a[k][0], a[k][1], a[k][2], a[k][3],
-            descriptor_behind(probabilities, tile / 4 * OPERAND_BYTES + 32 * (tile % 4)));
+            advance_descriptor(probabilities, tile / 4 * OPERAND_BYTES + 32 * (tile % 4)));
       }
       wgmma_commit();
       if (first) wgmma_wait<1>();

@@ -112,8 +112,8 @@ DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& to
       float p[2];
       UNROLL_FOR (int j = 0; j < 2; j++) {
         const int c = 2 * n + j;
-        const float reference = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
-        p[j] = weigh(fields, TOKEN_UNITS ? tokens.unit[0][r] : 1.0f, reference, tokens.scale[0][r], lane >> 2, 0, r,
+        const float row_max = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+        p[j] = weigh(fields, TOKEN_UNITS ? tokens.unit[0][r] : 1.0f, row_max, tokens.scale[0][r], lane >> 2, 0, r,
             s[c][0][r], sums.sum[c], sums.shift[c]);
       }
       word[n][r] = pack_f16x2(p[0], p[1]);
@@ -124,7 +124,7 @@ DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& to
     if (n % 2) *(Words4*)at = {word[n - n % 2][0], word[n - n % 2][1], word[n][0], word[n][1]};
     else if (n + 1 == NG) *(Words2*)at = {word[n][0], word[n][1]};
   }
-  return is_behind(sums.largest);
+  return exceeds_threshold(sums.largest);
 }
 
 // Attends all steps of a range.
@@ -150,16 +150,16 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
       if (lane < 8 * FIELDS)
         acc.largest_fields = max_u16x2(acc.largest_fields,
             *(const u32*)(fields + FIELDS_AT + FIELD_STRIDE * (lane / 8) + 4 * (lane % 8)));
-    } else hide_tokens(fields, shared, step_token + 16 * warp.member, lane, s);
+    } else mask_tokens(fields, shared, step_token + 16 * warp.member, lane, s);
 
     StepSums sums;
     const bool moves = publish<false>(s, fields, tokens, operands, warp.member, lane, acc, sums);
     if (warp.any(moves)) {
       float highest[C], *factors = (float*)(shared + FACTORS_AT);
       UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
-      find_highest(fields, g, s, tokens, highest);
+      find_max(fields, g, s, tokens, highest);
       const bool rescales =
-          move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), factors, nullptr, acc);
+          update_team_max(columns, g, t, highest, warp, (float*)(shared + STATE_AT), factors, nullptr, acc);
       publish<true>(s, fields, tokens, operands, warp.member, lane, acc, sums);
       warp.sync();
       if (rescales)
@@ -217,9 +217,9 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     columns.load(args, range, shared, lane & 3);
     attend_range(args, range, shared, own, columns, tables, lane, codes, acc, output);
     sync_threads();  // states and results overwrite maxima and probabilities
-    leave_states(columns, acc, (float*)(shared + STATE_AT), warp, lane);
+    store_states(columns, acc, (float*)(shared + STATE_AT), warp, lane);
     sync_threads();
-    leave_results(output, own, shared, lane, false);
+    store_results(output, own, shared, lane, false);
     left -= range.last - range.first + TILE_COST;  // and the cost of the next work tile
     sync_threads();
     write_rows(args, range, shared, warp, lane);

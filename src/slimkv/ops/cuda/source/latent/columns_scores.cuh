@@ -50,7 +50,7 @@ struct Scorer : Place {
     wgmma_fence_operand(s);
     wgmma_fence();
     UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) {
-      const u64 query = descriptor_behind(queries, (CHUNKS + k / 4) * QUERY_CHUNK + k % 4 * 32);
+      const u64 query = advance_descriptor(queries, (CHUNKS + k / 4) * QUERY_CHUNK + k % 4 * 32);
       if (k == 0)
         WgmmaNarrow<ROWS, BF16_ROPE>::template register_a<false>(s, a[k][0], a[k][1], a[k][2], a[k][3], query);
       else WgmmaNarrow<ROWS, BF16_ROPE>::template register_a<true>(s, a[k][0], a[k][1], a[k][2], a[k][3], query);
@@ -79,7 +79,7 @@ struct Scorer : Place {
     UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
       const int k = FIRST + i;
       WgmmaNarrow<ROWS, false>::template register_a<true>(s, a[i][0], a[i][1], a[i][2], a[i][3],
-          descriptor_behind(queries, k / 4 * QUERY_CHUNK + k % 4 * 32));
+          advance_descriptor(queries, k / 4 * QUERY_CHUNK + k % 4 * 32));
     }
     wgmma_commit();
   }

@@ -14,8 +14,8 @@ struct Multiplier : Place {
     UNROLL_FOR (int c = 0; c < OWN_CHUNKS; c++) {
       UNROLL_FOR (int k = 0; k < KV_BLOCK / 16; k++)
         if (CHUNKS % 2 == 0 || 2 * c + group < CHUNKS)
-          WgmmaNarrow<ROWS, false>::transposed_a(o[c], descriptor_behind(values, 2 * c * CHUNK + k * 2048),
-              descriptor_behind(weights, k * 32));
+          WgmmaNarrow<ROWS, false>::transposed_a(o[c], advance_descriptor(values, 2 * c * CHUNK + k * 2048),
+              advance_descriptor(weights, k * 32));
       wgmma_commit();
     }
   }

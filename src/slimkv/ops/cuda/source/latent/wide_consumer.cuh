@@ -45,14 +45,14 @@ struct Consumer {
 
   // -- descriptors of operands, advanced by `bytes`; values: in the warpgroup's dimensions
   DEVICE_MEMBER u64 queries_at(int bytes) const {
-    return descriptor_behind(smem_descriptor(shared_address(shared + QUERIES_AT), 16), bytes);
+    return advance_descriptor(smem_descriptor(shared_address(shared + QUERIES_AT), 16), bytes);
   }
   DEVICE_MEMBER u64 keys_at(int stage, int bytes) const {
-    return descriptor_behind(smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE, 16), bytes);
+    return advance_descriptor(smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE, 16), bytes);
   }
   DEVICE_MEMBER u64 values_at(int stage, int bytes) const {
     const u32 own = shared_address(shared + RING_AT) + stage * STAGE + group * (CHUNKS / 2) * CHUNK;
-    return descriptor_behind(smem_descriptor(own, CHUNK), bytes);
+    return advance_descriptor(smem_descriptor(own, CHUNK), bytes);
   }
 
   // -- scores
@@ -177,7 +177,7 @@ struct Consumer {
     wgmma_fence_operand(o);
     wgmma_fence();
     UNROLL_FOR (int k = 0; k < 4; k++)
-      Wgmma<HALF>::shared_a_across(o, descriptor_behind(probabilities, k * 32), values_at(stage, k * 2048));
+      Wgmma<HALF>::shared_a_across(o, advance_descriptor(probabilities, k * 32), values_at(stage, k * 2048));
     wgmma_commit();
   }
 

@@ -96,7 +96,7 @@ struct Softmax : RowState {
 
   // Raises the running maximum of rows whose largest probability would be too large. Returns whether there are any.
   template <bool MASKED>
-  DEVICE_MEMBER bool follow(const Sums& sums, const u8* numbers, const Visible& visible, int first, int t,
+  DEVICE_MEMBER bool update_max(const Sums& sums, const u8* numbers, const Visible& visible, int first, int t,
       float softcap, u32 none) {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
     UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {
@@ -106,7 +106,7 @@ struct Softmax : RowState {
       UNROLL_FOR (int k = 0; k < 8; k++) {
         const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
         const float x = score(sums, i, of.key[token], logs[token], softcap, none);
-        most[i / 2 % 2] = max_f32(most[i / 2 % 2], MASKED && visible.hides(first, i, t) ? MINUS_INFINITY : x);
+        most[i / 2 % 2] = max_f32(most[i / 2 % 2], MASKED && visible.masks(first, i, t) ? MINUS_INFINITY : x);
       }
     }
     bool behind = false;
@@ -141,9 +141,9 @@ struct Softmax : RowState {
   }
 
   // Clears the probabilities of masked tokens.
-  DEVICE_MEMBER static void hide(u32 (&p)[WORDS], const Visible& visible, int first, int t) {
+  DEVICE_MEMBER static void apply_mask(u32 (&p)[WORDS], const Visible& visible, int first, int t) {
     UNROLL_FOR (int i = 0; i < SCORES; i++)
-      if (visible.hides(first, i, t)) p[2 * (i / 8) + i / 2 % 2] &= ~(0xFFu << 8 * (i / 4 % 2 * 2 + i % 2));
+      if (visible.masks(first, i, t)) p[2 * (i / 8) + i / 2 % 2] &= ~(0xFFu << 8 * (i / 4 % 2 * 2 + i % 2));
   }
 
   // Sets `large` as `weigh` does, from given probabilities.
@@ -170,7 +170,7 @@ struct Softmax : RowState {
   }
 
   // Raises the running maxima by `lift`, clears `lift`, and sets the rescaling factors of the output.
-  DEVICE_MEMBER void raise_references(float (&lift)[2]) {
+  DEVICE_MEMBER void raise_row_max(float (&lift)[2]) {
     UNROLL_FOR (int r = 0; r < 2; r++) {
       row_max[r] += lift[r];
       rescale[r] = lift[r] > 0.0f ? 1.0f / (1 << (int)LIFT) : 1.0f;

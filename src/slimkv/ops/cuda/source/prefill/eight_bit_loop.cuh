@@ -41,7 +41,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     wgmma_wait<1>();
     wgmma_fence_operand(sums);
     needs_rescale = lifted;
-    softmax.raise_references(lift);
+    softmax.raise_row_max(lift);
     lifted = false;
     large[0] = i >= special || (WINDOW && !is_clear(first_token(i, half))) ? TOP_BITS : 0, large[1] = 0;
     softmax.weigh(sums, scales, numbers, t, args.softcap, 0, to, large);
@@ -56,14 +56,15 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     const int first = first_token(i + none, half);
     const bool masked = !is_clear(first);
     if (!FIRST) {
-      if (masked) Softmax::hide(to, visible, first, t);
+      if (masked) Softmax::apply_mask(to, visible, first, t);
       Softmax::find_large(to, large);
     }
     if (FIRST || Softmax::too_large(to)) {
-      if (masked) needs_rescale |= softmax.template follow<true>(sums, numbers, visible, first, t, args.softcap, none);
-      else needs_rescale |= softmax.template follow<false>(sums, numbers, visible, first, t, args.softcap, none);
+      if (masked)
+        needs_rescale |= softmax.template update_max<true>(sums, numbers, visible, first, t, args.softcap, none);
+      else needs_rescale |= softmax.template update_max<false>(sums, numbers, visible, first, t, args.softcap, none);
       softmax.weigh(sums, TokenScales(numbers, 4 * t), numbers, t, args.softcap, none, to, large);
-      if (masked) Softmax::hide(to, visible, first, t);
+      if (masked) Softmax::apply_mask(to, visible, first, t);
       Softmax::find_large(to, large);
     }
     lifted = softmax.find_lift(large, lane, lift);
@@ -86,7 +87,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   start_sums(sums, operands, place.slot, 0);
   wgmma_wait<0>();
   wgmma_fence_operand(sums);
-  softmax.raise_references(lift);
+  softmax.raise_row_max(lift);
   look_at(Yes{}, 0, place, 0, p[0]);
   for (int i = 0;; i++) {
     // The scores of the second half of tile i, overlapping the output of the first half.

@@ -18,7 +18,7 @@ struct Softmax : RowState {  // row_max: score plus the exponent of the values' 
   DEVICE_MEMBER static float exponent_of(const TileScale& unit) { return BY_ROW ? 0.0f : unit.value; }
   // The factor from the accumulators to a sum of probabilities times values.
   DEVICE_MEMBER float output_factor() const { return BY_ROW ? power(out_unit) : 1.0f; }
-  // BY_ROW: changes to the unit of a tile; returns whether it differs. `followed`: after an update by `follow`.
+  // BY_ROW: changes to the unit of a tile; returns whether it differs. `followed`: after an update by `update_max`.
   DEVICE_MEMBER bool move_unit(const TileScale& unit, bool followed) {
     if (!BY_ROW || unit.value == out_unit) return false;
     const float by = power(out_unit - unit.value);
@@ -34,12 +34,12 @@ struct Softmax : RowState {  // row_max: score plus the exponent of the values' 
 
   // Updates the running maximum of rows where it lags by RESCALE_THRESHOLD powers of two, so that the output is seldom
   // rescaled. Returns whether any row was updated.
-  DEVICE_MEMBER bool follow(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t,
+  DEVICE_MEMBER bool update_max(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t,
       float softcap) {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
     UNROLL_FOR (int i = 0; i < N; i++) {
       const float x = score(s[i], i / 2 % 2, unit, exponent_of(unit), softcap);
-      most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.hides(tile * STEP, i, t) ? MINUS_INFINITY : x);
+      most[i / 2 % 2] = max_f32(most[i / 2 % 2], visible.masks(tile * STEP, i, t) ? MINUS_INFINITY : x);
     }
     bool behind = false;
     UNROLL_FOR (int r = 0; r < 2; r++) {
@@ -65,7 +65,7 @@ struct Softmax : RowState {  // row_max: score plus the exponent of the values' 
       float w[2];
       UNROLL_FOR (int k = 0; k < 2; k++) {
         w[k] = exp2_approx(score(s[i + k], r, unit, from[r], softcap));
-        if (MASKED && visible.hides(tile * STEP, i + k, t)) w[k] = 0.0f;
+        if (MASKED && visible.masks(tile * STEP, i + k, t)) w[k] = 0.0f;
         sums[r][k] += w[k];
       }
       p[i / 2] = pack_f16x2(w[0], w[1]);
@@ -86,7 +86,7 @@ struct Softmax : RowState {  // row_max: score plus the exponent of the values' 
                     : weigh<false>(s, unit, visible, tile, t, softcap, p, sum);
     };
     if (follow_first || warp_any(weigh_tile(!clear))) {
-      needs_rescale = follow(s, unit, visible, tile, t, softcap);
+      needs_rescale = update_max(s, unit, visible, tile, t, softcap);
       weigh<true>(s, unit, visible, tile, t, softcap, p, sum);
       if (needs_rescale) row_sum[0] = mul_rn(row_sum[0], rescale[0]), row_sum[1] = mul_rn(row_sum[1], rescale[1]);
     }

@@ -60,10 +60,10 @@ template <int BLOCKS> struct HalfTile {
   }
 
   // Masks scores; `first`: the first token.
-  DEVICE_MEMBER void hide(const Visible (&visible)[ROW_BLOCKS], int first, int t) {
+  DEVICE_MEMBER void apply_mask(const Visible (&visible)[ROW_BLOCKS], int first, int t) {
     UNROLL_FOR (int b = 0; b < BLOCKS; b++)
       UNROLL_FOR (int i = 0; i < SCORES; i++)
-        if (visible[b].hides(first, i, t)) s[b][i] = (i32)as_bits(MINUS_INFINITY);
+        if (visible[b].masks(first, i, t)) s[b][i] = (i32)as_bits(MINUS_INFINITY);
   }
 
   // Finds the lane's largest scores; OF_UNEVEN: including the logarithms of the values' scales.
@@ -86,7 +86,7 @@ template <int BLOCKS> struct HalfTile {
   }
 
   // Raises row_max for rows of row block b that exceed it by too much, and rescales output and sums.
-  DEVICE_MEMBER void follow(Softmax& softmax, float (&o)[OUTPUTS], int b) {
+  DEVICE_MEMBER void update_max(Softmax& softmax, float (&o)[OUTPUTS], int b) {
     bool behind[2];
     UNROLL_FOR (int r = 0; r < 2; r++) {
       // Two ulps up, so that rounding makes no probability larger than a byte.
@@ -201,10 +201,10 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     tokens.multiply_scores(queries, D == 64 ? keys ^ half * 64 : keys + half * 128 * TOKENS);
     tokens.find_scores(softmax, numbers, lane & 3, args.softcap);
     if ((at + 1) * TOKENS > w.clear_end || (WINDOW && at * TOKENS < w.clear_begin))
-      tokens.hide(visible, at * TOKENS, lane & 3);
+      tokens.apply_mask(visible, at * TOKENS, lane & 3);
     if (unit < 0.0f) tokens.template find_most<true>(softmax, numbers, lane & 3);
     else tokens.template find_most<false>(softmax, numbers, lane & 3);
-    UNROLL_FOR (int b = 0; b < BLOCKS; b++) tokens.follow(softmax[b], o[b], b);
+    UNROLL_FOR (int b = 0; b < BLOCKS; b++) tokens.update_max(softmax[b], o[b], b);
     tokens.weigh(softmax, numbers, lane & 3);
     tokens.multiply_output(o, STEP == 128 ? values ^ half * 64 : values + half * 128 * D, unit < 0.0f ? -unit : unit);
   }

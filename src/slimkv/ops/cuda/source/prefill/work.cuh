@@ -61,7 +61,7 @@ struct Rings {
 struct Visible {
   int begin[2], end[2];
   // Whether a lane's score i, counted from token `first`, is masked.
-  DEVICE_MEMBER bool hides(int first, int i, int t) const {
+  DEVICE_MEMBER bool masks(int first, int i, int t) const {
     const int token = first + 8 * (i / 4) + 2 * t + i % 2, r = i / 2 % 2;
     return token >= end[r] || (WINDOW && token < begin[r]);
   }
