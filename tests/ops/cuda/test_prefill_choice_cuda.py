@@ -12,25 +12,25 @@ from test_prefill_cuda import CPU, LONG, config_of
 
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
-from slimkv.ops.attention.cuda.prefill_workspace import Batch, cut_passes
+from slimkv.ops.attention.cuda.prefill_workspace import Batch, plan_passes
 from slimkv.ops.cuda.device import NAMED, record_of
 from slimkv.spec import CodecSpec, PageLayout
 
 
-def test_how_passes_are_cut():
+def test_sequences_and_tiles_of_a_pass():
     layout, config = PageLayout(CodecSpec.parse("k4v4", 128), 16), config_of("k4v4", 128)
 
-    def cut(sequences, blocks, max_seq_len):
+    def passes(sequences, blocks, max_seq_len):
         batch = Batch(sequences, 8, blocks, -(-max_seq_len // config.tile_tokens))
-        return cut_passes(layout, config, batch, 132, 256 << 20)
+        return plan_passes(layout, config, batch, 132, 256 << 20)
 
-    assert cut(1, 1, 1000) == (1, 8)
-    assert cut(1, 64, 1 << 20) == (1, 512)  # 256 MiB of 64 KiB tiles, for 8 heads
-    assert cut(1 << 17, 1 << 17, 1 << 20) == (1 << 17, 1)
-    assert cut(32, 64, 8192) == (8, 64)  # whole sequences, two blocks of each: 128 of 132 multiprocessors are busy
-    assert cut(16, 256, 8704) == (6, 68)  # three times rather than 7, 7 and 2
-    assert cut(16, 32, 32768) == (16, 32)  # two whole sequences would be 32 blocks
-    assert cut(10, 110, 8192) == (6, 64)  # 4 times 132 blocks and 352 rather than twice 440
+    assert passes(1, 1, 1000) == (1, 8)
+    assert passes(1, 64, 1 << 20) == (1, 512)  # 256 MiB of 64 KiB tiles, for 8 heads
+    assert passes(1 << 17, 1 << 17, 1 << 20) == (1 << 17, 1)
+    assert passes(32, 64, 8192) == (8, 64)  # whole sequences, two blocks of each: 128 of 132 multiprocessors are busy
+    assert passes(16, 256, 8704) == (6, 68)  # three times rather than 7, 7 and 2
+    assert passes(16, 32, 32768) == (16, 32)  # two whole sequences would be 32 blocks
+    assert passes(10, 110, 8192) == (6, 64)  # 4 times 132 blocks and 352 rather than twice 440
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from slimkv.ops.attention.cuda.decode_config import (
     shared_bytes,
     split_steps,
     takes_whole_tiles,
-    writes_whole_items,
+    writes_whole_tiles,
 )
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
@@ -239,7 +239,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     # Deterministic results must not depend on other sequences: only the layer's window bounds the visible tokens.
     bound = bound_of(layout, window if exact else seen, not exact and 2 * tiles <= device.multiprocessors)
     plan = _plan(
-        device, layout, group, _cut_for(request, most_queries), bound, exact,
+        device, layout, group, _typical_queries(request, most_queries), bound, exact,
         query.dtype, out.dtype, window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
@@ -249,16 +249,16 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     splits = -(-seen // SPLIT_TOKENS) + (window is not None) if 0 < steps <= SPLIT_TOKENS else 1
     # Requires that every sequence has one chunk of queries and that none is prefilled.
     whole = request.max_query_len <= min(most_queries, config.rows // group) and (
-        splits == 1 and writes_whole_items(layout) if exact else takes_whole_tiles(device, layout, config, tiles, seen)
+        splits == 1 and writes_whole_tiles(layout) if exact else takes_whole_tiles(device, layout, config, tiles, seen)
     )
-    items = most_items(rows, sequences, num_kv_heads, group, config)
+    work_tiles = max_work_tiles(rows, sequences, num_kv_heads, group, config)
     blocks = device.multiprocessors * config.blocks_per_sm
     # One partial result per work tile and one per block that starts inside a tile; deterministic: one per split.
-    slots = 0 if whole else items * splits if exact else items + blocks
+    slots = 0 if whole else work_tiles * splits if exact else work_tiles + blocks
     # Few rows have many partial results each: two warps share them if one warp cannot load all of them at once.
-    split = not whole and total * heads <= 32 * device.multiprocessors and blocks // items > _PARTS_AT_ONCE
+    split = not whole and total * heads <= 32 * device.multiprocessors and blocks // work_tiles > _PARTS_AT_ONCE
     merge_split = 2 if split or exact else 1
-    cuts = not exact and items > blocks and writes_whole_items(layout)  # most work tiles lie in one block
+    cuts = not exact and work_tiles > blocks and writes_whole_tiles(layout)  # most work tiles lie in one block
     merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
     if cuts:
         merge_grid = (max(1, blocks - 1), -(-config.rows // _MERGE_WARPS))
@@ -298,7 +298,7 @@ def _seen_tokens(request: AttendRequest) -> int:
     return request.max_seq_len if window is None else min(request.max_seq_len, window + request.max_query_len)
 
 
-def _cut_for(request: AttendRequest, most_queries: int) -> int:
+def _typical_queries(request: AttendRequest, most_queries: int) -> int:
     """The queries per sequence that the configuration is chosen for; few long sequences do not decide it."""
     longest, sequences = request.max_query_len, request.seq_lens.shape[0]
     alike = longest <= most_queries and 2 * request.query.shape[0] > sequences * longest
@@ -327,7 +327,7 @@ def _plan(
     return Plan(config, defines, shared_bytes(layout, config), args)
 
 
-def most_items(total: int, sequences: int, num_kv_heads: int, group: int, config: DecodeConfig) -> int:
+def max_work_tiles(total: int, sequences: int, num_kv_heads: int, group: int, config: DecodeConfig) -> int:
     """The maximum number of work tiles (sequence, chunk of queries, KV head) of one call."""
     return min(total, total // (config.rows // group) + sequences) * num_kv_heads
 
@@ -339,8 +339,8 @@ def workspace_bytes(
     """The bytes of ``workspace`` that ``attend`` needs within these bounds."""
     about, need = device_of(device), 0
     for config in reachable(about, layout, group, min(max_query_len, MAX_DECODE_QUERIES)):
-        items = most_items(total_queries, sequences, num_kv_heads, group, config)
-        slots = items + about.multiprocessors * config.blocks_per_sm
+        work_tiles = max_work_tiles(total_queries, sequences, num_kv_heads, group, config)
+        slots = work_tiles + about.multiprocessors * config.blocks_per_sm
         need = max(need, 4 * slots * config.rows * (layout.spec.value_dim + 2))
     return need
 

@@ -20,7 +20,7 @@ from slimkv.ops.attention.cuda.shared_memory import (
     shared_bytes,
     team_registers,
     values_in_parts,
-    writes_whole_items,
+    writes_whole_tiles,
 )
 from slimkv.ops.cuda.device import Device
 from slimkv.spec import Kind, PageLayout
@@ -198,7 +198,7 @@ def takes_whole_tiles(device: Device, layout: PageLayout, config: DecodeConfig, 
     """Whether each of ``tiles`` work tiles of up to ``tokens`` tokens gets one thread block, without a merge."""
     rounds = _WHOLE_ROUNDS if 2 * tiles > device.multiprocessors else _WHOLE_ROUNDS_OF_FEW
     most = rounds * config.block_tokens * config.warps
-    return config.source == DECODE and writes_whole_items(layout) and tokens <= most
+    return config.source == DECODE and writes_whole_tiles(layout) and tokens <= most
 
 
 def _head_class(layout: PageLayout) -> int:

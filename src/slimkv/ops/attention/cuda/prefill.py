@@ -33,9 +33,9 @@ from slimkv.ops.attention.cuda.prefill_defines import ATTEND, UNPACK, PrefillCon
 from slimkv.ops.attention.cuda.prefill_workspace import (
     WORKSPACE_BYTES,
     Batch,
-    cut_ahead,
-    cut_passes,
     lay_out,
+    plan_ahead,
+    plan_passes,
     seen_tiles,
 )
 from slimkv.ops.cuda.arguments import arguments
@@ -75,9 +75,9 @@ def attend_prefill(
     if config.fused:
         attend.start_split() if splits(request, config, most_queries) > 1 else attend.start()
     elif config.ahead:
-        cut = cut_ahead(request, config, most_long, multiprocessors(request.query.device), budget)
-        space = lay_out(attend.args, cut, config, request.layout.spec.key_dim, request.query.device)
-        attend.unpack(cut.lead)
+        plan = plan_ahead(request, config, most_long, multiprocessors(request.query.device), budget)
+        space = lay_out(attend.args, plan, config, request.layout.spec.key_dim, request.query.device)
+        attend.unpack(plan.lead)
         attend.start()
         del space
     else:
@@ -143,7 +143,7 @@ def _attend_in_passes(attend: _Attend, most_long: int, budget: int) -> None:
     layout, device, num_kv_heads = request.layout, request.query.device, request.pages.shape[1]
     longest = seen_tiles(request, config.tile_tokens)
     batch = Batch(most_long, num_kv_heads, request.query.shape[0] // (config.rows // request.group), longest)
-    ranks, tiles = cut_passes(layout, config, batch, multiprocessors(device), budget)
+    ranks, tiles = plan_passes(layout, config, batch, multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // tiles)
     side_bytes = rows * tiles * config.tile_bytes(layout.spec.key_dim)  # of keys, and of values
     tile_bytes = 2 * side_bytes + 16 * rows * tiles

@@ -9,7 +9,7 @@ from slimkv.codec.byte_levels import MOST_BITS
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, AttendOptions, AttendRequest
 from slimkv.ops.attention.cuda.prefill_defines import PrefillConfig, Unpack, packed_stages, shared_bytes
-from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, cut_ahead, seen_tokens
+from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, plan_ahead, seen_tokens
 from slimkv.ops.cuda.constants import KIND_NUMBERS
 from slimkv.ops.cuda.device import Device, device_of
 from slimkv.spec import CodecSpec, Kind
@@ -166,7 +166,7 @@ def _can_unpack_ahead(request: AttendRequest) -> bool:
     total, longest, sequences = request.query.shape[0], request.max_query_len, request.seq_lens.shape[0]
     config, alike = configs(request.layout.spec, AHEAD), total == sequences * longest or total - longest < sequences
     available = device_of(request.query.device).multiprocessors
-    return bool(config) and alike and cut_ahead(request, config[0], sequences, available, WORKSPACE_BYTES).flows
+    return bool(config) and alike and plan_ahead(request, config[0], sequences, available, WORKSPACE_BYTES).flows
 
 
 def _time(request: AttendRequest, config: PrefillConfig) -> float:
@@ -189,7 +189,7 @@ def _time(request: AttendRequest, config: PrefillConfig) -> float:
     if config.ahead:
         beside = UNPACKED_ROUND + BESIDE_ATTENDING * spread / blocks
         round_time = max(beside, UNPACKING_AHEAD * spread / blocks)
-        first = cut_ahead(request, config, sequences, available, WORKSPACE_BYTES).lead
+        first = plan_ahead(request, config, sequences, available, WORKSPACE_BYTES).lead
     return rounds * round_time + first / available * UNPACKING * spread
 
 

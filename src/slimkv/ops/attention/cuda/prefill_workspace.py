@@ -37,7 +37,7 @@ def seen_tiles(request: AttendRequest, tile_tokens: int) -> int:
     return min(-(-longest // tile_tokens), (seen + tile_tokens - 2) // tile_tokens + 1)
 
 
-def cut_passes(
+def plan_passes(
     layout: PageLayout, config: PrefillConfig, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
 ) -> tuple[int, int]:
     """The sequences, and the tiles per sequence, that the workspace holds at a time. Whole sequences need no
@@ -66,7 +66,7 @@ def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
 
 
 @dataclass(frozen=True)
-class AheadCut:
+class AheadPlan:
     """How blocks unpack ahead (source/prefill/ahead.cuh). An item is a KV head of a sequence."""
 
     items: int
@@ -81,9 +81,9 @@ class AheadCut:
         return self.slots >= min(self.items, 2 * self.lead)
 
 
-def cut_ahead(
+def plan_ahead(
     request: AttendRequest, config: PrefillConfig, sequences: int, multiprocessors: int, budget: int
-) -> AheadCut:
+) -> AheadPlan:
     """The numbers for up to ``sequences`` sequences and a workspace of ``budget`` bytes, or more if it needs more.
 
     The first ``lead`` items keep nearly all multiprocessors busy. Their blocks unpack the next ``lead`` items.
@@ -93,20 +93,20 @@ def cut_ahead(
     blocks = -(-request.max_query_len * request.group // config.rows)
     lead = min(items, -(-95 * multiprocessors // (100 * blocks)))
     room = budget // (tiles * 2 * config.tile_bytes(dim))
-    return AheadCut(items, blocks, tiles, lead, min(items, max(lead + 1, room)))
+    return AheadPlan(items, blocks, tiles, lead, min(items, max(lead + 1, room)))
 
 
-def lay_out(args: ctypes.Structure, cut: AheadCut, config: PrefillConfig, dim: int, device: torch.device) -> Tensor:
+def lay_out(args: ctypes.Structure, plan: AheadPlan, config: PrefillConfig, dim: int, device: torch.device) -> Tensor:
     """Allocates the workspace (keys, values, their scales, counters) and points ``args`` into it."""
-    tiles = cut.slots * cut.tiles
+    tiles = plan.slots * plan.tiles
     side = tiles * config.tile_bytes(dim)  # bytes of keys; values have as many
-    space = torch.empty(2 * side + 16 * tiles + 8 * cut.items, dtype=torch.uint8, device=device)
+    space = torch.empty(2 * side + 16 * tiles + 8 * plan.items, dtype=torch.uint8, device=device)
     args.keys = space.data_ptr()
     args.values = args.keys + side
     args.tile_scales = args.values + side
     args.unpacked = args.tile_scales + 16 * tiles
-    args.attended = args.unpacked + 4 * cut.items
-    args.tiles, args.ranks, args.section = cut.tiles, cut.items // args.num_kv_heads, 1
+    args.attended = args.unpacked + 4 * plan.items
+    args.tiles, args.ranks, args.section = plan.tiles, plan.items // args.num_kv_heads, 1
     args.first_pass, args.last_pass = 1, 1
-    args.lead, args.slots = cut.lead, cut.slots
+    args.lead, args.slots = plan.lead, plan.slots
     return space

@@ -78,7 +78,7 @@ def verify_warps_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     return total
 
 
-def writes_whole_items(layout: PageLayout) -> bool:
+def writes_whole_tiles(layout: PageLayout) -> bool:
     """Whether thread blocks write whole work tiles themselves: the memory of queries must suffice to rotate back."""
     dim = layout.spec.value_dim
     return not layout.spec.value.rotated or (dim & (dim - 1) == 0 and dim >= 32) or dim <= 2 * layout.spec.key_dim

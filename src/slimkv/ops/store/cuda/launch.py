@@ -16,7 +16,7 @@ from slimkv.codec.rotation import signed_hadamard
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS
 from slimkv.ops.cuda.device import device_of
 from slimkv.ops.cuda.module import Defines, load
-from slimkv.ops.cuda.places import Vectors, point_to_tokens, vectors_of
+from slimkv.ops.cuda.token_args import Vectors, point_to_tokens, vectors_of
 from slimkv.ops.store.api import StoreRequest, refuses_policy
 from slimkv.ops.store.cuda import vectors
 from slimkv.ops.store.cuda.args import RECORD_BITS, Plan, StoreArgs, code_tables, point_side

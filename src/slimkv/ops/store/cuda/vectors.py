@@ -14,7 +14,7 @@ from slimkv.codec.rotation import block_size, core_size, core_words, sign_words
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, RAW_NUMBER
 from slimkv.ops.cuda.device import multiprocessors
 from slimkv.ops.cuda.module import Defines
-from slimkv.ops.cuda.places import Vectors, point_to_tokens, vectors_of
+from slimkv.ops.cuda.token_args import Vectors, point_to_tokens, vectors_of
 from slimkv.ops.store.api import StoreRequest, refuses_raw_dtype
 from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables, point_side
 from slimkv.spec import Kind, LatentSpec, PageLayout, SideLayout
