@@ -1,4 +1,4 @@
-"""Makes the emulated GPU beside these tests importable, and names the GPUs that some of them need."""
+"""Makes the emulated GPU importable, and defines fixtures for real GPUs."""
 
 from __future__ import annotations
 

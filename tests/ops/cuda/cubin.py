@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 _SYMTAB = 2  # type of a section
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes of .nv.info: a symbol and its number
-# Opcodes of sm_90a: what begins and awaits products of warpgroups; HGMMA with A in shared memory and in registers.
+# Opcodes of sm_90a: those that start and await wgmmas; HGMMA with A in shared memory and in registers.
 _WARPGROUP, _PRODUCTS = 0x9C5, (0x9F0, 0xDF0)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Of a kernel: registers a thread, bytes of local memory a thread (spills, arrays) and of static shared memory.
+    """Resources of a kernel: registers and bytes of local memory (spills, arrays) per thread, static shared memory.
 
     ``serialized``: the compiler lacks registers and has every product of a warpgroup wait for the one before.
     """
@@ -26,7 +26,7 @@ class Resources:
 
 
 def resources(code: bytes) -> dict[str, Resources]:
-    """By the name of the kernel."""
+    """The resources of each kernel, by name."""
     sections = list(_sections(code))
     names = _symbols(sections)
     about = b"".join(data for name, _, data in sections if name == ".nv.info")
@@ -45,7 +45,7 @@ def _is_serialized(text: bytes) -> bool:
 
 
 def _sections(code: bytes):
-    """Names, types and bytes."""
+    """The (name, type, bytes) of each section."""
     assert code[:5] == b"\x7fELF\x02", "not a 64-bit ELF"
     (start,) = struct.unpack_from("<Q", code, 0x28)
     size, count, of_names = struct.unpack_from("<HHH", code, 0x3A)
@@ -56,7 +56,7 @@ def _sections(code: bytes):
 
 
 def _symbols(sections) -> list[str]:
-    """Names of symbols, in order."""
+    """The names of symbols, in order."""
     strings = next(data for name, _, data in sections if name == ".strtab")
     table = next(data for _, kind, data in sections if kind == _SYMTAB)
     starts = [struct.unpack_from("<I", table, at)[0] for at in range(0, len(table), 24)]

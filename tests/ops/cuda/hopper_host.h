@@ -1,5 +1,5 @@
-// What hopper.cuh gives on a device, on a CPU (see host.h). Products happen when they are started and copies land when
-// somebody waits for them; barriers count arrivals and bytes as the real ones do, and waiting forever is an error.
+// Replaces hopper.cuh on a CPU (see host.h). Products are computed when issued, and copies land when awaited; mbarriers
+// count arrivals and bytes like the real ones, and waiting forever is an error.
 #pragma once
 
 namespace host {
@@ -44,7 +44,7 @@ static void land_one(u64* barrier) {
 
 static void let_others_run(const char* where, int& polls) {
   if (++polls > MOST_POLLS) fail("waits at %s for ever", where);
-  to_scheduler();  // it stays runnable and looks again
+  to_scheduler();  // stays runnable and polls again
 }
 
 static int meet_named(int number, int threads) {
@@ -67,7 +67,7 @@ static u32 half_at(u32 address) {
   return bits;
 }
 
-// Element (row, k) of an operand whose k lie side by side, and (k, column) of one whose columns do.
+// Element (row, k) of an operand with contiguous k, and (k, column) of one with contiguous columns.
 static float number_of(u32 bits, bool bf16) { return bf16 ? as_float(bits << 16) : f16_to_f32(bits); }
 static float side_by_side(u64 operand, int row, int k, bool bf16 = false) {
   const u32 start = (u32)(operand & 0x3FFF) << 4, groups = (u32)(operand >> 32 & 0x3FFF) << 4;
@@ -79,7 +79,7 @@ static float across(u64 operand, int k, int column) {
   return f16_to_f32(half_at(start + column / 64 * apart + k / 8 * groups + k % 8 * 128 + column % 64 * 2));
 }
 
-// Byte (row, k) of an operand whose k lie side by side.
+// Byte (row, k) of an operand with contiguous k.
 static u8 byte_of(u64 operand, int row, int k) {
   const u32 start = (u32)(operand & 0x3FFF) << 4, groups = (u32)(operand >> 32 & 0x3FFF) << 4;
   return byte_at(start + row / 8 * groups + row % 8 * 128 + k);

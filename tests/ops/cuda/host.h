@@ -1,7 +1,7 @@
-// A GPU on a CPU, for tests: every CUDA thread is a coroutine, blocks run one after the other, and whatever needs several
-// lanes (barriers, shuffles, votes, matrix products) is a place where they wait for one another. It gives what
-// intrinsics.cuh gives on a device. Lanes that do not meet are an error, shared memory starts as NaNs, and
-// asynchronous copies land only when they are waited for, so that a missing wait or barrier shows.
+// A GPU emulated on a CPU for tests: every CUDA thread is a coroutine, thread blocks run in turn, and lanes wait for one
+// another at collectives (barriers, shuffles, votes, matrix products). It replaces intrinsics.cuh. Lanes that do not
+// meet at a collective are an error, shared memory starts as NaNs, and asynchronous copies land only when they are
+// awaited, so that missing waits and barriers have an effect.
 #pragma once
 // C's headers alone, and no containers: hundreds of libraries include this, and C++'s would take a third of the time to compile one.
 #define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
@@ -11,7 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-// Words that slimkv_host_switch keeps on a stack, and which of them is the address it returns to.
+// The number of words that slimkv_host_switch saves on a stack, and the index of its return address.
 #if defined(__x86_64__)
 #define HOST_SWITCH_WORDS 8
 #define HOST_SWITCH_RETURN 6
@@ -72,7 +72,7 @@ struct Thread {
   const char* where;  // the collective it waits at
   u64 meetings;       // warp collectives so far: operands of two consecutive ones are kept apart
   int groups;         // committed groups of asynchronous copies
-  bool waited;        // for the grid before
+  bool waited;        // for the previous grid
   List<Copy> copies;
 #ifdef HOST_SWITCH_WORDS
   void* stack_pointer;
@@ -182,7 +182,7 @@ static void to_scheduler() { swapcontext(&machine.threads[machine.current].conte
 static void to_thread(int i) { choose(i); swapcontext(&machine.scheduler, &machine.threads[i].context); }
 #endif
 
-// Ends the launch; what is on the coroutines' stacks is dropped.
+// Ends the launch without unwinding the coroutines' stacks.
 static void fail(const char* format, ...) {
   va_list list;
   va_start(list, format);
@@ -225,7 +225,7 @@ static void start(int i) {
 #endif
 }
 
-// Every other block runs its lanes backwards: what works in one order only is a race.
+// Every other block runs its lanes in reverse order, to expose races.
 static int ordered(int i) { return (machine.block_x + machine.block_y) % 2 ? machine.count - 1 - i : i; }
 
 static bool run_block() {
@@ -313,7 +313,7 @@ static int launch(void (*kernel)(const void*), int x, int y, int threads, int sh
   return fine ? 0 : 1;
 }
 
-// Waits for the other lanes of the warp at the same place; gives the operands of all, [32][8].
+// Waits until the other lanes of the warp reach the same collective; returns all operands, [32][8].
 typedef u64 (*Operands)[8];
 static Operands meet(const char* where, const u64* mine, int n) {
   int i = machine.current;
@@ -391,7 +391,7 @@ DEVICE bool team_any(bool p, int number, int threads) {
   if (++team.arrived == threads) team = {0, false, team.any, generation + 1};
   for (int polls = 0; team.generation == generation; polls++) {
     if (polls > 1000000) host::fail("waits for its team for ever");
-    host::to_scheduler();  // it stays runnable and looks again
+    host::to_scheduler();  // stays runnable and polls again
   }
   return team.result;
 }
@@ -483,7 +483,7 @@ DEVICE u32 f32_to_e4m3(float x) {
 DEVICE u32 pack_e4m3x2(float low, float high) { return f32_to_e4m3(low) | f32_to_e4m3(high) << 8; }
 DEVICE u32 pack_e4m3x4(float a, float b, float c, float d) { return pack_e4m3x2(a, b) | pack_e4m3x2(c, d) << 16; }
 DEVICE u32 unpack_e4m3x2(u32 x) { return pack_f16x2(e4m3_to_f32(x & 0xFF), e4m3_to_f32(x >> 8 & 0xFF)); }
-// Pair by pair the larger magnitude, with the product of the signs.
+// Elementwise, the larger magnitude, with the product of the signs.
 template <class F> DEVICE u32 larger_pairs(u32 a, u32 b, F to_float) {
   u32 r = 0;
   for (int shift = 0; shift < 32; shift += 16) {

@@ -39,11 +39,11 @@ has_compiler = shutil.which("g++") is not None
 
 
 class LaunchError(RuntimeError):
-    """Lanes that do not meet, memory written out of bounds, arguments that do not fit."""
+    """Divergent lanes at a collective, memory written out of bounds, or arguments of the wrong size."""
 
 
 def _cache() -> Path:
-    """Libraries by the hash of what they were built from; any of them may be deleted at any time."""
+    """The folder of libraries, named by a hash of their inputs. Any of them may be deleted at any time."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "slimkv" / "host"
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,14 +52,14 @@ def _cache() -> Path:
 
 @lru_cache
 def _processor() -> str:
-    """What ``-march=native`` means here."""
+    """The meaning of ``-march=native`` on this machine."""
     return subprocess.run(
         ["g++", "-march=native", "-E", "-dM", "-x", "c++", "/dev/null"], capture_output=True, check=True, text=True
     ).stdout
 
 
 def _included(source: Path) -> list[Path]:
-    """``source`` and whatever it may include, in whatever is between ``#if`` and ``#endif``."""
+    """``source`` and all files that it may include, under any ``#if``."""
     found, left = set(), [source]
     while left:
         path = left.pop()

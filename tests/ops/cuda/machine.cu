@@ -1,4 +1,4 @@
-// One small kernel per thing that host.h emulates; see test_host.py.
+// One small kernel per feature that host.h emulates; see test_host.py.
 #include "common/intrinsics.cuh"
 
 struct Args {
@@ -77,14 +77,14 @@ KERNEL(64, 1) cells(GRID_CONSTANT Args args) {
 }
 HOST_TESTABLE(cells, Args)
 
-// mode: a thread that ends without waiting; negative: none.
+// mode: the thread that exits without waiting; negative: none.
 KERNEL(64, 1) waiting(GRID_CONSTANT Args args) {
   if (thread_index() == args.mode) return;
   griddepcontrol_wait();
 }
 HOST_TESTABLE(waiting, Args)
 
-// Reverses 4 words a thread through shared memory, copied there asynchronously.
+// Reverses 4 words per thread through shared memory, with asynchronous copies.
 KERNEL(128, 1) through_shared(GRID_CONSTANT Args args) {
   SHARED_MEMORY(memory);
   u32* words = (u32*)memory;

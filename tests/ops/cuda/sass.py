@@ -62,7 +62,7 @@ def _store(
     dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     few: bool = False,
-    query_aware: int = 0,  # matrices of a head: 2 stands for several
+    query_aware: int = 0,  # matrices per head: 2 stands for several
 ) -> Variant:
     rows = (dtype, True)
     plan = store._plan(_layout(format, dim), torch.device("cpu"), rows, rows, True, few, query_aware)
@@ -113,7 +113,7 @@ def _latent(format: str, heads: int) -> Variant:
 
 
 def variants() -> dict[str, Variant]:
-    """What is compiled, by name."""
+    """The variants to compile, by name."""
     return {
         **{f"decode-{f}": _decode(f) for f in DECODE_FORMATS},
         "decode-k4v4-8-columns": _decode("k4v4", group=8),
@@ -151,7 +151,7 @@ def variants() -> dict[str, Variant]:
 
 
 def cuobjdump(*options: str, code: bytes) -> str:
-    """What cuobjdump says of machine code."""
+    """The output of cuobjdump for machine code."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -162,18 +162,18 @@ def cuobjdump(*options: str, code: bytes) -> str:
 
 
 def instructions(code: bytes) -> list[str]:
-    """Every instruction with its encoding, of all kernels in order."""
+    """All instructions of all kernels with their encodings, in order."""
     return [re.sub(r"\s+", " ", line).strip() for line in cuobjdump("-sass", code=code).splitlines() if "/*" in line]
 
 
 def opcodes(lines: list[str]) -> Counter[str]:
-    """How often each opcode occurs, without the padding."""
+    """The number of occurrences of each opcode, without padding."""
     found = (re.match(r"/\*[0-9a-f]+\*/ (?:@!?U?P\w+ )?([A-Z0-9_]+)", line) for line in lines)
     return Counter(match[1] for match in found if match and match[1] != "NOP")
 
 
 def compare(before: dict[str, list[str]], after: dict[str, list[str]]) -> list[str]:
-    """One line for every variant that is not the same bit for bit."""
+    """One line for every variant that differs."""
     lines = []
     for name in sorted(before.keys() & after.keys()):
         if before[name] != after[name]:

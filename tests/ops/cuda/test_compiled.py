@@ -1,4 +1,4 @@
-"""Every configuration compiles for every architecture, within its registers and shared memory; needs NVRTC, no GPU."""
+"""Every configuration compiles for every architecture, within registers and shared memory; needs NVRTC but no GPU."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ LAYOUTS = [
     ("k8v8", 256),
 ]
 BF16 = 1
-REGISTERS = 65536  # of a multiprocessor
-MOST_LOCAL = 176  # bytes a thread: spills outside of loops; hardly any where products are those of single warps
-# Also sums of rows, which are read and written once a block of tokens.
+REGISTERS = 65536  # per multiprocessor
+MOST_LOCAL = 176  # bytes per thread: spills outside of loops; hardly any with mma.sync
+# Also row sums, which are read and written once per KV block.
 MOST_LOCAL_BY_SOURCE = {DECODE: MOST_LOCAL, VERIFY_WARPS: 320, VERIFY: 500}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is compiled, and launched with so many threads and so much shared memory."""
+    """A kernel and its launch parameters."""
 
     name: str
     source: str
@@ -55,13 +55,13 @@ class Kernel:
     most_local: int = MOST_LOCAL
 
 
-ROWS = ((4, 1), (8, 1), (4, 4), (4, 8), (4, 16), (6, 8))  # query heads of a KV head, queries of a sequence
+ROWS = ((4, 1), (8, 1), (4, 4), (4, 8), (4, 16), (6, 8))  # query heads per KV head, queries per sequence
 
 
 def _decode(device: Device, layout: PageLayout, name: str, rows: Iterable[tuple[int, int]] = ROWS) -> Iterator[Kernel]:
     for group, queries in rows:
         config = config_for(device, layout, group, queries)
-        if config is None:  # Triton's then
+        if config is None:  # Triton takes it
             continue
         defines = kernel_defines(layout, config, BF16, BF16, False, False)
         yield Kernel(
@@ -119,7 +119,7 @@ def _latents(device: Device) -> Iterator[Kernel]:
 
 
 def kernels(device: Device) -> dict[str, Kernel]:
-    """What the tables give on a device, by name; each once."""
+    """The distinct kernels that the tables select for a device, by name."""
     found = [*_latents(device)]
     for format, dim in LAYOUTS:
         layout, name = PageLayout(CodecSpec.parse(format, dim), 64), f"{format}-{dim}"
@@ -128,10 +128,10 @@ def kernels(device: Device) -> dict[str, Kernel]:
 
 
 def check(kernel: Kernel, architecture: str, folder) -> None:
-    """Compiles it and looks at what it takes."""
+    """Compiles a kernel and checks its resources."""
     device = record_of(ARCHITECTURES[architecture], 100)
     used = resources(compile_kernels(kernel.source, kernel.defines, architecture, folder))[kernel.kernel]
-    shared = kernel.shared + (0 if device.copy_engine else used.shared_bytes)  # from sm_90 on 1 KB of it is reserved
+    shared = kernel.shared + (0 if device.copy_engine else used.shared_bytes)  # sm_90 and newer reserve 1 KB
     assert shared <= device.shared_of_block
     assert (shared + 1024) * kernel.blocks_per_sm <= device.shared_of_multiprocessor
     assert -(-used.registers // 8) * 8 * kernel.threads * kernel.blocks_per_sm <= REGISTERS
@@ -141,7 +141,7 @@ def check(kernel: Kernel, architecture: str, folder) -> None:
 
 @pytest.fixture
 def smallest(monkeypatch, request):
-    """Plans of ``store`` look at the device that they are for."""
+    """Makes plans of ``store`` use the record of the given device."""
     monkeypatch.setattr(store, "device_of", lambda device: record_of(ARCHITECTURES[request.param], 100))
     store._plan.cache_clear()
     yield request.param
@@ -176,7 +176,7 @@ def test_prefill_without_warpgroups(architecture, tmp_path):
 
 
 def test_every_architecture_has_all_kernels():
-    """Shared memory suffices everywhere: no table comes out empty."""
+    """Every device gets kernels: shared memory suffices for some configuration."""
     counts = {name: len(kernels(record_of(capability, 100))) for name, capability in ARCHITECTURES.items()}
     assert min(counts.values()) >= 40
     assert counts["sm_90a"] == max(counts.values())

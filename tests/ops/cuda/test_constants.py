@@ -1,4 +1,4 @@
-"""The numbers that launchers and sources share are the same on both sides."""
+"""The constants that launchers and CUDA sources share are equal."""
 
 from __future__ import annotations
 

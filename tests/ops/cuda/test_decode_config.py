@@ -1,4 +1,4 @@
-"""The table of decode configurations: which one a request gets on which device."""
+"""The table of decode configurations: the choice for a request and a device."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_shared_memory_of_every_configuration_fits_its_device():
             layout = PageLayout(CodecSpec.parse(format, dim), 64)
             for device in (SMALL_GPU, OLD_GPU, HOPPER_GPU):
                 configs = reachable(device, layout, 4, MAX_DECODE_QUERIES)
-                if not configs:  # then the kernel is not used
+                if not configs:  # the kernel is not used
                     assert format == "k8v8" or dim == 256
                     assert device is OLD_GPU
                 for config in configs:

@@ -1,4 +1,4 @@
-"""CUDA attend against the definition in float64: lane by lane on a CPU, and on a GPU where there is one."""
+"""CUDA attend against the definition in float64: lane by lane on a CPU, and on a GPU if available."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL_GPU = Device(multiprocessors=3, shared_of_multiprocessor=233472, shared_of
 OLD_GPU = Device(multiprocessors=2, shared_of_multiprocessor=102400, shared_of_block=101376)
 HOPPER_GPU = replace(SMALL_GPU, warpgroups=True)
 H200 = replace(HOPPER_GPU, multiprocessors=132)
-# Where int8 products are slower than those of fp16.
+# A device whose int8 products are slower than fp16 ones.
 B300 = record_of((10, 3), 3)
 
 
@@ -36,7 +36,7 @@ def launch(call: KernelCall) -> None:
 
 
 def captured(request: AttendRequest) -> AttendRequest:
-    """As in a graph, whose bound on lengths is the model's: keys are split."""
+    """Splits keys, as in a captured graph, whose bound on lengths is that of the model."""
     return replace(request, max_seq_len=1 << 20)
 
 
@@ -51,7 +51,7 @@ def run_emulated(case: Case, device=SMALL_GPU) -> tuple[Built, torch.Tensor, tor
 
 def check_emulated(case: Case, device=SMALL_GPU) -> None:
     built, out, lse = run_emulated(case, device)
-    check_rows(built, out, lse, lambda count: count <= MAX_DECODE_QUERIES)  # longer sequences are the prefill kernel's
+    check_rows(built, out, lse, lambda count: count <= MAX_DECODE_QUERIES)  # longer ones are prefilled
 
 
 TINY = replace(DECODE, num_kv_heads=1, lens=(137, 9), queries=(1, 1))
@@ -76,7 +76,7 @@ EMULATED = [
     replace(TINY, lens=(30, 400, 0, 200, 7), queries=(5, 300, 1, 200, 7), padding=40),  # few of many rows are merged
     replace(TINY, lens=tuple(range(70)), queries=(1,) * 70),
     replace(TINY, lens=(0, 0), sinks=True),
-    *(replace(case, query_norm=0.0) for case in (TINY, VERIFY)),  # a query of zeros sees every key alike
+    *(replace(case, query_norm=0.0) for case in (TINY, VERIFY)),  # a zero query gives all keys the same score
     *(replace(case, scale=0.0) for case in (TINY, VERIFY)),
     replace(TINY, value_norm=1e-6, dtype="fp32"),
     replace(VERIFY, value_norm=1e5, dtype="fp32", out_dtype="bf16"),
@@ -111,7 +111,7 @@ LONG_CASES = [
     replace(LONG, dim=96, queries=(8, 6, 1), **EVERYTHING),
     replace(LONG, dim=128, format="k6v6"),
     replace(LONG, format="k6v6", dim=80),
-    # Slices that are no whole words of a plane, and rotations without a free slot.
+    # Slices that do not fill words of a plane, and rotations without a free slot.
     *(replace(LONG, page=64, format=f, dim=dim) for dim in (80, 112) for f in ("k3v3", "k5v5", "k2v2")),
     *(replace(LONG, page=64, format=f, dim=96) for f in ("k3v5", "k7v1")),
     *(replace(LONG, page=64, format="k5v5", dim=dim) for dim in (16, 192)),
@@ -133,15 +133,15 @@ def test_long_sequences(case):
         ({"window": 19}, 1),
         ({"window": 19, "group": 8, "sinks": True}, 1),
         ({"window": 19, "queries": (2, 1, 1, 1, 2, 1)}, 1),
-        ({"window": 19, "queries": (5, 1, 1, 1, 1, 1)}, 2),  # several chunks of a sequence
+        ({"window": 19, "queries": (5, 1, 1, 1, 1, 1)}, 2),  # several chunks per sequence
         ({"lens": (300, 7, 0, 120, 33, 250)}, 1),
         ({"lens": (4000, 7, 0, 120, 33, 250)}, 2),
-        ({"lens": (40, 7, 0, 120, 33, 250), "queries": (40, 1, 1, 1, 1, 1)}, 2),  # beside a prefill
+        ({"lens": (40, 7, 0, 120, 33, 250), "queries": (40, 1, 1, 1, 1, 1)}, 2),  # in a batch with a prefill
     ],
     ids=str,
 )
 def test_a_block_with_all_keys_of_its_tile_leaves_nothing_to_merge(change, launches):
-    """A window bounds what is seen, whatever the lengths: also in a graph, which is captured for the longest."""
+    """A window bounds the visible tokens whatever the lengths, also in a graph captured for the longest sequences."""
     case = replace(TINY, **{"lens": (1300, 700, 0, 120, 33, 250), "queries": (1,) * 6, **change})
     built, found = build(case, CPU), []
     out, lse = poisoned_out(case, built)
@@ -168,7 +168,7 @@ def test_codes_as_fp16_where_int8_is_slow(case):
     ("dim", "value_dim", "name"), [(64, None, "merge_cuts"), (80, None, "merge_cuts"), (32, 80, "merge")]
 )
 def test_of_many_items_only_what_is_cut_is_merged(dim, value_dim, name):
-    """Where a block writes the output of whole items itself: head size 80 takes the queries' memory for that."""
+    """Thread blocks write whole work tiles themselves: head size 80 uses the queries' memory for that."""
     names: list[str] = []
     case = replace(TINY, dim=dim, value_dim=value_dim, lens=(9, 0, 70) * 5, queries=(1,) * 15)
 
@@ -183,15 +183,15 @@ def test_of_many_items_only_what_is_cut_is_merged(dim, value_dim, name):
     check_rows(built, out, lse, lambda count: True)
 
 
-# How work is cut: nine blocks on the small device, 96 on the large one.
+# The partition of work: nine thread blocks on the small device, 96 on the large one.
 LARGE_GPU = replace(SMALL_GPU, multiprocessors=32)
 CUTS = [
-    (replace(TINY, lens=(1300, 9, 30, 64, 5), queries=(1,) * 5), SMALL_GPU),  # one long: blocks go on to other items
-    (replace(TINY, num_kv_heads=2, lens=(600, 640), queries=(1, 1)), SMALL_GPU),  # alike: two blocks for every item
-    (replace(TINY, lens=(*range(100, 138), 0, 1), queries=(1,) * 40), LARGE_GPU),  # beyond a warp's lanes
+    (replace(TINY, lens=(1300, 9, 30, 64, 5), queries=(1,) * 5), SMALL_GPU),  # blocks get several tiles
+    (replace(TINY, num_kv_heads=2, lens=(600, 640), queries=(1, 1)), SMALL_GPU),  # equal lengths: two blocks per tile
+    (replace(TINY, lens=(*range(100, 138), 0, 1), queries=(1,) * 40), LARGE_GPU),  # more sequences than lanes
     (replace(TINY, lens=(3000, *range(40)), queries=(1,) * 41), LARGE_GPU),
     (replace(VERIFY, lens=(300, 280, 310), queries=(5, 2, 4)), LARGE_GPU),
-    (replace(VERIFY, lens=(0, 30, 2, 700, 64) * 5, queries=(2, 3, 2, 36, 1) * 5), SMALL_GPU),  # more items than blocks
+    (replace(VERIFY, lens=(0, 30, 2, 700, 64) * 5, queries=(2, 3, 2, 36, 1) * 5), SMALL_GPU),  # more tiles than blocks
 ]
 
 
@@ -213,7 +213,7 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only(queries, format):
     at = 5 if queries == 1 else 198  # far from any mask, or seen by the last two queries only
     block, place = divmod(int(built.positions(0)[at]), built.layout.block_size)
     field = built.layout.key.field_offset(0) + 2 * place
-    built.pages[block, :, field : field + 2] = 0xFF  # what a kernel writes for a key that is not a number
+    built.pages[block, :, field : field + 2] = 0xFF  # the mark that kernels write for a NaN key
     out, lse = poisoned_out(built.case, built)
     attend_cuda.attend_packed(request_of(built, out, lse), SMALL_GPU, launch)
     seen = 0 if queries == 1 else 1
@@ -223,7 +223,7 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only(queries, format):
 
 
 class Emulated:
-    """The backend that ``AttendRequest.run`` is given."""
+    """The backend passed to ``AttendRequest.run``."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -232,7 +232,7 @@ class Emulated:
         attend_cuda.attend_packed(request, self.device, launch)
 
 
-# What else looks at the scores of centred keys: 4 rows as bytes and as halves, 16 rows, pairs.
+# Kernels that need the scores of uncentred keys: 4 rows as bytes and as halves, 16 rows, pairs of warpgroups.
 CENTRED = [
     *(replace(TINY, format=f, group=2, num_kv_heads=2, queries=(1, 2)) for f in ("k4v4", "k5v5")),
     replace(VERIFY, group=3, num_kv_heads=2),
@@ -245,7 +245,7 @@ CENTRED = [
 @pytest.mark.parametrize("change", [{"softcap": 3.0}, {"sinks": True}, {}, {"softcap": 3.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("case", sample(CENTRED, 2), ids=str)
 def test_centred_keys(case, change):
-    """Soft caps, sinks and log-sum-exps see the scores of the keys as they were, as those of the reference do."""
+    """As in the reference, soft caps, sinks and log-sum-exps use the scores of uncentred keys."""
     built = build(replace(case, **change), CPU)
     offset = torch.randn(case.num_kv_heads, case.dim, generator=torch.Generator().manual_seed(3)).bfloat16()
     results = []

@@ -1,4 +1,4 @@
-"""Deterministic attention in CUDA: a row's bits, whatever else is in the call, however it is cut, on any GPU."""
+"""Deterministic attention in CUDA: a row's bits depend neither on the batch, nor on chunks, nor on the GPU."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ LARGER_GPU = replace(SMALL_GPU, multiprocessors=7)
 
 
 class Cache:
-    """Sequences in pages, scales of whose tokens differ by many powers of two, and a query for every token."""
+    """Sequences in pages with token scales that differ by many powers of two, and a query for every token."""
 
     def __init__(
         self, format="k4v4", dim=64, group=4, lengths=LENGTHS, sinks=False, quiet=None, **options
     ) -> None:  # fmt: skip
-        """``quiet``: tokens 2^16 below the others; without it norms are log-normal."""
+        """``quiet``: tokens 2^16 smaller than the others; without it, norms are log-normal."""
         g = torch.Generator().manual_seed(5)
         spec, kv_heads = CodecSpec.parse(format, dim), 2
         codec, layout = Codec(spec, CPU), PageLayout(spec, PAGE)
@@ -65,7 +65,7 @@ class Cache:
         )
 
     def request(self, calls, prompt: bool | None) -> AttendRequest:
-        """(sequence, first query, end) each."""
+        """The request of ``calls``, each (sequence, first query, end)."""
         counts, lens = [end - first for _, first, end in calls], [end for _, _, end in calls]
         query = torch.cat([self.queries[i][first:end] for i, first, end in calls])
         batch = AttentionBatch(
@@ -76,7 +76,7 @@ class Cache:
         return checked_request(query, self.kv, batch, options, lse=torch.empty(query.shape[:2]))
 
     def generated(self, *calls, gpu=SMALL_GPU) -> list[torch.Tensor]:
-        """Output and log-sum-exp of each, side by side."""
+        """The output and log-sum-exp of each call, concatenated."""
         request = self.request(calls, False)
         assert prefill.most_packed_queries(request) == request.max_query_len
         decode.attend_packed(request, gpu, launch_decode, request.max_query_len)
@@ -100,7 +100,7 @@ def rows_of(request, calls) -> list[torch.Tensor]:
 
 
 def is_exact(cache: Cache) -> bool:
-    """Tokens on both sides of a split's end: singly, verified in pairs, at once, beside others, on other GPUs."""
+    """Tokens around the end of a split: one by one, verified in pairs, at once, in a batch, and on other GPUs."""
     others, found = [(2, 59, 60), (3, 0, 1)], []
     for sequence, length in ((0, 258), (1, 131)):
         first = length - 4
@@ -117,7 +117,7 @@ def is_exact(cache: Cache) -> bool:
 
 @pytest.fixture
 def short_splits(monkeypatch):
-    """So that sequences of an emulated cache have several."""
+    """Shortens splits, so that sequences of an emulated cache have several."""
     for module in (decode, decode_config):
         monkeypatch.setattr(module, "SPLIT_TOKENS", 128)
 
@@ -134,7 +134,7 @@ def test_a_generated_token_gets_one_result(case, short_splits):
 
 
 def test_the_grid_must_not_reach_the_splits(short_splits, monkeypatch):
-    """What the test above would find if splits depended on the device."""
+    """The test above would fail if splits depended on the device."""
     prepare = decode._prepare
 
     def by_grid(request, device, most_queries):
@@ -171,11 +171,11 @@ PROMPTS = [
 
 @pytest.mark.parametrize("case", sample(PROMPTS, 3), ids=str)
 def test_a_row_of_a_prompt_gets_one_result(case):
-    """In one chunk, in chunks of any size, behind a cached prefix, beside others, and in several passes over keys."""
+    """A prompt in one chunk, in chunks of any size, after a cached prefix, in a batch, and in several passes."""
     cache, first, length = Cache(**case, lengths=(140, 170, 1)), 100, 170
     whole, want = cache.prompts((1, first, length))[0], cache.exact((1, first, length))[0]
-    assert ((whole - want).norm(dim=-1) / want.norm(dim=-1)).max() < 1e-2  # of long keys; the default's is the same
-    for chunk in (24, 41):  # the tile of token 127 is complete in some, and lacks tokens in others
+    assert ((whole - want).norm(dim=-1) / want.norm(dim=-1)).max() < 1e-2  # for long keys; as large by default
+    for chunk in (24, 41):  # the tile of token 127 is complete in some calls only
         cut = [cache.prompts((1, at, min(at + chunk, length)))[0] for at in range(first, length, chunk)]
         assert torch.equal(torch.cat(cut), whole)
     crowded = cache.prompts((0, 130, 140), (1, first, 129), (2, 0, 1))
@@ -202,7 +202,7 @@ def with_single_warps(request) -> prefill.PrefillConfig:
     ids=str,
 )  # fmt: skip
 def test_chunks_of_any_size_of_tokens_far_apart(case, single_warps, monkeypatch):
-    """Tokens of a tile 2^16 apart: those that a row does not see must not decide how the others are rounded."""
+    """Scales 2^16 apart in a tile: tokens that a row does not see must not affect the rounding of others."""
     if single_warps:
         monkeypatch.setattr(prefill, "config_for", with_single_warps)
     length = 260
@@ -214,7 +214,7 @@ def test_chunks_of_any_size_of_tokens_far_apart(case, single_warps, monkeypatch)
 
 
 def test_the_order_of_tiles_and_their_units_must_not_reach_a_row(monkeypatch):
-    """What the test above would find with the default kernel."""
+    """The test above would fail with the default kernel."""
     cache = Cache(group=2, lengths=(1, 170))
     config = prefill_config.configs(cache.kv.layout.spec, prefill_config.FIRST)[0]
     monkeypatch.setattr(prefill, "config_for", lambda request: config)

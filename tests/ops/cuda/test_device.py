@@ -1,4 +1,4 @@
-"""Records of devices, and holding a larger GPU to a smaller one's."""
+"""Device records, and limiting a larger GPU to the record of a smaller one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL_BLOCK = 101376
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of a compute capability, which torch says is there."""
+    """Makes torch report a GPU of this compute capability."""
 
     def make(capability, as_device=None, shared=(233472, 232448)):
         about = SimpleNamespace(
@@ -50,7 +50,7 @@ def test_a_gpu_that_is_held_to_a_record_has_no_more_than_that(name, gpu):
     assert not held.warpgroups
     assert held.copy_engine == named.copy_engine
     assert held.multiprocessors == 132
-    # Kernels are those of the older architecture; a GPU does not run those of newer ones.
+    # Kernels are compiled for the older architecture, because a GPU does not run those of newer ones.
     assert held.target == {"a100": "compute_80", "rtx4090": "compute_89"}.get(name, "")
 
 

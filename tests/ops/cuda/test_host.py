@@ -1,4 +1,4 @@
-"""The emulated GPU that the kernels' tests run on: what its instructions give, and what it reports."""
+"""The emulated GPU of the kernels' tests: results of its instructions, and errors that it reports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def data_mib() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_libraries_share_their_stacks():
-    """Hundreds of libraries are loaded into a test process, whose ``fork`` fails where each keeps stacks of its own."""
+    """Hundreds of libraries share one set of stacks; with a set each, ``fork`` of a test process would fail."""
     x = np.arange(32, dtype=np.uint32)
     run("shuffles", x, 128, threads=32)
     before = data_mib()
@@ -59,8 +59,8 @@ def test_libraries_share_their_stacks():
 
 
 def fragments(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """A [16, k], B [k, 8] and C [16, 8] as the lanes hold them: uint32 [32, 10]."""
-    per = 4 // a.itemsize  # elements of a register
+    """A [16, k], B [k, 8] and C [16, 8] in fragment order: uint32 [32, 10]."""
+    per = 4 // a.itemsize  # elements per register
     half = 4 * per
     words = np.zeros((32, 10), np.uint32)
     for lane in range(32):
@@ -111,7 +111,7 @@ def test_bfloat_products(rng):
 
 
 def test_pairs_of_16_bit_floats(rng):
-    """Products are rounded once, also among the denormal numbers; the larger magnitude is a NaN where there is one."""
+    """Products are rounded once, denormal numbers included; the larger magnitude is NaN if either operand is."""
     torch = pytest.importorskip("torch")
     words = rng.integers(0, 1 << 32, (20_000, 2), dtype=np.uint32)
     found = run("pairs", words, 4 * len(words), threads=64, n=len(words)).reshape(-1, 4)
@@ -131,7 +131,7 @@ def test_pairs_of_16_bit_floats(rng):
 
 
 def test_cells_of_products(rng):
-    """The product as it is, not rounded, in units of the smallest float; on an edge it belongs to the cell below."""
+    """The unrounded product in units of the smallest float; on an edge it belongs to the cell below."""
     a = rng.integers(-(2**23), 2**23, 5000).astype(np.float32)
     b = (rng.random(5000) * 100 / 2**23).astype(np.float32)
     a[:100], b[:100] = np.arange(-50, 50), 1  # on edges

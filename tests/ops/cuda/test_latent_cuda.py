@@ -1,4 +1,4 @@
-"""attend_latent in CUDA against float64 on the same codes: lane by lane on a CPU, and on a GPU where there is one."""
+"""attend_latent in CUDA against float64 on the same codes: lane by lane on a CPU, and on a GPU if available."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def launch(source, name, defines, grid, threads, shared, args) -> None:
 
 
 def stored_space(built: Built) -> Built:
-    """The case with queries of the latent in its stored space, as a backend gets them."""
+    """The case with latent queries rotated to the stored space, as backends receive them."""
     rotation = ops.latent_rotation(built.codec)
     if rotation is None:
         return built
@@ -69,7 +69,7 @@ EMULATED = [
     Case(format="c8r8", lens=(2,), queries=(4,), out_dtype="bf16", page=128),
     Case(peaked=True, scale=1.0, lens=(130,), queries=(1,)),
 ]
-ROWS_AS_COLUMNS = [  # of 24 and 32, in one work tile or several
+ROWS_AS_COLUMNS = [  # 24 and 32 rows, in one work tile or several
     Case(format="c4", heads=17, lens=(70, 5), page=64),
     Case(format="c6r8", lens=(70,), queries=(1,), heads=20, page=128),
     Case(format="c4", peaked=True, scale=1.0, lens=(330,), queries=(1,), heads=30, latent_dim=256, rope_dim=64),
@@ -138,7 +138,7 @@ def test_attend_many_rows_in_tiles_of_few():
     ("format", "heads"), sample([("c4", 16), ("c4r8", 16), ("c6r8", 16), ("c4", 32), ("c6r8", 24)], 2)
 )
 def test_rings_go_round(format, heads):
-    """One block has all KV blocks of two sequences, so that both teams have several."""
+    """One thread block processes two whole sequences, so that both teams have several KV blocks."""
     case = Case(format=format, heads=heads, page=16, lens=(650, 40), queries=(1, 1))
     attend_and_check(case, replace(H200, multiprocessors=1))
 
@@ -146,7 +146,7 @@ def test_rings_go_round(format, heads):
 @emulated
 @pytest.mark.parametrize("heads", [4, 20])
 def test_more_sequences_than_lanes_of_a_warp(heads):
-    """Blocks begin anywhere among them and have several each; some have no tokens."""
+    """Thread blocks start inside sequences and process several each; some sequences have no tokens."""
     case = Case(heads=heads, lens=(0, *(33, 5, 0, 64, 130) * 7, 0), queries=(1,) * 37, padding=1)
     attend_and_check(case, replace(H200, multiprocessors=11))
 
@@ -155,7 +155,7 @@ def test_more_sequences_than_lanes_of_a_warp(heads):
 @pytest.mark.parametrize("heads", [4, 20, 40])
 @pytest.mark.parametrize(("multiprocessors", "apart"), [(6, 0), (6, 1), (2, 0)])
 def test_whole_work_tiles_and_parts(heads, multiprocessors, apart):
-    """Blocks write whole work tiles if rows of the output are evenly apart; there may be more tiles than blocks."""
+    """Thread blocks write whole work tiles if output rows are evenly spaced; there may be more tiles than blocks."""
     case = Case(heads=heads, lens=(64, 64, 0, 64, 64), queries=(1,) * 5, out_dtype="bf16", padding=1)
     attend_and_check(case, replace(H200, multiprocessors=multiprocessors), apart=apart)
 
@@ -279,7 +279,7 @@ def test_it_compiles(format):
     ("format", "rows"), sample([("c4", True), ("c4r8", False), ("c4", False), ("cfp8r8", False)], 4)
 )
 def test_products_do_not_wait_for_one_another(format, rows):
-    """Where registers are too few, the compiler puts a wait behind every product, and says so nowhere."""
+    """With too few registers, the compiler silently serialises wgmmas with waits."""
     pytest.importorskip("cuda.bindings.nvrtc")
     pytest.importorskip("triton")
     layout = PageLayout(LatentSpec.parse(format), 64, rows)
@@ -301,8 +301,8 @@ def test_rows_as_columns_stay_in_registers(format, rows, spilled):
     code = compile_kernels(config.kernel.source, latent_cuda.kernel_defines(layout, config, bf16, bf16, bf16), "sm_90a")
     lines = sass.instructions(code)
     products, waits = (sum(name in line for line in lines) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
-    assert products == 4 + 32 + 16  # of rope parts, latents and values
-    assert waits <= 16  # one for as many slices as are unpacked at a time
+    assert products == 4 + 32 + 16  # of rope parts, latents, values
+    assert waits <= 16  # one per group of slices unpacked together
     assert cubin.resources(code)["attend"].local_bytes <= spilled
 
 

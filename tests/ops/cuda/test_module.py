@@ -1,4 +1,4 @@
-"""Launching a kernel, with a driver that writes down what it was asked to do."""
+"""Kernel launches with a driver that records its calls."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_launch_takes_the_arguments_as_they_are_and_the_devices_stream(kernel,
 
 
 def test_launches_on_two_streams_share_no_configuration(kernel, driver, monkeypatch):
-    """Two threads, each with a current stream of its own, launch one kernel."""
+    """Two threads with different current streams launch one kernel."""
     used = []
     monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda config, *rest: used.append(config) or (Result.SUCCESS,))
     for stream in (1, 2, 1):
@@ -87,7 +87,7 @@ def test_a_failed_launch_says_which_kernel_and_why(kernel, driver):
 
 
 def test_kernels_are_compiled_once_at_the_same_time_and_not_launched(monkeypatch):
-    """Each of two compilations waits for the other to have begun."""
+    """Two compilations run concurrently: each waits until the other has started."""
     both, compiled, device = threading.Barrier(2), [], torch.device("cuda", 0)
 
     def compile_one(source, defines, *rest):

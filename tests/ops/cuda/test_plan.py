@@ -1,4 +1,4 @@
-"""Planned calls give what single calls give, and say what they fit."""
+"""Planned calls give the results of single calls, and know which calls they fit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def emulated_gpu(monkeypatch):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often each operation went the long way."""
+    """Counts the calls of each operation without a plan."""
     counts = {"store": 0, "attend": 0}
     for name, module in (("store", store_cuda), ("attend", attend_cuda)):
         run = module.run
@@ -78,7 +78,7 @@ def counted(monkeypatch):
 
 
 def tables(tokens: int):
-    """Lengths of two sequences of the same number of tokens; sequence b has blocks b, b + 2, ..."""
+    """The lengths of two sequences, both ``tokens``; sequence b has blocks b, b + 2, ..."""
     return torch.full((2,), tokens, dtype=torch.int32)
 
 

@@ -30,8 +30,8 @@ CONFIGS = {
 }
 MOST_ROWS = {dim: configs[-1] for dim, configs in CONFIGS.items()}
 BOUND = 5e-3  # of a row's relative error, against the reference
-# Two implementations may round differently what lies between two numbers: a coordinate of the rotated query, which
-# moves all of a row's weights a little, or one of its weights. Such rows are held to the bound with either rounding.
+# Two implementations may round ties differently: a coordinate of the rotated query, which changes all probabilities of
+# a row slightly, or a single probability. Such rows must meet the bound with either rounding.
 QUERY_TIE, WEIGHT_TIE, MOST_TIES = 1e-4, 2e-5, 5
 
 
@@ -45,7 +45,7 @@ def _e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def _error_with_ties(request: AttendRequest, kv: eight_bit.Operands, seen: torch.Tensor, row: int, head: int) -> float:
-    """What is left of a row's relative error under the best rounding of what is next to a tie."""
+    """A row's relative error with the best rounding of near-ties."""
     kv_head, log2e = head // request.group, eight_bit.LOG2E
     key, key_scale, value, scale = (
         x[:, kv_head][seen].double() for x in (kv.key, kv.key_scale, kv.value, kv.value_scale)
@@ -85,7 +85,7 @@ def attended(case: Case, device, launch, budget, config) -> tuple[Built, AttendR
 
 
 def rows_of_many_queries(case: Case, out: torch.Tensor):
-    """The number and the rows of each sequence of many queries; rows of others must stay as they are."""
+    """The index and the rows of each prefilled sequence. Checks that rows of other sequences are unchanged."""
     first = 0
     for sequence, count in enumerate(case.queries):
         rows = slice(first, first + count)
@@ -98,7 +98,7 @@ def rows_of_many_queries(case: Case, out: torch.Tensor):
 
 
 def attend_and_check(case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, config=None):
-    """Compares the sequences of many queries with the reference."""
+    """Compares the prefilled sequences with the reference."""
     built, request, want, want_lse = attended(case, device, launch, budget, config or MOST_ROWS[case.dim])
     out, lse = request.out, request.lse
     for sequence, rows in rows_of_many_queries(case, out):
@@ -156,7 +156,7 @@ def test_attend(case):
 
 @emulated
 def test_a_token_that_draws_nearly_all_attention_leaves_small_ones_their_share():
-    """They are so small that sums of e4m3 drop them beside it, and that e4m3 has few bits for them."""
+    """The others are so small that e4m3 sums drop them and e4m3 has few bits for them."""
     case, token = replace(SHORT, group=1, lens=(600,)), 300
     built = build(case, CPU)
     kv = eight_bit.operands(built.codec, built.layout, built.pages, built.positions(0))
@@ -176,7 +176,7 @@ def test_a_token_that_draws_nearly_all_attention_leaves_small_ones_their_share()
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("promote", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_tokens_that_tower_over_all_before_them(dim, promote):
-    """Tokens whose scores are higher than any before, by a little and by far, after tiles without masks."""
+    """Scores that exceed all earlier ones, by a little and by much, after tiles without masks."""
     case = replace(SHORT, dim=dim, group=1, lens=(700,))
     built = build(case, CPU)
     kv = eight_bit.operands(built.codec, built.layout, built.pages, built.positions(0))
@@ -198,7 +198,7 @@ def test_tokens_that_tower_over_all_before_them(dim, promote):
 @pytest.mark.slow
 @pytest.mark.parametrize("promote", [1, 2])
 def test_configs(promote):
-    """Two and more warpgroups, few tiles in shared memory, and totals of few."""
+    """Two and more warpgroups, few stages, and frequent promotion."""
     for dim, configs in CONFIGS.items():
         for config in configs:
             attend_and_check(replace(SHORT, dim=dim, lens=(600,)), config=replace(config, stages=2, promote=promote))
@@ -220,7 +220,7 @@ def test_passes(options):
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_a_marked_token_gives_nan_to_who_sees_it_only(side):
     built = build(replace(SHORT, lens=(160,), queries=(40,)), CPU)
-    block, place = divmod(int(built.positions(0)[140]), built.layout.block_size)  # query 20 of 40 stands there
+    block, place = divmod(int(built.positions(0)[140]), built.layout.block_size)  # the token of query 20 of 40
     field = getattr(built.layout, side).field_offset(0) + 2 * place
     built.pages[block, :, field : field + 2] = 0xFF
     out, lse = poisoned_out(built.case, built)
@@ -286,7 +286,7 @@ def test_eight_bits_are_taken_where_they_must_be(prefill, taken):
 
 @pytest.mark.parametrize(("queries", "consumers"), [(33, 2), (190, 3)])
 def test_rows_of_a_block(queries, consumers):
-    """On two multiprocessors; a block has 64 or 96 queries."""
+    """On two multiprocessors, with 64 or 96 queries per block."""
     case = replace(SHORT, lens=(queries,), queries=(queries,))
     built = build(case, CPU)
     request = request_in_bytes(built, *poisoned_out(case, built))

@@ -1,4 +1,4 @@
-"""How prefill in CUDA is cut, and which of its kernels takes what."""
+"""The passes of CUDA prefill, and the choice of its kernels."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from test_prefill_cuda import CPU, LONG, config_of
 
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
-from slimkv.ops.attention.cuda.prefill_workspace import Batch, cut_passes
+from slimkv.ops.attention.cuda.prefill_workspace import Batch, plan_passes
 from slimkv.ops.cuda.device import NAMED, record_of
 from slimkv.spec import CodecSpec, PageLayout
 
 
-def test_how_passes_are_cut():
+def test_sequences_and_tiles_of_a_pass():
     layout, config = PageLayout(CodecSpec.parse("k4v4", 128), 16), config_of("k4v4", 128)
 
-    def cut(sequences, blocks, max_seq_len):
+    def passes(sequences, blocks, max_seq_len):
         batch = Batch(sequences, 8, blocks, -(-max_seq_len // config.tile_tokens))
-        return cut_passes(layout, config, batch, 132, 256 << 20)
+        return plan_passes(layout, config, batch, 132, 256 << 20)
 
-    assert cut(1, 1, 1000) == (1, 8)
-    assert cut(1, 64, 1 << 20) == (1, 512)  # 256 MiB of 64 KiB tiles, for 8 heads
-    assert cut(1 << 17, 1 << 17, 1 << 20) == (1 << 17, 1)
-    assert cut(32, 64, 8192) == (8, 64)  # whole sequences, two blocks of each: 128 of 132 multiprocessors are busy
-    assert cut(16, 256, 8704) == (6, 68)  # three times rather than 7, 7 and 2
-    assert cut(16, 32, 32768) == (16, 32)  # two whole sequences would be 32 blocks
-    assert cut(10, 110, 8192) == (6, 64)  # 4 times 132 blocks and 352 rather than twice 440
+    assert passes(1, 1, 1000) == (1, 8)
+    assert passes(1, 64, 1 << 20) == (1, 512)  # 256 MiB of 64 KiB tiles, for 8 heads
+    assert passes(1 << 17, 1 << 17, 1 << 20) == (1 << 17, 1)
+    assert passes(32, 64, 8192) == (8, 64)  # whole sequences, two blocks of each: 128 of 132 multiprocessors are busy
+    assert passes(16, 256, 8704) == (6, 68)  # three times rather than 7, 7 and 2
+    assert passes(16, 32, 32768) == (16, 32)  # two whole sequences would be 32 blocks
+    assert passes(10, 110, 8192) == (6, 64)  # 4 times 132 blocks and 352 rather than twice 440
 
 
 @pytest.mark.parametrize(
     ("change", "fused"),
     [
         ({}, True),
-        ({"group": 64}, False),  # 2,560 rows a sequence
+        ({"group": 64}, False),  # 2,560 rows per sequence
         ({"format": "k5v4"}, True),
         ({"format": "fp8", "dim": 96, "group": 13}, False),
         ({"format": "k5v4", "dim": 256}, False),
@@ -63,11 +63,11 @@ def test_what_is_fused(change, fused):
     ("sequences", "queries", "rows"),
     [
         *((32, 32, 128), (32, 48, 256), (32, 64, 256), (32, 96, 128), (32, 128, 256)),
-        *((8, 64, 256), (1, 64, 256), (1, 256, 256), (1, 512, 0)),  # of few, blocks share keys
+        *((8, 64, 256), (1, 64, 256), (1, 256, 256), (1, 512, 0)),  # few sequences: split-KV
     ],
 )
 def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
-    """Of 32 query and 8 KV heads on 132 multiprocessors, 8,192 tokens; 0: of what is unpacked first."""
+    """With 32 query and 8 KV heads, 132 multiprocessors and 8,192 tokens; 0: unpacked first."""
     monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), 132))
     case = replace(LONG, dim=128, num_kv_heads=8, group=4, lens=(40,), queries=(33,))
     built = build(case, CPU)
@@ -85,11 +85,11 @@ def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
     [
         (16, 512, 8704, {}, True),
         (16, 256, 8192, {}, True),
-        (32, 128, 8192, {}, False),  # unpacking for four blocks takes them longer than attending
+        (32, 128, 8192, {}, False),  # for four blocks, unpacking takes longer than attention
         (1, 2048, 131072, {}, True),
         (1, 8192, 8192, {}, True),
         (16, 512, 131072, {}, False),  # the workspace holds 4 of 128 items
-        (16, 512, 8704, {"total": 6000}, False),  # sequences that are not alike
+        (16, 512, 8704, {"total": 6000}, False),  # sequences of different lengths
         (16, 512, 8704, {"total": 527}, True),  # all but one decode
         (16, 512, 8704, {"dim": 256}, False),
     ],
@@ -108,7 +108,7 @@ def test_what_is_unpacked_ahead(sequences, queries, tokens, change, ahead, monke
 
 @pytest.fixture
 def as_device(monkeypatch):
-    """Holds the choice to a record."""
+    """Makes the choice use a device record."""
 
     def hold(name):
         record = record_of(NAMED[name], 100)
@@ -121,7 +121,7 @@ def as_device(monkeypatch):
     ("change", "source", "decoded"),
     [
         ({}, prefill_defines.ATTEND_WARPS, MAX_DECODE_QUERIES),
-        ({"dim": 256, "group": 6, "queries": (8, 3)}, prefill_defines.ATTEND_WARPS, MAX_DECODE_QUERIES),  # decode's
+        ({"dim": 256, "group": 6, "queries": (8, 3)}, prefill_defines.ATTEND_WARPS, MAX_DECODE_QUERIES),  # decode
         ({"dim": 256, "group": 6}, prefill_defines.ATTEND_WARPS, MAX_DECODE_QUERIES),  # 240 rows are unpacked first
         ({"dim": 256, "queries": (8, 3), "format": "k6v6"}, prefill_defines.ATTEND_WARPS, MAX_DECODE_QUERIES),
     ],
@@ -137,7 +137,7 @@ def test_without_products_of_warpgroups(change, source, decoded, as_device):
 
 
 def test_what_decode_leaves_to_it(monkeypatch):
-    """From 17 queries on, if they are more than 64 rows and take less time on all (here two) multiprocessors."""
+    """FUSED applies from 17 queries on, if they have more than 64 rows and take less time on both multiprocessors."""
 
     def most(**change):
         case = replace(LONG, **{"dim": 128, "group": 4, "lens": (40, 40), "queries": (24, 24), **change})

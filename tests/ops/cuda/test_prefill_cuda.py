@@ -1,4 +1,4 @@
-"""Prefill in CUDA against the definition in float64: lane by lane on a CPU, and on a GPU where there is one."""
+"""Prefill in CUDA against the definition in float64: lane by lane on a CPU, and on a GPU if available."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def config_of(format: str, dim: int, unpack=FIRST, at: int = 0) -> prefill_defin
 def attend_and_check(
     case: Case, device: torch.device = CPU, launch=launch, budget: int = prefill_cuda.WORKSPACE_BYTES, config=None
 ) -> torch.Tensor:
-    """Attends the sequences of many queries and compares them; rows of others must stay as they are."""
+    """Attends the prefilled sequences and compares them. Rows of other sequences must be unchanged."""
     built = build(case, device)
     out, lse = poisoned_out(case, built)
     request = request_of(built, out, lse)
     assert prefill_cuda.refusal(request) is None
     config = config or config_of(case.format, case.dim)
     request.run(SimpleNamespace(run=lambda request: prefill_cuda.attend_prefill(request, launch, budget, config)))
-    check_rows(built, out, lse, lambda count: count > MAX_DECODE_QUERIES)  # shorter sequences are another kernel's
+    check_rows(built, out, lse, lambda count: count > MAX_DECODE_QUERIES)  # shorter ones are decoded
     return out
 
 
@@ -94,7 +94,7 @@ def test_attend(case):
 
 
 FEW = replace(LONG, lens=(150,), queries=(34,))
-# Keys have a vector of norm 1000 in common that was subtracted from them. It moves scores by about 6.
+# A common vector of norm 1000 was subtracted from the keys. It shifts scores by about 6.
 CENTRED = replace(FEW, key_norm=8.0, query_norm=0.05, dtype="fp32", offset_norm=1000.0)
 SOFT_CAP = {"softcap": 6.0, "sinks": True}
 
@@ -153,7 +153,7 @@ WINDOWED = replace(LONG, lens=(1500, 900, 60), queries=(40, 33, 60), window=150)
     ids=["first", "options", "dim_256", "passes", "ahead", "ring"],
 )
 def test_only_tokens_in_some_window_are_unpacked(change, unpack, budget):
-    """However long contexts are."""
+    """Whatever the length of contexts."""
     case, tiles = replace(WINDOWED, **change), 0
     config = config_of(case.format, case.dim, unpack)
 
@@ -173,7 +173,7 @@ def test_only_tokens_in_some_window_are_unpacked(change, unpack, budget):
 
 @emulated
 def test_passes_over_sequences():
-    """A workspace of one whole sequence, with one that is not prefilled between two that are."""
+    """A workspace for one whole sequence. A sequence that is not prefilled is between two that are."""
     case = replace(LONG, lens=(150, 7, 130), queries=(33, 1, 40), num_kv_heads=4)
     attend_and_check(case, budget=4 * 2 * 128 * case.dim * case.num_kv_heads)
 
@@ -187,7 +187,7 @@ def test_passes_over_sequences():
 )
 def test_a_marked_token_gives_nan_to_who_sees_it_only(side, format, dim, unpack):
     built = build(replace(LONG, dim=dim, format=format), CPU)
-    block, place = divmod(int(built.positions(0)[280]), built.layout.block_size)  # query 20 of 40 stands there
+    block, place = divmod(int(built.positions(0)[280]), built.layout.block_size)  # the token of query 20 of 40
     field = getattr(built.layout, side).field_offset(0) + 2 * place
     built.pages[block, :, field : field + 2] = 0xFF
     out, lse = poisoned_out(built.case, built)
@@ -206,9 +206,9 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only(side, format, dim, unpack)
     ],
     ids=["k4v4", "uniform", "fp8", "k4v4-fused", "uniform-fused"],
 )
-@pytest.mark.parametrize("poison", [0xFF, 0xF0])  # scales that are not numbers, and large ones
+@pytest.mark.parametrize("poison", [0xFF, 0xF0])  # invalid scales, and large ones
 def test_what_no_query_sees_changes_no_bit(format, softcap, unpack, poison):
-    """Not even through the power of two that the numbers of a tile share."""
+    """Not even through the tile's unit, a power of two that all its tokens share."""
     case = replace(LONG, format=format, softcap=softcap, window=9, lens=(140,), queries=(33,))
     outs = []
     for poisoned in (False, True):
@@ -267,7 +267,7 @@ WARP_CASES = [
 def test_attend_with_products_of_single_warps(case, config):
     attend_and_check(case, config=config)
     tile = 2 * config.tile_bytes(case.dim) * case.num_kv_heads
-    attend_and_check(case, config=config, budget=2 * tile)  # in passes, which hand on the state of two blocks of rows
+    attend_and_check(case, config=config, budget=2 * tile)  # passes hand on the state of two row blocks
 
 
 def test_products_of_single_warps_fit_every_device():
@@ -292,7 +292,7 @@ def test_it_compiles(dim):
 
 @pytest.mark.parametrize("format", ["k4v4", "ku4vur4", "k7v8"])
 def test_shared_memory_fits_hopper(format):
-    """Every configuration; and there is one of each kind, but for long codes of many dimensions."""
+    """Every configuration fits, and each kind has one, except for wide codes at large head sizes."""
     for dim in prefill_config.HEAD_DIMS:
         layout = PageLayout(CodecSpec.parse(format, dim), 16)
         found = [config for unpack in prefill_config.Unpack for config in prefill_config.configs(layout.spec, unpack)]
@@ -357,7 +357,7 @@ def test_it_is_what_hopper_gets_by_default(hopper, monkeypatch):
     assert len(seen) == 2
     check(replace(BIG, dim=96), hopper, backend="cuda")
     assert len(seen) == 3
-    check(replace(BIG, dim=48), hopper, backend="cuda")  # the Triton kernels'
+    check(replace(BIG, dim=48), hopper, backend="cuda")  # by the Triton kernels
     assert len(seen) == 3
 
 

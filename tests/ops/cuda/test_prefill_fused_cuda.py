@@ -1,4 +1,4 @@
-"""Prefill in CUDA that unpacks pages while it attends: in the same block (fused), or for later blocks (ahead)."""
+"""Prefill in CUDA that unpacks pages during attention: in the same thread block (fused), or for later ones (ahead)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FUSED_CASES = [
 @emulated
 @pytest.mark.parametrize("case", sample(FUSED_CASES, 4), ids=str)
 def test_attend_fused(case):
-    """A warpgroup that unpacks beside those that multiply."""
+    """One producer and the consumer warpgroups."""
     attend_and_check(case, config=config_of(case.format, case.dim, FUSED))
 
 
@@ -106,7 +106,7 @@ AHEAD_CASES = [
 @pytest.mark.parametrize("room", [prefill_cuda.WORKSPACE_BYTES, 1], ids=["all", "ring"])
 @pytest.mark.parametrize("case", sample(AHEAD_CASES, 4), ids=str)
 def test_attend_ahead(case, room):
-    """Blocks unpack what later ones attend, into a workspace of everything or of as little as there can be."""
+    """Thread blocks unpack for later ones, with a workspace for everything or of the minimum size."""
     cuts = []
 
     def noting(source, name, defines, grid, threads, shared, args):
@@ -122,7 +122,7 @@ def test_attend_ahead(case, room):
 
 @emulated
 def test_fewer_queries_than_decode_takes():
-    """Sequences of 17 queries and more can be this kernel's; the others stay as they are."""
+    """Sequences of 17 queries and more can use this kernel; the others are unchanged."""
     case = replace(LONG, lens=(100, 40, 60), queries=(20, 16, 17))
     built = build(case, CPU)
     out, lse = poisoned_out(case, built)
@@ -178,7 +178,7 @@ AHEAD_ON_A_GPU = [
 @pytest.mark.parametrize("room", [prefill_cuda.WORKSPACE_BYTES, 1], ids=["all", "ring"])
 @pytest.mark.parametrize("case", AHEAD_ON_A_GPU, ids=str)
 def test_attend_ahead_on_a_gpu(case, room, hopper, monkeypatch):
-    """Few blocks are told to be enough, so that most tiles are unpacked by them."""
+    """The lead is reduced to few blocks, so that these unpack most tiles."""
     monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda device: 8)
     launch, config = prefill_cuda.launcher(hopper), config_of(case.format, case.dim, AHEAD)
     got = attend_and_check(case, hopper, launch, room, config)

@@ -1,4 +1,4 @@
-"""Prefill in 8-bit integers, for GPUs without warpgroup products, against the same arithmetic in torch."""
+"""Prefill in 8-bit integers, for GPUs without wgmma, against the same arithmetic in torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_of(format: str, dim: int) -> prefill_defines.PrefillConfig:
 
 
 def hold_to_a_small_gpu(patch: pytest.MonkeyPatch) -> None:
-    """The choice of kernels, and the reference, as on a GPU without warpgroup products."""
+    """Makes the choice of kernels and the reference behave as on a GPU without wgmma."""
     patch.setattr(prefill_config, "device_of", lambda device: SMALL_GPU)
     patch.setattr(eight_bit, "operands", integer_operands)
 
@@ -44,15 +44,15 @@ def small_gpu(monkeypatch):
 def attend_and_check(
     case: Case, device=CPU, launch=launch, budget=prefill_cuda.WORKSPACE_BYTES, config=None
 ) -> torch.Tensor:
-    """Compares the sequences of many queries with the reference."""
+    """Compares the prefilled sequences with the reference."""
     _, request, want, want_lse = attended(case, device, launch, budget, config)
     assert prefill_config.config_for(request) == config_of(case.format, case.dim)
     out, lse = request.out, request.lse
     for _, rows in rows_of_many_queries(case, out):
         errors = row_errors(out[rows], want[rows].double())
         assert errors.isfinite().all()
-        # A coordinate of a query between two integers may be rounded to either, which moves all of a row's weights. So
-        # may a weight, which is all of the output where one token is attended.
+        # Ties may be rounded either way: of a query's coordinate, which changes all probabilities of the row, or of a
+        # probability, on which the whole output depends if only one token is visible.
         bound = 3 * BOUND if case.peaked else BOUND
         assert (errors > bound).sum() <= 0.1 * errors.numel() + 1, f"worst {errors.max():.1e}"
         assert errors.max() < 6 * BOUND
@@ -80,7 +80,7 @@ CASES = [
 def test_attend(case):
     attend_and_check(case)
     tile = 2 * config_of(case.format, case.dim).tile_bytes(case.dim) * case.num_kv_heads
-    attend_and_check(case, budget=tile * len(case.lens))  # in passes
+    attend_and_check(case, budget=tile * len(case.lens))  # several passes
 
 
 @emulated
@@ -98,7 +98,7 @@ def test_close_to_exact_arithmetic():
 @pytest.mark.parametrize("small", [0, 6])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_tokens_that_tower_over_all_before_them(dim, small):
-    """By a little and by far; the values of such tokens 2^``small`` times smaller, as those of first tokens are."""
+    """By a little and by much, with values 2^``small`` times smaller, as in attention sinks."""
     case = replace(SHORT, dim=dim, group=1, lens=(700,))
     built, towers = build(case, CPU), (0, 5, 70, 131, 200, 260, 390)
     slots = built.positions(0)

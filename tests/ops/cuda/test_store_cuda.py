@@ -1,4 +1,4 @@
-"""The CUDA store writes the reference's bytes: lane by lane on a CPU, and on a GPU where there is one."""
+"""The CUDA store writes the reference's bytes: lane by lane on a CPU, and on a GPU if available."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ CPU = torch.device("cpu")
 
 
 def emulate(request: StoreRequest) -> None:
-    """What ``store_cuda.run`` does, on the emulated GPU."""
+    """``store_cuda.run`` on the emulated GPU."""
     plan, grid, args = store_cuda.prepare(request)
     library = host.compile(Path(plan.source), plan.defines)
     host.launch(library, plan.kernel, grid=grid, threads=plan.threads, shared=plan.shared, args=args)
 
 
 def taken(case: Case, shaped: bool = False) -> bool:
-    """Whether a kernel takes it: in tiles, or vector by vector."""
+    """Whether a kernel supports the case, in tiles or vector by vector."""
     if case.policy != "norm" or store_cuda.format_refusal(case.layout) is not None:
         return False
     by_vector = format_refusal(case.layout) is None
@@ -90,7 +90,7 @@ def test_bytes_are_the_codecs(case):
     ids=str,
 )
 def test_a_tile_for_a_warp_and_a_tile_for_several(case, many, monkeypatch):
-    """Both ways of cutting the work, whichever the number of tokens would choose."""
+    """Both partitions of work, whatever the number of tokens."""
     monkeypatch.setattr(store_cuda, "FEW_VECTORS", 0 if many else 1 << 40)
     check(case)
 
@@ -121,7 +121,7 @@ def test_a_warp_for_every_slice(case):
 @pytest.mark.parametrize("bits", [5, 6, 7, 8])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_squares_of_the_nearest_levels_fit_32_bits(bits, dim):
-    """A vector of this length, and the most that all of its levels are away from it."""
+    """Levels are at most as long as the vector and the maximum distance of coordinates to their levels."""
     book, unit = codebook(bits, dim), Codec(CodecSpec.parse(f"k{bits}v{bits}", dim)).key_tables.unit
     levels = np.sort(book.levels_by_code)
     away = max(np.abs(book.boundaries - levels[1:]).max(), np.abs(book.boundaries - levels[:-1]).max())
@@ -150,12 +150,12 @@ def test_query_aware_rounding_of_many_tokens(dim, monkeypatch):
 @emulated
 @pytest.mark.parametrize("format", ["k4v4", "k6v4"])
 def test_errors_are_limited_to_a_byte(format):
-    """With weights so large that errors are corrected by far more than they are."""
+    """Weights are so large that corrections far exceed the errors."""
     check(Case(format=format, tokens=20), shaped=True, times=9)
 
 
 def check_index(run, device: torch.device, tokens: int = 40) -> None:
-    """Tokens of one warp with different matrices, with the same, and the last warp not full."""
+    """Tokens of one warp with different matrices or the same one, and a partial last warp."""
     case = Case(heads=2, tokens=tokens)
     for index in (torch.arange(tokens) * 7 % 5 - 1, torch.full((tokens,), 2)):
         key, value, slots, pages, codec = build(case, device)
@@ -171,7 +171,7 @@ def check_index(run, device: torch.device, tokens: int = 40) -> None:
 
 @pytest.mark.parametrize("few", [True, False])
 def test_every_token_takes_its_own_matrix(few, monkeypatch):
-    """Whether each matrix has blocks of its own or a warp takes them one after the other."""
+    """Each matrix has its own thread blocks, or a warp processes several matrices in turn."""
     monkeypatch.setattr(store_cuda, "FEW_VECTORS", 8192 if few else 0)
     check_index(emulate, CPU)
 
@@ -207,7 +207,7 @@ def check_products(dtype: str, run, device: torch.device) -> None:
 @emulated
 @pytest.mark.parametrize("dtype", sample(["bf16", "fp16"], 2))
 def test_products_are_compared_as_they_are(dtype):
-    """Beside a boundary by less than float32 holds."""
+    """Coordinates closer to a boundary than float32 can represent."""
     check_products(dtype, emulate, CPU)
 
 
@@ -256,7 +256,7 @@ def test_products_are_compared_as_they_are_on_a_gpu(dtype, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_many_vectors_of_any_size_on_a_gpu(dtype, device):
-    """Every exponent, and all of what square roots and quotients see."""
+    """Every exponent, and the full range of arguments of square roots and quotients."""
     case = Case(dim=128, heads=8, tokens=1 << 15, slots="aligned", dtype=dtype, page=64)
     check(case, run=store_cuda.run, device=device)
 

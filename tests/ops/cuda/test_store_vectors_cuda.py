@@ -1,4 +1,4 @@
-"""The CUDA store a warp per vector (latents, large head sizes, raw sides) writes the reference's bytes."""
+"""The CUDA store with a warp per vector (latents, large head sizes, raw sides) writes the reference's bytes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_ties():
 
 
 def check_marks(run, device: torch.device) -> None:
-    """NaN, Inf and norms beyond a scale's range are marked; raw numbers are kept as they are."""
+    """NaN, Inf and norms beyond a scale's range are marked; raw numbers are unchanged."""
     case = replace(PLAIN, format="c4rfp8", dtype="fp32", slots="aligned")
     _, _, slots, pages, codec = build(case, device)
     generator = torch.Generator().manual_seed(0)
@@ -121,7 +121,7 @@ def test_tokens_that_cannot_be_encoded_are_marked_on_a_gpu(device):
 
 
 def check_any_start(run, device: torch.device) -> None:
-    """Rows that do not start at multiples of 16 bytes, in a slice of a wider tensor."""
+    """Rows without 16-byte alignment, in a slice of a wider tensor."""
     case = replace(PLAIN, tokens=5)
     key, value, slots, pages, codec = build(case, device)
     wide = torch.zeros(case.tokens, 1, 1 + 512 + 64, dtype=key.dtype, device=device)

@@ -30,12 +30,12 @@ from slimkv.ops.cuda.device import Device
 from tail import sample
 
 NO_LENGTHS = {key: value for key, value in EVERYTHING.items() if key not in ("lens", "queries")}
-# Query heads of a KV head, queries of a sequence, columns of a block.
+# Query heads per KV head, queries per sequence, columns of a thread block.
 GROUPS_QUERIES_COLUMNS = (
     *((2, 16, 32), (3, 16, 48), (5, 16, 40), (6, 16, 48), (7, 8, 64), (8, 8, 64)),
     *((12, 4, 48), (13, 4, 64), (16, 3, 48), (16, 4, 64), (40, 2, 40), (64, 1, 64)),
 )
-# Many rows by pairs of warpgroups, whose products are those of sm_90a: one for keys and one for values.
+# Many rows, by pairs of warpgroups (wgmma): one for keys and one for values.
 WARPGROUP_CASES = [
     *(
         replace(DRAFTS, format=f, page=page)
@@ -45,7 +45,7 @@ WARPGROUP_CASES = [
     replace(DRAFTS, dim=64, group=32, num_kv_heads=2, lens=(33, 300, 40, 1, 70), queries=(1,) * 5),
     replace(DRAFTS, dim=64, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"),
     replace(DRAFTS, dim=64, page=128, lens=(1300, 40), queries=(8, 7)),
-    *(replace(DRAFTS, format=f, page=64) for f in ("k5v5", "k4v3")),  # two of four parts of the values share a word
+    *(replace(DRAFTS, format=f, page=64) for f in ("k5v5", "k4v3")),  # two of four warps share a word of the values
 ]
 
 
@@ -62,7 +62,7 @@ def test_pairs_of_warpgroups(case):
     check_emulated(case, HOPPER_GPU)
 
 
-# More rows than 32: as many of them as take the least time for all queries.
+# More than 32 rows: the number that takes the least time for all queries.
 RAGGED = replace(MANY, lens=(700, 33, 0, 290, 17), queries=(16, 1, 1, 11, 13))
 COLUMN_CASES = [
     (replace(MANY, queries=(9, 3)), 40),
@@ -86,8 +86,8 @@ COLUMN_CASES = [
     (replace(MANY, dim=192, queries=(16, 9), format="k5v4"), 32),
     (replace(MANY, dim=192, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block
 ]
-# Value slices that four warps do not share evenly: the last ones have fewer or none. What fills no word of a plane is
-# in rows of tokens, for one or two of the warps.
+# Value slices that four warps share unevenly: the last warps have fewer or none. One or two warps read slices that do
+# not fill a word of a plane from token rows.
 UNEVEN_CASES = [
     *((replace(MANY, dim=d, queries=(q, 3), page=page), n) for d, q, page, n in ((80, 5, 16, 24), (96, 12, 64, 48))),
     (replace(MANY, dim=112), 64),
@@ -118,7 +118,7 @@ def test_more_rows_than_32(case, rows):
     ("longest", "total", "rows"), [(16, 48, 64), (16, 25, 64), (16, 24, 32), (12, 36, 48), (40, 300, 32)]
 )
 def test_one_long_draft_or_prompt_does_not_widen_the_rows_of_all(longest, total, rows):
-    """Of three sequences with ``total`` queries together."""
+    """Three sequences with ``total`` queries in all."""
     built, found = build(replace(MANY, lens=(700,) * 3, queries=(16,) * 3), CPU), []
     out, lse = poisoned_out(built.case, built)
     request = request_of(built, out, lse)
@@ -128,7 +128,7 @@ def test_one_long_draft_or_prompt_does_not_widen_the_rows_of_all(longest, total,
     assert found[0] == rows
 
 
-# Without products of warpgroups, more rows by a team of warps: cases, and the rows of a block.
+# Without wgmma, more rows by a team of warps: cases, and rows per thread block.
 TEAM = replace(DRAFTS, dim=256, group=6, lens=(300, 90, 7), queries=(4, 3, 1))
 TEAM_CASES = [
     (TEAM, 24),
@@ -167,7 +167,7 @@ def test_a_token_that_is_not_a_number_among_many_rows():
     built = build(replace(DRAFTS, dim=64, lens=(300, 200), queries=(8, 8)), CPU)
     block, place = divmod(int(built.positions(0)[296]), built.layout.block_size)
     field = built.layout.key.field_offset(0) + 2 * place
-    built.pages[block, :, field : field + 2] = 0xFF  # what a kernel writes for a key that is not a number
+    built.pages[block, :, field : field + 2] = 0xFF  # the mark that kernels write for a NaN key
     out, lse = poisoned_out(built.case, built)
     attend_cuda.attend_packed(request_of(built, out, lse), HOPPER_GPU, launch)
     assert out[4:8].isnan().any(-1).all()

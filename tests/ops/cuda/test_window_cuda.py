@@ -1,4 +1,4 @@
-"""Decode in CUDA: what lies before every query's window may be anything; lane by lane on a CPU."""
+"""Decode in CUDA: tokens before every query's window may have any bytes; lane by lane on a CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slimkv.ops.attention.cuda import decode as attend_cuda
 
 @pytest.mark.skipif(not host.has_compiler, reason="needs g++")
 @pytest.mark.parametrize(("format", "queries"), [("k4v4", 1), ("k5v5", 3), ("kur4vu4", 1), ("fp8", 3)])
-@pytest.mark.parametrize("poison", [0xFF, 0xF0])  # scales that are not numbers, and large ones
+@pytest.mark.parametrize("poison", [0xFF, 0xF0])  # invalid scales, and large ones
 def test_what_no_query_sees_changes_no_bit(format, queries, poison):
     case = replace(TINY, format=format, window=9, lens=(140,), queries=(queries,))
     outs = []

@@ -1,4 +1,4 @@
-"""CUDA C++ kernels: their source, how it is compiled at first use, and how it is launched."""
+"""CUDA C++ kernels: sources, compilation on first use, and launch."""
 
 from __future__ import annotations
 

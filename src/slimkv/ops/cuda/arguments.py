@@ -1,4 +1,4 @@
-"""Arguments of CUDA kernels, as their sources declare them."""
+"""Argument structures of CUDA kernels, read from their sources."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ PACKAGE = "slimkv.ops.cuda"
 
 
 def arguments(source: str, *names: str) -> list[Any]:
-    """``struct name`` of ``source`` for each name; a tuple becomes a field that is a structure or an array."""
+    """The ctypes structure of each ``struct name`` in ``source``. Fields may be arrays and structures ``Table``."""
     return declared(PACKAGE, source, *names, known=(Table,))

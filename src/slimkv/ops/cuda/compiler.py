@@ -21,7 +21,7 @@ class CompileError(SlimKVError, RuntimeError):
 
 
 def source_texts() -> dict[str, str]:
-    """Every source file of the kernels by its path in the source folder, as sources include it."""
+    """The text of every source file by its path in the source folder, as ``#include`` names it."""
     root = resources.files("slimkv.ops.cuda") / "source"
     return {
         f"{folder.name}/{file.name}": file.read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def source_texts() -> dict[str, str]:
 def compile_kernels(source: str, defines: dict[str, int], architecture: str, cache: Path | None = None) -> bytes:
     """Machine code of ``source`` (such as decode/decode.cu) with ``defines`` for ``architecture`` (such as sm_90).
 
-    For a virtual architecture (compute_89): PTX, which the driver compiles for any newer one.
+    A virtual architecture (compute_89) yields PTX, which the driver compiles for newer GPUs.
     """
     from cuda.bindings import nvrtc
 

@@ -11,30 +11,30 @@ import torch
 
 from slimkv.errors import InputError
 
-AS_DEVICE = "SLIMKV_AS_DEVICE"  # environment: the name of a record that a larger GPU is held to
+AS_DEVICE = "SLIMKV_AS_DEVICE"  # environment variable: the named record that limits a larger GPU
 _LARGE = {"shared_of_multiprocessor": 228 << 10, "shared_of_block": 227 << 10}
 _SMALL = {"shared_of_multiprocessor": 100 << 10, "shared_of_block": 99 << 10}
 
 
 @dataclass(frozen=True)
 class Device:
-    """Multiprocessors, shared memory in bytes, instructions, and rates of tensor cores.
+    """Multiprocessors, shared memory in bytes, instructions, and tensor-core rates.
 
-    Rates are those of int8 and of e4m3 products over fp16 with fp32 sums; 0 where there are none.
+    Rates of int8 and e4m3 are relative to fp16 with fp32 accumulation; 0 means not supported.
     """
 
     multiprocessors: int
     shared_of_multiprocessor: int
     shared_of_block: int
-    copy_engine: bool = False  # bulk copies that report to a barrier
-    warpgroups: bool = False  # products of four warps (wgmma)
+    copy_engine: bool = False  # cp.async.bulk with an mbarrier
+    warpgroups: bool = False  # wgmma
     int8_rate: float = 2.0
     fp8_rate: float = 0.0
-    target: str = ""  # what kernels are compiled for, if not for the device itself
+    target: str = ""  # the architecture that kernels are compiled for, if not the device's own
 
     @property
     def multiplies_bytes(self) -> bool:
-        """Whether int8 products are at least as fast as those of fp16; decode multiplies codes as fp16 otherwise."""
+        """Whether int8 products are at least as fast as fp16 ones. If not, decode multiplies codes as fp16."""
         return self.int8_rate >= 1
 
     def says(self) -> str:
@@ -63,7 +63,7 @@ _BY_CAPABILITY: dict[tuple[int, int], dict[str, Any]] = {
     (10, 3): {**_LARGE, "copy_engine": True, "int8_rate": 0.06, "fp8_rate": 2.0},
     (12, 0): {**_SMALL, "copy_engine": True, "int8_rate": 4.0, "fp8_rate": 2.0},
 }
-# The names that AS_DEVICE accepts. Kernels are compiled for the named card if the GPU at hand, a newer one, runs that.
+# The names that AS_DEVICE accepts. On a newer GPU, kernels are compiled for the named one.
 NAMED = {"a100": (8, 0), "rtx4090": (8, 9), "rtx5090": (12, 0), "b300": (10, 3)}
 
 
@@ -76,7 +76,7 @@ def record_of(capability: tuple[int, int], multiprocessors: int) -> Device:
 def held_to(device: Device, name: str, capability: tuple[int, int]) -> Device:
     """``device`` limited to the features of the named GPU; it keeps its own number of multiprocessors."""
     if name not in NAMED:
-        raise InputError(f"{AS_DEVICE}={name!r} is not a device that is known; known are {', '.join(sorted(NAMED))}")
+        raise InputError(f"{AS_DEVICE}={name!r} is not a known device; known are {', '.join(sorted(NAMED))}")
     named = record_of(NAMED[name], device.multiprocessors)
     least = {f.name: min(getattr(device, f.name), getattr(named, f.name)) for f in fields(Device) if f.name != "target"}
     major, minor = NAMED[name]
@@ -84,7 +84,7 @@ def held_to(device: Device, name: str, capability: tuple[int, int]) -> Device:
 
 
 def hold_to(name: str) -> None:
-    """Holds the GPUs of this process, and of those that it starts, to a record; before anything runs on them."""
+    """Limits the GPUs of this process and its children to a named record. Call it before anything runs on them."""
     held_to(record_of((12, 0), 1), name, (12, 0))  # refuses an unknown name
     os.environ[AS_DEVICE] = name
     device_of.cache_clear()
@@ -92,7 +92,7 @@ def hold_to(name: str) -> None:
 
 @lru_cache(maxsize=64)
 def device_of(device: torch.device) -> Device:
-    """The record of a device, restricted by AS_DEVICE. For a CPU, where tests run kernels: that of a small Hopper."""
+    """The record of a device, limited by AS_DEVICE. A CPU, where tests run kernels, counts as a small Hopper GPU."""
     if device.type != "cuda":
         return record_of((9, 0), 2)
     about: Any = torch.cuda.get_device_properties(device)

@@ -35,10 +35,10 @@ class Kernel:
     ) -> None:  # fmt: skip
         """Queues the kernel on the device's current stream.
 
-        With ``overlap`` its blocks may start while the kernel before it in the stream is finishing (where the hardware
-        can); it must then wait for that kernel before it reads its results.
+        With ``overlap`` (programmatic dependent launch), blocks may start before the previous kernel of the stream has
+        finished, if the hardware supports it. The kernel must then wait before it reads results of that one.
         """
-        # A configuration for each stream: threads that launch on streams of their own share this kernel.
+        # A configuration per stream, because threads with different streams share this kernel.
         stream = torch._C._cuda_getCurrentRawStream(_index(device))
         key = (grid, threads, shared, overlap, stream)
         config = self._configs.get(key)
@@ -52,12 +52,12 @@ class Kernel:
         self, grid: tuple[int, int], threads: int, shared: int, args: ctypes.Structure, device: torch.device,
         overlap: bool = False,
     ) -> Callable[[], None]:  # fmt: skip
-        """A call that does what ``launch`` does, with what ``args`` then holds; for one thread at a time."""
+        """A function that does what ``launch`` does, with the current content of ``args``; it is not thread-safe."""
         config = self._config(grid, threads, shared, overlap)
         return partial(self._start, config, ctypes.pointer(args), _index(device))
 
     def _start(self, config: Any, args: Any, index: int) -> None:
-        # What torch's own compiler asks: current_stream() makes an object on the way to the same number.
+        # As torch's compiled code does: current_stream() creates an object to return the same number.
         config.hStream = torch._C._cuda_getCurrentRawStream(index)
         self._queue(config, args)
 
@@ -95,7 +95,7 @@ class Module:
 
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).cuda_stream  # noqa: B018 - makes torch create the device's context
-            # A new thread has none yet: warm-up loads modules in several.
+            # A new thread has no current context, and warm-up loads modules in several threads.
             context = _checked(driver, driver.cuDevicePrimaryCtxRetain(torch.cuda.current_device()))
             _checked(driver, driver.cuCtxSetCurrent(context))
             self._handle = _checked(driver, driver.cuModuleLoadData(code))
@@ -112,7 +112,7 @@ class Module:
 
 
 class Defines(dict[str, int]):
-    """The compile-time defines of a source. Made once per kind of request, and then compared by identity."""
+    """The compile-time defines of a source, created once per kind of request and compared by identity."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -120,7 +120,7 @@ class Defines(dict[str, int]):
 def load(source: str, defines: Defines, device: torch.device, exactly: bool = False) -> Module:
     """The kernels of ``source`` compiled with ``defines`` for ``device``; compiled once per machine, loaded once.
 
-    ``exactly``: with the instructions that only this architecture has, not its successors (sm_90a instead of sm_90).
+    ``exactly``: with architecture-specific instructions, which successors do not support (sm_90a instead of sm_90).
     """
     if _only_loading.get():
         start_loading(source, defines, device, exactly)
@@ -129,7 +129,7 @@ def load(source: str, defines: Defines, device: torch.device, exactly: bool = Fa
 
 
 def start_loading(source: str, defines: Defines, device: torch.device, exactly: bool = False) -> Future[Module]:
-    """What ``load`` gives, later: threads compile, and the compiler releases the interpreter's lock."""
+    """A future of ``load``. Threads compile in parallel, since the compiler releases the interpreter lock."""
     key = (source, tuple(defines.items()), _index(device), exactly)
     with _lock:
         if key not in _loading:
@@ -139,7 +139,7 @@ def start_loading(source: str, defines: Defines, device: torch.device, exactly: 
 
 @contextmanager
 def only_loading() -> Iterator[None]:
-    """Within, kernels start to be compiled and loaded when they are asked for, and launches do nothing."""
+    """A context in which requested kernels start to compile and load, and launches do nothing."""
     token = _only_loading.set(True)
     try:
         yield
@@ -148,7 +148,7 @@ def only_loading() -> Iterator[None]:
 
 
 class _Skipped(Module):
-    """A module of which nothing runs, and its kernels."""
+    """A module, and its kernels, whose launches do nothing."""
 
     def __init__(self) -> None:
         pass
@@ -180,7 +180,7 @@ def _load(source: str, defines: tuple[tuple[str, int], ...], index: int, exactly
     major, minor = torch.cuda.get_device_capability(device)
     target = device_of(device).target
     code = compile_kernels(source, dict(defines), target or f"sm_{major}{minor}{'a' if exactly else ''}")
-    return Module(code, device, may_overlap=not target)  # code compiled for older devices does not wait by itself
+    return Module(code, device, may_overlap=not target)  # code for older devices lacks griddepcontrol.wait
 
 
 def _index(device: torch.device) -> int:

@@ -1,7 +1,7 @@
-"""attend with CUDA C++: sequences of few queries on their packed pages (source/decode).
+"""attend with CUDA C++: decode and verification on packed pages (source/decode).
 
-Sequences of more queries than that (prefill) are unpacked and attended in the same call: on Hopper by ``prefill``
-where it can, else by the Triton kernels.
+Sequences with more queries (prefill) are attended in the same call, by ``prefill`` if it supports the request and by
+the Triton kernels otherwise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slimkv.ops.attention.cuda.decode_config import (
     shared_bytes,
     split_steps,
     takes_whole_tiles,
-    writes_whole_items,
+    writes_whole_tiles,
 )
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
@@ -48,14 +48,14 @@ from slimkv.ops.cuda.module import Defines, Module, load, start_loading
 from slimkv.spec import PageLayout
 
 LARGEST_DIM = 256
-_MERGE_WARPS, _PARTS_AT_ONCE = 2, 4  # as merge.cuh has them
+_MERGE_WARPS, _PARTS_AT_ONCE = 2, 4  # as in merge.cuh
 
 
 (Args,) = arguments("decode/shape.cuh", "DecodeArgs")
 
 
 class KernelCall(NamedTuple):
-    """A launch of a kernel of ``source``."""
+    """One kernel launch."""
 
     source: str
     name: str
@@ -72,7 +72,7 @@ Binder = Callable[[KernelCall], Callable[[], None]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How a kind of request is compiled and launched, and the constant part of its arguments."""
+    """How requests of one kind are compiled and launched, and their constant arguments."""
 
     config: DecodeConfig
     defines: Defines
@@ -81,11 +81,11 @@ class Plan:
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Lloyd-Max, uniform and fp8 codes, head sizes up to 256, and as many query heads as fit the columns."""
+    """None for Lloyd-Max, uniform and fp8 codes, head sizes up to 256 and GQA groups that fit; else the reason."""
     if request.fresh is not None:
         return "it attends codes only, not fresh K and V; use backend='triton'"
     if request.num_splits is not None:
-        return f"it partitions keys itself, not as num_splits={request.num_splits} asks; leave num_splits at None"
+        return f"it chooses splits itself; leave num_splits at None instead of {request.num_splits}"
     spec = request.layout.spec
     if request.max_query_len > MAX_DECODE_QUERIES and min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM:
         return (
@@ -103,19 +103,19 @@ def supports(request: AttendRequest) -> str | None:
 
 
 def _deterministic_refusal(request: AttendRequest) -> str | None:
-    """Why the rows of a deterministic request would not be exact, or None."""
+    """Why these kernels cannot make the request's results deterministic, or None."""
     most, device = prefill.most_packed_queries(request), request.pages.device
     if request.max_query_len > most:
         if (reason := prefill.refusal(request)) is not None:
-            return f"deterministic prompts are beyond it: {reason}; use backend='reference'"
+            return f"it does not attend these prompts deterministically: {reason}; use backend='reference'"
     bound = bound_of(request.layout, request.options.sliding_window)
     if most and deterministic_config(device_of(device), request.layout, request.group, 1, bound) is None:
-        return f"of a deterministic step {_lacking(request.layout, request.group)}; use backend='reference'"
+        return f"deterministic decoding: {_lacking(request.layout, request.group)}; use backend='reference'"
     return None
 
 
 def _lacking(layout: PageLayout, group: int) -> str:
-    """Why no configuration fits."""
+    """The error message if no configuration fits."""
     spec = layout.spec
     return (
         f"{group} query heads per KV head with {spec.format} at head sizes {spec.key_dim}/{spec.value_dim} need more "
@@ -134,7 +134,7 @@ def _refusal(layout: PageLayout) -> str | None:
         if dim > LARGEST_DIM:
             return f"{name} head size {dim} is beyond {LARGEST_DIM}; use backend='triton'"
     if layout.block_size < 16:
-        return "it reads blocks of 16 tokens and more; use backend='reference'"
+        return "it needs blocks of at least 16 tokens; use backend='reference'"
     return None
 
 
@@ -155,7 +155,7 @@ def run(request: AttendRequest) -> None:
 
 
 def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-    """A call (query, out, seq_lens) with everything else as it is here, and lengths up to ``max_seq_len``."""
+    """A function (query, out, seq_lens) that repeats the request with other tensors; None if it is empty or prefill."""
     if request.query.shape[0] == 0 or not 0 < request.max_query_len <= prefill.most_packed_queries(request):
         return None
     device = request.query.device
@@ -175,7 +175,7 @@ def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
 def attend_packed(
     request: AttendRequest, device: Device, launch: Launcher, most_queries: int = MAX_DECODE_QUERIES
 ) -> None:
-    """The sequences of at most ``most_queries`` queries: a launch attends and, if keys are split, another merges."""
+    """Attends sequences of at most ``most_queries`` queries: one launch, and with split-KV a second one that merges."""
     call, workspace = _prepare(request, device, most_queries), request.workspace
     if workspace is None:
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=request.query.device)
@@ -189,31 +189,31 @@ def attend_packed(
 
 @dataclass(frozen=True)
 class _Call:
-    """All of a call but its workspace."""
+    """A prepared call without its workspace."""
 
     plan: Plan
     args: ctypes.Structure
     grids: tuple[tuple[int, int], tuple[int, int]]  # of attend and of merge
     merge_shared: int
-    cuts: bool  # whether merge looks at what is cut between blocks, not at all rows
-    part_bytes: int  # of the workspace: the parts, then their states
+    cuts: bool  # merge visits only the work tiles split between blocks, not all rows
+    part_bytes: int  # of the partial outputs, which precede their softmax states in the workspace
     workspace_bytes: int
-    kept: tuple[Tensor, ...]  # what args point to and nobody else holds
+    kept: tuple[Tensor, ...]  # tensors that only args point to
 
     def use(self, workspace: Tensor) -> None:
-        """Points the arguments to a workspace."""
+        """Points the arguments into ``workspace``."""
         args = self.args
         args.parts = parts = workspace.data_ptr()
         args.part_states = parts + self.part_bytes
 
     def launch(self, workspace: Tensor, launch: Launcher) -> None:
-        """The kernels, once."""
+        """Launches the kernels once."""
         self.use(workspace)
         for kernel in self._kernels():
             launch(kernel)
 
     def bound(self, bind: Binder) -> list[Callable[[], None]]:
-        """The kernels, for many times."""
+        """The kernels as functions that can be called repeatedly."""
         return [bind(kernel) for kernel in self._kernels()]
 
     def _kernels(self) -> tuple[KernelCall, ...]:
@@ -233,13 +233,13 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     query, out, layout, options, pages = request.query, request.out, request.layout, request.options, request.pages
     (total, heads, _), num_kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
-    # Rows of others, if there are more queries than that: a few places a sequence are looked at then, not every row.
+    # If the batch also has prefill rows, `merge` visits `most_queries` rows per sequence instead of every row.
     rows, tiles, seen = min(total, sequences * most_queries), sequences * num_kv_heads, _seen_tokens(request)
     exact, window = options.deterministic, options.sliding_window
-    # Deterministic results depend on no other sequence, so that the layer's window alone bounds what queries see.
+    # Deterministic results must not depend on other sequences: only the layer's window bounds the visible tokens.
     bound = bound_of(layout, window if exact else seen, not exact and 2 * tiles <= device.multiprocessors)
     plan = _plan(
-        device, layout, group, _cut_for(request, most_queries), bound, exact,
+        device, layout, group, _typical_queries(request, most_queries), bound, exact,
         query.dtype, out.dtype, window is not None, options.softcap > 0,
     )  # fmt: skip
     if plan is None:
@@ -247,18 +247,18 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     config = plan.config
     steps = split_steps(config, window) if exact else 0
     splits = -(-seen // SPLIT_TOKENS) + (window is not None) if 0 < steps <= SPLIT_TOKENS else 1
-    # One chunk of queries a sequence, and no prefill beside it.
+    # Requires that every sequence has one chunk of queries and that none is prefilled.
     whole = request.max_query_len <= min(most_queries, config.rows // group) and (
-        splits == 1 and writes_whole_items(layout) if exact else takes_whole_tiles(device, layout, config, tiles, seen)
+        splits == 1 and writes_whole_tiles(layout) if exact else takes_whole_tiles(device, layout, config, tiles, seen)
     )
-    items = most_items(rows, sequences, num_kv_heads, group, config)
+    work_tiles = max_work_tiles(rows, sequences, num_kv_heads, group, config)
     blocks = device.multiprocessors * config.blocks_per_sm
-    # Every item has a part, and every block may begin another; or every item has all splits.
-    slots = 0 if whole else items * splits if exact else items + blocks
-    # Few rows have many parts, and then two warps share them; a warp alone reads some at once.
-    split = not whole and total * heads <= 32 * device.multiprocessors and blocks // items > _PARTS_AT_ONCE
+    # One partial result per work tile and one per block that starts inside a tile; deterministic: one per split.
+    slots = 0 if whole else work_tiles * splits if exact else work_tiles + blocks
+    # Few rows have many partial results each: two warps share them if one warp cannot load all of them at once.
+    split = not whole and total * heads <= 32 * device.multiprocessors and blocks // work_tiles > _PARTS_AT_ONCE
     merge_split = 2 if split or exact else 1
-    cuts = not exact and items > blocks and writes_whole_items(layout)  # most items are whole in one block
+    cuts = not exact and work_tiles > blocks and writes_whole_tiles(layout)  # most work tiles lie in one block
     merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
     if cuts:
         merge_grid = (max(1, blocks - 1), -(-config.rows // _MERGE_WARPS))
@@ -293,13 +293,13 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
 
 
 def _seen_tokens(request: AttendRequest) -> int:
-    """Most tokens of a sequence that its queries see."""
+    """The maximum number of tokens that the queries of one sequence see."""
     window = request.options.sliding_window
     return request.max_seq_len if window is None else min(request.max_seq_len, window + request.max_query_len)
 
 
-def _cut_for(request: AttendRequest, most_queries: int) -> int:
-    """Queries of a sequence that the kernel is cut for: those of most, if one has many more or is prefilled."""
+def _typical_queries(request: AttendRequest, most_queries: int) -> int:
+    """The queries per sequence that the configuration is chosen for; few long sequences do not decide it."""
     longest, sequences = request.max_query_len, request.seq_lens.shape[0]
     alike = longest <= most_queries and 2 * request.query.shape[0] > sequences * longest
     return longest if alike else min(longest, most_queries, max(1, FEW_VERIFIED_ROWS // request.group))
@@ -310,7 +310,7 @@ def _plan(
     device: Device, layout: PageLayout, group: int, queries: int, bound: int, deterministic: bool,
     q_dtype: torch.dtype, out_dtype: torch.dtype, window: bool, softcap: bool,
 ) -> Plan | None:  # fmt: skip
-    """The plan for sequences with mostly ``queries`` queries."""
+    """The plan for ``queries`` queries per sequence."""
     config = (deterministic_config if deterministic else config_for)(device, layout, group, queries, bound)
     if config is None:
         return None
@@ -327,8 +327,8 @@ def _plan(
     return Plan(config, defines, shared_bytes(layout, config), args)
 
 
-def most_items(total: int, sequences: int, num_kv_heads: int, group: int, config: DecodeConfig) -> int:
-    """Most (sequence, chunk of queries, KV head) of one call."""
+def max_work_tiles(total: int, sequences: int, num_kv_heads: int, group: int, config: DecodeConfig) -> int:
+    """The maximum number of work tiles (sequence, chunk of queries, KV head) of one call."""
     return min(total, total // (config.rows // group) + sequences) * num_kv_heads
 
 
@@ -336,11 +336,11 @@ def workspace_bytes(
     layout: PageLayout, total_queries: int, sequences: int, num_kv_heads: int, group: int, max_query_len: int,
     device: torch.device,
 ) -> int:  # fmt: skip
-    """Bytes that ``attend`` needs as ``workspace`` for these bounds."""
+    """The bytes of ``workspace`` that ``attend`` needs within these bounds."""
     about, need = device_of(device), 0
     for config in reachable(about, layout, group, min(max_query_len, MAX_DECODE_QUERIES)):
-        items = most_items(total_queries, sequences, num_kv_heads, group, config)
-        slots = items + about.multiprocessors * config.blocks_per_sm
+        work_tiles = max_work_tiles(total_queries, sequences, num_kv_heads, group, config)
+        slots = work_tiles + about.multiprocessors * config.blocks_per_sm
         need = max(need, 4 * slots * config.rows * (layout.spec.value_dim + 2))
     return need
 
@@ -377,7 +377,7 @@ def _load(call: KernelCall, device: torch.device) -> Module:
 def reachable_kernels(
     device: Device, layout: PageLayout, group: int, dtype: torch.dtype, options: AttendOptions
 ) -> list[tuple[str, Defines]]:
-    """Sources and defines of all kernels that requests of a layer can run, with queries and outputs of ``dtype``."""
+    """Source and defines of every kernel that a layer's requests can launch, for queries and outputs of ``dtype``."""
     number, window, softcap = DTYPE_NUMBERS[dtype], options.sliding_window is not None, options.softcap > 0
     return [
         (config.source, kernel_defines(layout, config, number, number, window, softcap))
@@ -390,7 +390,7 @@ def reachable_kernels(
 def start_loading_reachable(
     layout: PageLayout, group: int, dtype: torch.dtype, options: AttendOptions, device: torch.device
 ) -> list[Future[Module]]:
-    """All kernels of decode and prefill that requests of a layer can run, compiled and loaded in threads."""
+    """Compiles and loads, in threads, every decode and prefill kernel that a layer's requests can launch."""
     if _refusal(layout) is not None:
         return []
     kernels = reachable_kernels(device_of(device), layout, group, dtype, options)

@@ -1,8 +1,8 @@
-"""Configurations of the CUDA decode kernels: one table, and the first entry that fits a layer's pages and a device.
+"""Configurations of the CUDA decode kernels: a table, and the choice of the first entry that fits pages and device.
 
-A configuration depends on the layer, the query rows of a KV head, the device, and the bytes of a KV head that a query
-may see, as a sliding window or the caller bounds them. The device judges lengths of sequences and their number
-(source/decode/schedule.cuh): a captured graph and an eager call of one bound run the same kernel.
+The choice depends on the layer, the query rows per KV head, the device, and a bound on the visible bytes per KV head,
+from the sliding window or the caller. The number of sequences and their lengths are handled on the device
+(source/decode/schedule.cuh), so a captured graph and an eager call with the same bound run the same kernel.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from slimkv.ops.attention.cuda.shared_memory import (
     shared_bytes,
     team_registers,
     values_in_parts,
-    writes_whole_items,
+    writes_whole_tiles,
 )
 from slimkv.ops.cuda.device import Device
 from slimkv.spec import Kind, PageLayout
 
-# Bytes of a KV head that a query may see: configurations are told apart by these bounds.
+# Bounds on the bytes of one KV head that a query may see. Configurations are chosen per bound.
 FEW_BYTES, SHORT_BYTES, UNBOUNDED = BOUNDS = (1 << 16, 3 << 19, 1 << 50)
-# Blocks of KV that a warp takes after one another, up to which one block has all keys of a work tile and nothing is
-# left to merge: where there are work tiles for half the multiprocessors, and where other blocks would be idle.
+# Up to this many KV blocks per warp, one thread block processes a whole work tile and nothing is merged: with work
+# tiles for more than half the multiprocessors, and with fewer.
 _WHOLE_ROUNDS, _WHOLE_ROUNDS_OF_FEW = 6, 2
-SPLIT_TOKENS = 8192  # of a deterministic split: few results to merge, and 16 splits of the longest contexts
+SPLIT_TOKENS = 8192  # per deterministic split: few partial results to merge, and 16 splits of the longest contexts
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What a kernel is compiled for beside the pages."""
+    """The compile-time parameters of a kernel apart from the page layout."""
 
-    rows: int  # query rows of a block: query heads of a KV head times queries
+    rows: int  # query rows of a thread block: query heads of a KV head x queries
     block_tokens: int
     warps: int
     stages: int
     blocks_per_sm: int = 1
     source: str = DECODE
-    bulk: bool = False  # blocks of tokens are whole pages, which the copy engine copies
-    exact: bool = False  # results depend on a row's own sequence alone, to the last bit
-    narrow: bool = False  # more than 4 rows in the arithmetic of 4
+    bulk: bool = False  # KV blocks are whole pages, loaded by bulk copies (cp.async.bulk)
+    exact: bool = False  # a row's result depends on its own sequence alone, bit for bit
+    narrow: bool = False  # more than 4 rows, with the arithmetic of 4
 
 
 class _Entry(NamedTuple):
-    """A way to cut work, for tokens of up to ``token_bytes``, of which a query may see up to ``seen_bytes``."""
+    """Tile sizes for tokens of up to ``token_bytes`` and up to ``seen_bytes`` visible bytes per KV head."""
 
     block_tokens: int
     warps: int
@@ -59,8 +59,8 @@ class _Entry(NamedTuple):
     seen_bytes: int = UNBOUNDED
 
 
-# Query rows that a block may have, by kernel and head size (up to 128 or 256), and the measured time of such a block
-# relative to the kernel's others. Of DECODE their order alone matters; 16 rows of large heads fill the registers.
+# Query rows of a thread block, by kernel and head size (up to 128 or 256), and the measured time of such a block
+# relative to the kernel's other blocks. For DECODE only the order matters; 16 rows of large heads fill the registers.
 _TEAM_TIMES = {16: 0.78, 24: 0.9, 32: 1.0, 40: 1.17, 48: 1.38, 64: 1.78}
 _ROW_TIMES = {
     (DECODE, 128): {4: 1.0, 8: 1.5, 16: 2.0},
@@ -70,15 +70,15 @@ _ROW_TIMES = {
     (VERIFY_WARPS, 128): _TEAM_TIMES,
     (VERIFY_WARPS, 256): _TEAM_TIMES,
 }
-FEW_VERIFIED_ROWS = 32  # of a batch with a few queries in some sequences
-# Ways to cut work, from best to smallest. With one stage, keys are copied while values are multiplied and the other way
-# round; eight warps with one are faster than four with two.
+FEW_VERIFIED_ROWS = 32  # query rows of a thread block if only some sequences have several queries
+# Tile sizes, from fastest to smallest. With one stage, keys are copied while values are multiplied and vice versa;
+# eight warps with one stage are faster than four with two.
 _SMALLEST = (_Entry(32, 8, 1), _Entry(32, 4, 2), _Entry(16, 4, 2))
 _WIDE = (_Entry(64, 8, 2), _Entry(32, 8, 2), *_SMALLEST)
 _BYTES = (_Entry(64, 8, 2), _Entry(64, 8, 1, token_bytes=200), _Entry(32, 12, 2), _Entry(32, 8, 2), *_SMALLEST)
 _LUT = (_Entry(32, 12, 2), _Entry(32, 8, 2), _Entry(32, 12, 1), *_SMALLEST)
-# By levels and head size. Of many short sequences, blocks of four warps: one computes while another changes its
-# sequence. Beside 12 warps of large blocks nothing is left to copy ahead, unless a token has few bytes.
+# By representation of levels and head size. Short sequences get thread blocks of four warps: one computes while another
+# switches sequences. 12 warps with large KV blocks leave no shared memory for prefetching, unless tokens are small.
 _FOUR_ROWS: dict[tuple[str, int], tuple[_Entry, ...]] = {
     ("bytes", 128): (
         *(_Entry(64, 4, 2, 3, seen_bytes=SHORT_BYTES), _Entry(128, 12, 2), _Entry(64, 12, 2, token_bytes=128)),
@@ -92,12 +92,12 @@ _FOUR_ROWS: dict[tuple[str, int], tuple[_Entry, ...]] = {
     ("LUT", 256): _LUT,
 }
 _EIGHT_ROWS = {128: (_Entry(32, 4, 2, 2, seen_bytes=FEW_BYTES), _Entry(64, 12, 2), *_WIDE), 256: _WIDE}
-# Three long blocks are faster than four short ones, and these than two long ones, except of large heads, where short
-# blocks cost more instructions. Many rows of large heads lack registers for long ones.
+# Three stages of long KV blocks are faster than four of short ones, and these faster than two of long ones. For large
+# heads, long ones are always faster, because short ones cost more instructions; many rows lack the registers for them.
 _LONG_PAIRS = (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2))
 _SHORT_PAIRS = (_Entry(64, 16, 4), _Entry(64, 16, 3), _Entry(64, 16, 2))
 _TEAMS = (_Entry(128, 8, 1, 2), _Entry(128, 8, 1, 1), _Entry(64, 4, 1, 2), _Entry(64, 4, 1, 1))
-# Registers of a thread up to which two blocks of eight warps fit, and one block with hardly any spills.
+# Estimated registers per thread up to which two blocks of eight warps fit, and one block has hardly any spills.
 _REGISTERS_OF_TWO_TEAMS, _REGISTERS_OF_A_TEAM = 84, 185
 
 
@@ -105,14 +105,14 @@ _REGISTERS_OF_TWO_TEAMS, _REGISTERS_OF_A_TEAM = 84, 185
 def config_for(
     device: Device, layout: PageLayout, group: int, queries: int, bound: int = UNBOUNDED
 ) -> DecodeConfig | None:
-    """The first configuration that fits, for ``queries`` of a sequence and ``group`` query heads of a KV head.
+    """The first configuration that fits, for ``queries`` queries per sequence and ``group`` query heads per KV head.
 
-    The rows of a block are those that take the least time for all queries.
+    Numbers of rows are tried in the order of their total time for all queries.
     """
     head = _head_class(layout)
-    # Of large heads 8 rows at a time, more often, take less time than 16.
+    # For large heads, several work tiles of 8 rows take less time than one of 16.
     in_one_block = group * queries <= (8 if head == 256 and group <= 8 else 16)
-    # 4 rows multiply codes of few bits as int8, more rows as fp16.
+    # Blocks of 4 rows multiply codes of few bits as int8, larger ones as fp16.
     as_bytes = any(in_bytes(fmt) for fmt in (layout.spec.key, layout.spec.value))
     fewest = max(group, 8) if as_bytes and not device.multiplies_bytes else group
 
@@ -129,7 +129,7 @@ def config_for(
 
 
 def _entries(layout: PageLayout, source: str, rows: int) -> tuple[_Entry, ...]:
-    """The ways to cut the work of a kernel, from best to smallest."""
+    """The tile sizes of a kernel, from fastest to smallest."""
     head, spec = _head_class(layout), layout.spec
     if source == VERIFY_WARPS:
         return _TEAMS
@@ -149,14 +149,14 @@ def _entries(layout: PageLayout, source: str, rows: int) -> tuple[_Entry, ...]:
 def deterministic_config(
     device: Device, layout: PageLayout, group: int, queries: int, bound: int = UNBOUNDED
 ) -> DecodeConfig | None:
-    """One with the results of that of a single query: its blocks of tokens, warps and arithmetic, maybe more rows."""
+    """A configuration with the KV block, warps, arithmetic and results of that of one query, but maybe more rows."""
     found = config_for(device, layout, group, 1, bound)
     if found is None or found.source != DECODE:
         return None
     one = replace(found, exact=True)
     if group * queries <= one.rows:
         return one
-    # 12 warps of a multiprocessor have no registers for the output of 16 rows.
+    # With 12 warps on a multiprocessor, the output of 16 rows does not fit the registers.
     rows = (8,) if one.warps > 8 or _head_class(layout) == 256 else (16, 8)
     few = replace(one, blocks_per_sm=max(1, min(one.blocks_per_sm, 8 // one.warps)), narrow=one.rows <= 4)
     wider = (replace(few, rows=n, stages=stages) for n in rows for stages in (one.stages, 1))
@@ -164,9 +164,9 @@ def deterministic_config(
 
 
 def bound_of(layout: PageLayout, tokens: int | None, few_tiles: bool = False) -> int:
-    """The bound that tells configurations apart, where a query may see up to ``tokens`` tokens (None: any number).
+    """The smallest of ``BOUNDS`` that covers ``tokens`` visible tokens (None: any number).
 
-    ``few_tiles``: work tiles for up to half the multiprocessors, which share each of them, however short it is.
+    ``few_tiles``: there are work tiles for at most half the multiprocessors, so several share even a short one.
     """
     if tokens is None or (few_tiles and _head_class(layout) == 128):
         return UNBOUNDED
@@ -178,7 +178,7 @@ def reachable(
     device: Device, layout: PageLayout, group: int, max_queries: int, window: int | None = None,
     deterministic: bool = False,
 ) -> tuple[DecodeConfig, ...]:  # fmt: skip
-    """All configurations for up to ``max_queries`` queries of a sequence in layers of such a window."""
+    """All configurations for up to ``max_queries`` queries per sequence in a layer with this sliding window."""
     if deterministic:
         choose, bounds = deterministic_config, {bound_of(layout, window)}
     else:
@@ -190,15 +190,15 @@ def reachable(
 
 
 def split_steps(config: DecodeConfig, window: int | None) -> int:
-    """Blocks of tokens of a deterministic split; a window of no more than one is not split."""
+    """The KV blocks of a deterministic split. A window no longer than one split is not split."""
     return 1 << 20 if window is not None and window <= SPLIT_TOKENS else SPLIT_TOKENS // config.block_tokens
 
 
 def takes_whole_tiles(device: Device, layout: PageLayout, config: DecodeConfig, tiles: int, tokens: int) -> bool:
-    """Whether each of ``tiles`` work tiles of up to ``tokens`` tokens has a block of its own, in a single launch."""
+    """Whether each of ``tiles`` work tiles of up to ``tokens`` tokens gets one thread block, without a merge."""
     rounds = _WHOLE_ROUNDS if 2 * tiles > device.multiprocessors else _WHOLE_ROUNDS_OF_FEW
     most = rounds * config.block_tokens * config.warps
-    return config.source == DECODE and writes_whole_items(layout) and tokens <= most
+    return config.source == DECODE and writes_whole_tiles(layout) and tokens <= most
 
 
 def _head_class(layout: PageLayout) -> int:

@@ -20,7 +20,7 @@ def _words(entries: list[int]) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def level_bytes(fmt: TensorFormat, dim: int) -> tuple[int, int]:
-    """The bytes of codes: level + 63.5; at 4 bits what an exclusive or with 0xFF (positive) or 0x80 makes that of."""
+    """Two words of bytes: level + 63.5 by code; at 4 bits x, where x ^ 0xFF (positive level) or x ^ 0x80 is that."""
     if not in_bytes(fmt) or fmt.bits > 4:
         return 0, 0
     if fmt.kind == Kind.UNIFORM:

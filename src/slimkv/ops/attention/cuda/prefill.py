@@ -1,10 +1,10 @@
-"""Prefill with CUDA C++: pages are unpacked into tiles in the order of the tensor cores, and attended there.
+"""Prefill with CUDA C++: pages are unpacked into tiles in tensor-core operand order, then attended.
 
-Many queries a sequence: two launches a pass (source/prefill/unpack.cu and attend.cu or, where there are no products of
-warpgroups, attend_warps.cu). More than the workspace holds takes several passes: over the sequences, or over a part of
-all contexts at a time, which pass on the softmax state. Hopper has two other ways. If sequences are alike, the first
-launch unpacks for the first blocks, and these for later ones, in one pass (source/prefill/ahead.cuh). Few queries: one
-launch of ``attend``, whose blocks unpack for themselves (source/prefill/producer.cuh). ``prefill_config`` says which.
+With many queries per sequence, a pass is two launches: source/prefill/unpack.cu, then attend.cu (without wgmma:
+attend_warps.cu). If the workspace is too small for one pass, passes go over groups of sequences, or over sections of
+all contexts and hand on the softmax state. Hopper has two other ways. For equal query lengths, the first launch unpacks
+only for the first blocks, and these unpack for later ones (source/prefill/ahead.cuh). For few queries, the blocks of
+``attend`` unpack for themselves (source/prefill/producer.cuh). ``prefill_config`` chooses.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from slimkv.ops.attention.cuda.prefill_defines import ATTEND, UNPACK, PrefillCon
 from slimkv.ops.attention.cuda.prefill_workspace import (
     WORKSPACE_BYTES,
     Batch,
-    cut_ahead,
-    cut_passes,
     lay_out,
+    plan_ahead,
+    plan_passes,
     seen_tiles,
 )
 from slimkv.ops.cuda.arguments import arguments
@@ -52,12 +52,12 @@ __all__ = [
     "refusal",
 ]
 
-_CACHED_BYTES = 32 << 20  # of unpacked K and V that blocks running at the same time may share in the L2 cache
+_CACHED_BYTES = 32 << 20  # of unpacked K and V that concurrent blocks may share in the L2 cache
 
-_MERGED_WORDS = 5  # of struct MergedSplits
+_MERGED_WORDS = 5  # 32-bit words of struct MergedSplits
 
-# source, kernel, defines, grid, threads, shared memory, argument
 (PrefillArgs,) = arguments("prefill/args.cuh", "PrefillArgs")
+# source, kernel, defines, grid, threads, shared memory, argument
 Launcher = Callable[[str, str, Defines, tuple[int, int], int, int, ctypes.Structure], None]
 
 
@@ -65,7 +65,7 @@ def attend_prefill(
     request: AttendRequest, launch: Launcher, budget: int = WORKSPACE_BYTES, config: PrefillConfig | None = None,
     most_queries: int = MAX_DECODE_QUERIES,
 ) -> None:  # fmt: skip
-    """The sequences of more than ``most_queries`` queries: one launch if fused, else two a pass."""
+    """Attends sequences of more than ``most_queries`` queries."""
     total, sequences = request.query.shape[0], request.seq_lens.shape[0]
     most_long = min(sequences, total // (most_queries + 1))
     if most_long == 0:
@@ -75,9 +75,9 @@ def attend_prefill(
     if config.fused:
         attend.start_split() if splits(request, config, most_queries) > 1 else attend.start()
     elif config.ahead:
-        cut = cut_ahead(request, config, most_long, multiprocessors(request.query.device), budget)
-        space = lay_out(attend.args, cut, config, request.layout.spec.key_dim, request.query.device)
-        attend.unpack(cut.lead)
+        plan = plan_ahead(request, config, most_long, multiprocessors(request.query.device), budget)
+        space = lay_out(attend.args, plan, config, request.layout.spec.key_dim, request.query.device)
+        attend.unpack(plan.lead)
         attend.start()
         del space
     else:
@@ -86,7 +86,7 @@ def attend_prefill(
 
 @dataclass(frozen=True)
 class _Attend:
-    """A launch of ``attend``."""
+    """The launches of a request."""
 
     request: AttendRequest
     config: PrefillConfig
@@ -95,7 +95,7 @@ class _Attend:
 
     @property
     def state_floats(self) -> int:
-        """That it hands on from pass to pass."""
+        """The size of the softmax state that passes hand on."""
         args, dim = self.args, self.request.layout.spec.key_dim
         return args.query_blocks * args.num_kv_heads * _state_floats(self.config.rows, dim)
 
@@ -108,19 +108,19 @@ class _Attend:
         )  # fmt: skip
 
     def unpack(self, items: int) -> None:
-        """The first ``items``: KV heads of sequences."""
+        """Unpacks the first ``items`` KV heads of sequences."""
         config, defines = self.config, unpack_defines(self.request.layout, self.config)
         grid, threads = (items, self.args.tiles), 2 * config.tile_tokens
         self.launch(UNPACK, "unpack", defines, grid, threads, defines["SHARED"], self.args)
 
     def start(self, hands_on: bool = False) -> None:
-        """With ``hands_on`` it may find a state, or leave one."""
+        """Launches ``attend``. With ``hands_on`` it may read a state of the previous pass and write its own."""
         args, defines = self.args, self.defines(hands_on)
         grid, threads = (args.query_blocks * args.num_kv_heads, 1), self.config.threads
         self.launch(self.config.source, "attend", defines, grid, threads, defines["SHARED"], args)
 
     def start_split(self) -> None:
-        """Blocks for all multiprocessors, which share the keys of all work tiles, and one launch that merges."""
+        """Launches one split-KV block per multiprocessor, then the merge."""
         args, defines, rows = self.args, self.defines(), self.config.rows
         device, dim = self.request.query.device, self.request.layout.spec.key_dim
         args.blocks = multiprocessors(device)
@@ -133,17 +133,17 @@ class _Attend:
 
 
 def _state_floats(rows: int, dim: int) -> int:
-    """Of a block."""
+    """The size of the softmax state of a block."""
     return 2 * rows * (-(-dim // 32) * 16 + 4)
 
 
 def _attend_in_passes(attend: _Attend, most_long: int, budget: int) -> None:
-    """Unpacks what the workspace holds and attends it, time after time."""
+    """Fills the workspace with unpacked tiles and attends them, pass by pass."""
     request, config, args = attend.request, attend.config, attend.args
     layout, device, num_kv_heads = request.layout, request.query.device, request.pages.shape[1]
     longest = seen_tiles(request, config.tile_tokens)
     batch = Batch(most_long, num_kv_heads, request.query.shape[0] // (config.rows // request.group), longest)
-    ranks, tiles = cut_passes(layout, config, batch, multiprocessors(device), budget)
+    ranks, tiles = plan_passes(layout, config, batch, multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // tiles)
     side_bytes = rows * tiles * config.tile_bytes(layout.spec.key_dim)  # of keys, and of values
     tile_bytes = 2 * side_bytes + 16 * rows * tiles
@@ -162,7 +162,7 @@ def _attend_in_passes(attend: _Attend, most_long: int, budget: int) -> None:
 
 
 def _attend_args(request: AttendRequest, config: PrefillConfig, most_queries: int) -> ctypes.Structure:
-    """All but what depends on where unpacked tiles are, and which."""
+    """The arguments that depend on neither the workspace nor the pass."""
     query, out, pages, options, spec = (
         request.query, request.out, request.pages, request.options, request.layout.spec,
     )  # fmt: skip
@@ -190,12 +190,12 @@ def _attend_args(request: AttendRequest, config: PrefillConfig, most_queries: in
 
 
 def _by_16_bytes(rows: Tensor) -> bool:
-    """Whether every row and head begins on a boundary of 16 bytes."""
+    """Whether every row and head is 16-byte aligned."""
     return rows.data_ptr() % 16 == 0 and all(x * rows.element_size() % 16 == 0 for x in rows.stride()[:2])
 
 
 def _magnitudes(fmt: TensorFormat, dim: int) -> tuple[int, ...]:
-    """Twice the magnitudes of levels of up to 4 bits, as bytes."""
+    """Twice the magnitudes of the levels, as bytes, for codes of up to 4 bits."""
     if fmt.kind != Kind.LLOYD or fmt.bits > MOST_BITS:
         return ()
     key = byte_levels(fmt.bits, dim).key
@@ -203,14 +203,14 @@ def _magnitudes(fmt: TensorFormat, dim: int) -> tuple[int, ...]:
 
 
 def _words(entries: list[int]) -> tuple[int, int]:
-    """Up to 8 bytes, as two words."""
+    """Packs up to 8 bytes into two words."""
     low, high = (int.from_bytes(bytes(entries + [0] * 8)[at : at + 4], "little") for at in (0, 4))
     return low, high
 
 
 @lru_cache(maxsize=64)
 def _tables(spec: CodecSpec, config: PrefillConfig) -> dict[str, object]:
-    """What kernels look up codes of up to 4 bits in."""
+    """The tables in registers for codes of up to 4 bits."""
     value_magnitudes = _magnitudes(spec.value, spec.value_dim)
     if not config.eight_bit:
         return {"key_table": _magnitudes(spec.key, spec.key_dim), "value_table": value_magnitudes}
@@ -234,12 +234,12 @@ def _signs(dim: int, seed: int) -> tuple[int, ...]:
 def reachable_kernels(
     device: Device, layout: PageLayout, dtype: torch.dtype, options: AttendOptions
 ) -> list[tuple[str, Defines]]:
-    """Sources and defines of all kernels that requests of a layer can run, with queries and outputs of ``dtype``."""
+    """Source and defines of every kernel that a layer's requests can launch, for queries and outputs of ``dtype``."""
     number, window, softcap = DTYPE_NUMBERS[dtype], options.sliding_window is not None, options.softcap > 0
     found: list[tuple[str, Defines]] = []
     for config in reachable(device, layout.spec, options):
-        for shifted in {False, softcap}:  # caps apply to scores of keys that are not centred
-            for hands_on in {False, config.eight_bit}:  # others are always compiled for several passes
+        for shifted in {False, softcap}:  # a soft cap needs the scores of uncentred keys
+            for hands_on in {False, config.eight_bit}:  # fp16 kernels always support several passes
                 defines = attend_defines(layout, config, number, number, window, softcap, shifted, hands_on)
                 found.append((config.source, defines))
         if not config.fused:
@@ -249,7 +249,7 @@ def reachable_kernels(
 
 @lru_cache(maxsize=64)
 def launcher(device: torch.device) -> Launcher:
-    """Launches on the device's current stream."""
+    """A function that launches kernels on the device's current stream."""
 
     def launch(
         source: str, name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int,

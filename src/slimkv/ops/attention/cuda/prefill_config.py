@@ -1,4 +1,4 @@
-"""The table of configurations of the CUDA prefill kernels, and which of them a request takes."""
+"""The table of configurations of the CUDA prefill kernels, and the choice for a request."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from slimkv.codec.byte_levels import MOST_BITS
 from slimkv.ops.attention import eight_bit
 from slimkv.ops.attention.api import EIGHT_BIT, MAX_DECODE_QUERIES, AttendOptions, AttendRequest
 from slimkv.ops.attention.cuda.prefill_defines import PrefillConfig, Unpack, packed_stages, shared_bytes
-from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, cut_ahead, seen_tokens
+from slimkv.ops.attention.cuda.prefill_workspace import WORKSPACE_BYTES, plan_ahead, seen_tokens
 from slimkv.ops.cuda.constants import KIND_NUMBERS
 from slimkv.ops.cuda.device import Device, device_of
 from slimkv.spec import CodecSpec, Kind
 
 FIRST, AHEAD, FUSED = Unpack
-# Codes by how long they take to unpack: Lloyd-Max of at most 4 bits; uniform of at most 4 bits, whose zero points take
-# registers; more than 4 bits, from a table in shared memory.
+# Codes by the cost of unpacking: Lloyd-Max of at most 4 bits; uniform of at most 4 bits, whose zero points take
+# registers; more than 4 bits, through a LUT in shared memory.
 SHORT, UNIFORM, LONG = ANY = ("short", "uniform", "long")
 _80_TO_128, _TO_128, _TO_256 = (80, 96, 112, 128), (64, 80, 96, 112, 128), (192, 256)
 _WARPS = PrefillConfig(FIRST, 64, 1, 1, 2, producers=0, single_warps=True, blocks_per_sm=2)
 
-# Head sizes and codes, and a configuration of their kernel. Of several, the one with the least estimated time is taken;
-# with single warps, the first one whose blocks fit shared memory.
+# Head sizes, codes, and a configuration for them. If several apply, the one with the least estimated time is chosen;
+# without wgmma, the first whose blocks fit shared memory.
 CONFIGS: tuple[tuple[tuple[int, ...], tuple[str, ...], PrefillConfig], ...] = (
     (_TO_128, ANY, PrefillConfig(FIRST, 128, 2)),
     (_TO_256, ANY, PrefillConfig(FIRST, 64, 2)),
     # At head size 64 there are few products to hide unpacking behind, so unpacking first is faster.
     (_80_TO_128, ANY, PrefillConfig(AHEAD, 128, 2, producer_registers=56)),
     (_TO_128, (SHORT,), PrefillConfig(FUSED, 128, 2, producers=2, producer_registers=48)),
-    (_TO_128, (UNIFORM,), PrefillConfig(FUSED, 128, 2, producer_registers=88)),  # two producers with 48 would spill
+    (_TO_128, (UNIFORM,), PrefillConfig(FUSED, 128, 2, producer_registers=88)),  # two with 48 would spill
     (_TO_256, (SHORT, UNIFORM), PrefillConfig(FUSED, 64, 2, producer_registers=72)),
-    # An unpacked tile serves twice as many rows.
+    # Each unpacked tile serves twice as many rows.
     ((64,), ANY, PrefillConfig(FUSED, 128, 3, row_blocks=2, producer_registers=56)),
     (_80_TO_128, (SHORT,), PrefillConfig(FUSED, 64, 3, row_blocks=2, producer_registers=40)),
     (_80_TO_128, (UNIFORM, LONG), PrefillConfig(FUSED, 64, 3, row_blocks=2, producer_registers=56)),
     ((64, 128), (SHORT,), PrefillConfig(FIRST, 128, 4, eight_bit=True)),
     ((64,), (SHORT,), PrefillConfig(FIRST, 128, 4, consumers=3, eight_bit=True, tile_time=1.26)),
     ((128,), (SHORT,), PrefillConfig(FIRST, 128, 3, consumers=3, eight_bit=True, tile_time=1.41)),
-    # Two blocks of four warps, or one of eight where a multiprocessor has 100 KB.
+    # Two blocks of four warps, or one of eight if a multiprocessor has 100 KB.
     ((64,), ANY, replace(_WARPS, held_queries=True)),
     (_80_TO_128, ANY, _WARPS),
     (_80_TO_128, ANY, replace(_WARPS, consumers=2, blocks_per_sm=1)),
@@ -49,20 +49,20 @@ CONFIGS: tuple[tuple[tuple[int, ...], tuple[str, ...], PrefillConfig], ...] = (
 )
 HEAD_DIMS = tuple(sorted({dim for dims, _, _ in CONFIGS for dim in dims}))
 MOST_GROUP = 64
-# Query rows of a sequence up to which FUSED is measured to gain, by codes: up to head size 64, 128 and 256.
+# Query rows per sequence up to which FUSED measured faster, by codes, for head sizes up to 64, 128 and 256.
 _FUSED_UP_TO = {SHORT: (512, 768, 512), UNIFORM: (512, 512, 256), LONG: (512, 512, 0)}
-FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17  # of a sequence, from which FUSED is faster than the decode kernel
-LEAST_SPLIT = 512  # tokens of the keys that FUSED blocks share, as split.cuh has it
-# Measured times, in waves of FUSED blocks of 128 rows: a wave of 256 rows, or of the 128 left of them; a wave of FIRST;
-# unpacking a KV head of a sequence first on one multiprocessor; the start of FUSED blocks; a row of the decode kernel.
-# AHEAD: what unpacking one adds to a wave of one block, and the least time it takes.
+FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17  # per sequence, from which FUSED is faster than the decode kernel
+LEAST_SPLIT = 512  # tokens per split of FUSED, as in split.cuh
+# Measured times in units of a wave of FUSED blocks of 128 rows: a wave of 256-row blocks, or of half-filled ones; a
+# wave of FIRST; unpacking one KV head of a sequence on one multiprocessor; the start of FUSED blocks; a row of the
+# decode kernel. AHEAD, for a block that unpacks a whole KV head: the added time, and the minimum time.
 WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.1
 DECODED_ROW, BESIDE_ATTENDING, UNPACKING_AHEAD = 0.012, 0.5, 3.6
 
 
 @lru_cache(maxsize=64)
 def codes_of(spec: CodecSpec) -> str:
-    """The kind of codes of the side that takes longer to unpack."""
+    """The kind of codes of keys or values, whichever take longer to unpack."""
     if max(spec.key.bits, spec.value.bits) > MOST_BITS:
         return LONG
     return UNIFORM if Kind.UNIFORM in (spec.key.kind, spec.value.kind) else SHORT
@@ -72,7 +72,7 @@ def codes_of(spec: CodecSpec) -> str:
 def configs(
     spec: CodecSpec, unpack: Unpack, eight_bit: bool = False, single_warps: bool = False
 ) -> tuple[PrefillConfig, ...]:
-    """The entries of the table that fit Hopper's shared memory, in its order."""
+    """The table's entries that fit Hopper's shared memory, in order."""
     kind, codes = (unpack, eight_bit, single_warps), codes_of(spec)
     found = (config for dims, of, config in CONFIGS if spec.key_dim in dims and codes in of and config.kind == kind)
     return tuple(config for config in found if unpack != FUSED or packed_stages(spec, config) > 0)
@@ -86,13 +86,13 @@ def refusal(request: AttendRequest) -> str | None:
             return f"{name} format {side.name} is not unpacked by the CUDA prefill (Lloyd-Max, uniform and fp8 are)"
     if spec.key_dim != spec.value_dim or spec.key_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
-        return f"head sizes {spec.key_dim}/{spec.value_dim} are not alike and one of {sizes}"
+        return f"head sizes {spec.key_dim}/{spec.value_dim} are not equal, or not one of {sizes}"
     if request.layout.block_size < 16:
-        return "blocks of less than 16 tokens"
+        return "it needs blocks of at least 16 tokens"
     if request.group > MOST_GROUP:
         return f"{request.group} query heads per KV head are more than {MOST_GROUP}"
     if request.fresh is not None:
-        return "fresh K and V"
+        return "it attends codes only, not fresh K and V"
     return None
 
 
@@ -101,7 +101,7 @@ def eight_bit_refusal(request: AttendRequest) -> str | None:
     reason = eight_bit.refusal(request) or refusal(request)
     device, dim = device_of(request.query.device), request.layout.spec.key_dim
     if reason is None and not device.warpgroups and device.int8_rate < 1:
-        reason = "8-bit prefill multiplies integers, which the tensor cores of this GPU do slower than fp16"
+        reason = "8-bit prefill needs products of integers at least as fast as fp16, which this GPU does not have"
     sizes = eight_bit_head_dims(single_warps=not device.warpgroups)
     if reason is None and dim not in sizes:
         reason = f"head size {dim} is not prefilled in 8 bits; {', '.join(map(str, sizes))} are"
@@ -116,7 +116,7 @@ def eight_bit_head_dims(single_warps: bool) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def warp_config(spec: CodecSpec, device: Device, eight_bit: bool = False) -> PrefillConfig:
-    """The configuration of single warps for a device without warpgroup products."""
+    """The mma.sync configuration for a device without wgmma."""
 
     def fits(config: PrefillConfig) -> bool:
         shared = shared_bytes(spec, config)
@@ -127,7 +127,7 @@ def warp_config(spec: CodecSpec, device: Device, eight_bit: bool = False) -> Pre
 
 
 def config_for(request: AttendRequest) -> PrefillConfig:
-    """The configuration of a request that is not refused."""
+    """The configuration of a supported request."""
     spec, options, device = request.layout.spec, request.options, device_of(request.query.device)
     found = reachable(device, spec, options)
     if len(found) > 1 and options.prefill != EIGHT_BIT:
@@ -138,7 +138,7 @@ def config_for(request: AttendRequest) -> PrefillConfig:
 
 
 def reachable(device: Device, spec: CodecSpec, options: AttendOptions) -> tuple[PrefillConfig, ...]:
-    """All configurations that requests of such a layer can take."""
+    """All configurations that a layer's requests can use."""
     if spec.key_dim != spec.value_dim or spec.key_dim not in HEAD_DIMS:
         return ()
     by_row, in_bytes = options.deterministic, options.prefill == EIGHT_BIT and not options.deterministic
@@ -152,28 +152,28 @@ def reachable(device: Device, spec: CodecSpec, options: AttendOptions) -> tuple[
 
 
 def _can_fuse(request: AttendRequest) -> bool:
-    """Whether rows are few, or so are work tiles, whose keys only FUSED blocks share."""
+    """Whether there are few query rows, or few work tiles, which call for split-KV: only FUSED has it."""
     spec, fused = request.layout.spec, configs(request.layout.spec, FUSED)
     most = _FUSED_UP_TO[codes_of(spec)][(spec.key_dim > 64) + (spec.key_dim > 128)]
     return bool(fused) and (request.max_query_len * request.group <= most or splits(request, fused[-1]) > 1)
 
 
 def _can_unpack_ahead(request: AttendRequest) -> bool:
-    """Whether sequences are alike, or all but one decode, and unpacking seldom waits for room in the workspace.
+    """Whether query lengths are equal, or all sequences but one decode, and unpacking seldom waits for workspace.
 
-    A block that unpacks for a sequence much longer than its own would take longer than it attends.
+    If a block unpacked for a much longer sequence, unpacking would take longer than its attention.
     """
     total, longest, sequences = request.query.shape[0], request.max_query_len, request.seq_lens.shape[0]
     config, alike = configs(request.layout.spec, AHEAD), total == sequences * longest or total - longest < sequences
     available = device_of(request.query.device).multiprocessors
-    return bool(config) and alike and cut_ahead(request, config[0], sequences, available, WORKSPACE_BYTES).flows
+    return bool(config) and alike and plan_ahead(request, config[0], sequences, available, WORKSPACE_BYTES).flows
 
 
 def _time(request: AttendRequest, config: PrefillConfig) -> float:
-    """The estimated time of all blocks if sequences are alike, in waves of FUSED blocks of 128 rows."""
+    """The estimated time in waves of FUSED blocks of 128 rows, as if all sequences had the same length."""
     sequences, available = request.seq_lens.shape[0], device_of(request.query.device).multiprocessors
     items, rows = sequences * request.pages.shape[1], request.max_query_len * request.group
-    if config.eight_bit:  # more rows a block take less time each, but may leave multiprocessors idle
+    if config.eight_bit:  # larger blocks take less time per row but may leave multiprocessors idle
         blocks = -(-request.query.shape[0] // (config.rows // request.group)) * request.pages.shape[1]
         return -(-blocks // available) * config.tile_time
     if config.fused:
@@ -182,19 +182,19 @@ def _time(request: AttendRequest, config: PrefillConfig) -> float:
         whole = -(-items * (blocks + (rest > 0 and not part)) // available)
         rounds = whole * (WIDE_ROUND if config.row_blocks > 1 else 1) + part * -(-items // available) * PART_ROUND
         return FUSED_START + rounds / splits(request, config)
-    # Tokens that a sequence's queries see, over those that a block's queries see: more than 1 with a window.
+    # Tokens seen by all queries of a sequence over those seen by one block's queries: more than 1 with a window.
     spread = seen_tokens(request, request.max_query_len) / seen_tokens(request, config.rows // request.group)
     blocks = -(-rows // config.rows)
     rounds, round_time, first = -(-items * blocks // available), UNPACKED_ROUND, items
     if config.ahead:
         beside = UNPACKED_ROUND + BESIDE_ATTENDING * spread / blocks
         round_time = max(beside, UNPACKING_AHEAD * spread / blocks)
-        first = cut_ahead(request, config, sequences, available, WORKSPACE_BYTES).lead
+        first = plan_ahead(request, config, sequences, available, WORKSPACE_BYTES).lead
     return rounds * round_time + first / available * UNPACKING * spread
 
 
 def _work_tiles(request: AttendRequest, config: PrefillConfig, most_queries: int) -> int:
-    """The most that a request may have: queries of a block, and a KV head."""
+    """The maximum number of work tiles of a request; each is a block of queries and a KV head."""
     total, per_block = request.query.shape[0], config.rows // request.group
     sequences = min(request.seq_lens.shape[0], total // (most_queries + 1))
     blocks = min(total // per_block + sequences, sequences * -(-request.max_query_len // per_block))
@@ -202,16 +202,16 @@ def _work_tiles(request: AttendRequest, config: PrefillConfig, most_queries: int
 
 
 def splits(request: AttendRequest, config: PrefillConfig, most_queries: int = FUSED_FROM_QUERIES - 1) -> int:
-    """FUSED blocks that share the keys of a work tile, if sequences are alike (source/prefill/split.cuh)."""
+    """The FUSED blocks that split the keys of a work tile, for sequences of equal length (source/prefill/split.cuh)."""
     blocks = device_of(request.query.device).multiprocessors // _work_tiles(request, config, most_queries)
     return max(1, min(blocks, -(-seen_tokens(request, request.max_query_len) // LEAST_SPLIT)))
 
 
 def most_packed_queries(request: AttendRequest) -> int:
-    """Queries of a sequence up to which the decode kernel attends it.
+    """The maximum number of queries per sequence for the decode kernel.
 
-    Decode reads pages again for every few rows, but it splits contexts: it keeps requests that would not keep the
-    device busy otherwise.
+    Decode rereads pages for every few rows but splits KV, so it keeps requests too small to fill the device with
+    prefill.
     """
     if request.options.deterministic:
         prompt = request.options.prompt
@@ -222,7 +222,7 @@ def most_packed_queries(request: AttendRequest) -> int:
     if refusal(request) is not None or not _can_fuse(request) or not (config := config_for(request)).fused:
         return MAX_DECODE_QUERIES
     (sequences,), total, heads = request.seq_lens.shape, request.query.shape[0], request.pages.shape[1]
-    if total < sequences * request.max_query_len:  # the others' time is the same
+    if total < sequences * request.max_query_len:  # shorter sequences decode either way
         faster = min(sequences, total // (few + 1)) * heads >= 0.9 * device.multiprocessors
     else:
         faster = _time(request, config) < DECODED_ROW * total * request.group * heads / device.multiprocessors

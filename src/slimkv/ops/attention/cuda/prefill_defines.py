@@ -1,8 +1,8 @@
-"""Configurations of the CUDA prefill kernels as records, and the compile-time defines that follow from them.
+"""Configurations of the CUDA prefill kernels, and the compile-time defines that follow from them.
 
 A thread block of ``attend`` gets its tiles of keys and values in one of three ways:
 
-- FIRST: a launch of ``unpack`` writes them to the workspace. The only way without warpgroup products (``wgmma``).
+- FIRST: a launch of ``unpack`` writes them to the workspace. The only way without ``wgmma``.
 - AHEAD: spare warps of earlier blocks write them there (source/prefill/ahead.cuh).
 - FUSED: producer warpgroups of the block unpack pages into shared memory (source/prefill/producer.cuh).
 
@@ -47,10 +47,10 @@ class PrefillConfig:
     producer_registers: int = 24  # per thread
     eight_bit: bool = False  # queries and keys as int8, probabilities and values as e4m3 or int8; else fp16
     tile_time: float = 1.0  # eight_bit: time of a tile, relative to the smallest block's
-    promote: int = 16  # tiles whose e4m3 products the tensor cores, which keep 14 bits, add up on their own
+    promote: int = 16  # tiles between promotions: tensor cores accumulate e4m3 products with 14 bits only
     packed_stages: int = 4  # FUSED: tiles of pages in shared memory at a time, if they fit
-    by_row: bool = False  # FIRST: a row's result depends on its own sequence alone, to the last bit
-    single_warps: bool = False  # products of single warps (mma.sync), not of warpgroups; all threads copy tiles
+    by_row: bool = False  # FIRST: a row's result depends on its own sequence alone, bit for bit
+    single_warps: bool = False  # mma.sync instead of wgmma; all threads copy tiles
     blocks_per_sm: int = 1  # the registers of a thread allow this many
     held_queries: bool = False  # single_warps: queries stay in registers
 
@@ -61,7 +61,7 @@ class PrefillConfig:
 
     @property
     def kind(self) -> tuple[Unpack, bool, bool]:
-        """Who unpacks tiles, whether in 8 bits, and whether for products of single warps."""
+        """Who unpacks tiles, whether in 8 bits, and whether for mma.sync."""
         return self.unpack, self.eight_bit, self.single_warps
 
     @property
@@ -81,12 +81,12 @@ class PrefillConfig:
 
     @property
     def ahead(self) -> bool:
-        """Whether blocks unpack what later ones attend."""
+        """Whether blocks unpack tiles for later blocks."""
         return self.unpack == Unpack.AHEAD
 
     @property
     def integers(self) -> bool:
-        """With ``eight_bit``: values and weights are 8-bit integers, not e4m3."""
+        """With ``eight_bit``: whether values and probabilities are 8-bit integers, not e4m3."""
         return self.eight_bit and self.single_warps
 
     def tile_bytes(self, dim: int) -> int:
@@ -95,14 +95,14 @@ class PrefillConfig:
 
 
 def packed_bytes(spec: CodecSpec, config: PrefillConfig) -> int:
-    """What the warps that unpack copy of a tile's pages: codes, and all fields for each of them."""
+    """Bytes of a tile's pages in shared memory: codes, and the scales and zeros once per producer warp."""
     fields = 2 + (spec.key.kind == Kind.UNIFORM) + (spec.value.kind == Kind.UNIFORM)
     codes = 2 * spec.key_dim * (spec.key.bits + spec.value.bits) * config.tile_tokens // 16
     return codes + 4 * config.producers * fields * 2 * config.tile_tokens
 
 
 def packed_stages(spec: CodecSpec, config: PrefillConfig) -> int:
-    """Tiles of pages for which a FUSED block has room in shared memory."""
+    """The tiles of pages that fit the shared memory of a FUSED block."""
     room = SHARED_OF_BLOCK - shared_bytes(spec, config)
     return min(config.packed_stages, room // packed_bytes(spec, config))
 
@@ -113,7 +113,7 @@ def shared_bytes(spec: CodecSpec, config: PrefillConfig) -> int:
 
 
 def _tables(spec: CodecSpec, unpacks: bool, by_row: bool = False) -> dict[str, int]:
-    """Entries of the centroid tables: one table if keys and values are alike."""
+    """Entries of the LUTs. Keys and values of the same format share one."""
 
     def entries(fmt: TensorFormat) -> int:
         looked_up = unpacks and fmt.kind == Kind.LLOYD and (by_row or fmt.bits > MOST_BITS)
@@ -132,7 +132,7 @@ def _value_tile(spec: CodecSpec, config: PrefillConfig) -> int:
 
 
 def _shared_memory(spec: CodecSpec, config: PrefillConfig, packed: int) -> dict[str, int]:
-    """Sizes and offsets of ``attend``'s shared memory, from a boundary of 1,024 bytes, and all it takes (SHARED)."""
+    """Sizes and offsets of ``attend``'s shared memory, relative to a 1,024-byte boundary, and the total (SHARED)."""
     tile, value_tile = config.tile_bytes(spec.key_dim), _value_tile(spec, config)
     query = 64 * 128 * -(-spec.key_dim // (128 if config.eight_bit else 64))
     sizes = {
@@ -159,9 +159,9 @@ def attend_defines(
     layout: PageLayout, config: PrefillConfig, q_type: int, out_type: int, window: bool, softcap: bool,
     shifted: bool = False, hands_on: bool = False,
 ) -> Defines:  # fmt: skip
-    """What prefill/attend.cu is compiled with.
+    """The defines of ``config.source``.
 
-    In 8 bits only kernels of several passes have code that hands on a state: it takes registers of the loop.
+    8-bit kernels can hand on a state only if compiled with ``hands_on``, since that code costs the loop registers.
     """
     spec, stages, packed = layout.spec, 0, 0
     if config.fused:
@@ -187,7 +187,7 @@ def attend_defines(
 
 @lru_cache(maxsize=256)
 def unpack_defines(layout: PageLayout, config: PrefillConfig) -> Defines:
-    """What prefill/unpack.cu is compiled with. Its shared memory: levels or, in 8 bits, a word a warp and values."""
+    """The defines of prefill/unpack.cu. Shared memory holds LUTs or, in 8 bits, a word per warp and the value tile."""
     tile, value_tile = config.tile_bytes(layout.spec.key_dim), _value_tile(layout.spec, config)
     staged = -(-config.tile_tokens // 64) * 16
     tables = _tables(layout.spec, not config.eight_bit, config.by_row)

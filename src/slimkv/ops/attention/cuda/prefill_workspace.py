@@ -1,4 +1,4 @@
-"""The workspace of unpacked tiles: passes over its contents, or a ring of tiles that blocks unpack for later blocks."""
+"""The workspace of unpacked tiles: refilled in every pass, or a ring into which blocks unpack for later blocks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WORKSPACE_BYTES = 400 << 20  # limit for unpacked K and V
 class Batch:
     """The properties of a request that determine its passes."""
 
-    sequences: int  # that are prefilled, at most
+    sequences: int  # prefilled ones, at most
     num_kv_heads: int
-    blocks: int  # of queries of a KV head, over all sequences
-    tiles: int  # of a sequence, at most
+    blocks: int  # of queries per KV head, over all sequences
+    tiles: int  # per sequence, at most
 
 
 def seen_tokens(request: AttendRequest, queries: int) -> int:
@@ -37,10 +37,10 @@ def seen_tiles(request: AttendRequest, tile_tokens: int) -> int:
     return min(-(-longest // tile_tokens), (seen + tile_tokens - 2) // tile_tokens + 1)
 
 
-def cut_passes(
+def plan_passes(
     layout: PageLayout, config: PrefillConfig, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
 ) -> tuple[int, int]:
-    """The number of sequences, and of tiles of each, that the workspace holds at a time. Whole sequences need no
+    """The sequences, and the tiles per sequence, that the workspace holds at a time. Whole sequences need no
     partial results, so they are preferred if there are enough of them to keep the device busy.
     """
     longest, tile = batch.tiles, 2 * config.tile_bytes(layout.spec.key_dim) * batch.num_kv_heads
@@ -53,7 +53,7 @@ def cut_passes(
 
 
 def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
-    """The number that leaves the fewest multiprocessors idle at the end of passes, with a small cost per pass."""
+    """The sequences per pass that leave the fewest multiprocessors idle at the end of passes; each pass costs a bit."""
 
     def rounds(sequences: int) -> int:
         return -(-sequences * batch.num_kv_heads * batch.blocks // (batch.sequences * multiprocessors))
@@ -66,47 +66,47 @@ def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
 
 
 @dataclass(frozen=True)
-class AheadCut:
+class AheadPlan:
     """How blocks unpack ahead (source/prefill/ahead.cuh). An item is a KV head of a sequence."""
 
     items: int
-    blocks: int  # of an item, for sequences of equal length
-    tiles: int  # of an item, at most
-    lead: int  # items that are unpacked before the first block
-    slots: int  # items that the workspace has room for
+    blocks: int  # per item, for sequences of equal length
+    tiles: int  # per item, at most
+    lead: int  # items unpacked before the first block
+    slots: int  # items that fit the workspace
 
     @property
     def flows(self) -> bool:
-        """Whether unpacking seldom waits for blocks that still attend the tiles it overwrites."""
+        """Whether unpacking seldom waits for blocks that still read the tiles it overwrites."""
         return self.slots >= min(self.items, 2 * self.lead)
 
 
-def cut_ahead(
+def plan_ahead(
     request: AttendRequest, config: PrefillConfig, sequences: int, multiprocessors: int, budget: int
-) -> AheadCut:
-    """For up to ``sequences``, in a workspace of ``budget`` bytes or what is needed at least.
+) -> AheadPlan:
+    """The numbers for up to ``sequences`` sequences and a workspace of ``budget`` bytes, or more if it needs more.
 
-    While the first blocks attend ``lead`` items, which keep nearly all multiprocessors busy, they unpack as many.
+    The first ``lead`` items keep nearly all multiprocessors busy. Their blocks unpack the next ``lead`` items.
     """
     dim, tiles = request.layout.spec.key_dim, seen_tiles(request, config.tile_tokens)
     items = sequences * request.pages.shape[1]
     blocks = -(-request.max_query_len * request.group // config.rows)
     lead = min(items, -(-95 * multiprocessors // (100 * blocks)))
     room = budget // (tiles * 2 * config.tile_bytes(dim))
-    return AheadCut(items, blocks, tiles, lead, min(items, max(lead + 1, room)))
+    return AheadPlan(items, blocks, tiles, lead, min(items, max(lead + 1, room)))
 
 
-def lay_out(args: ctypes.Structure, cut: AheadCut, config: PrefillConfig, dim: int, device: torch.device) -> Tensor:
-    """The workspace, which ``args`` then point into: keys, values, their scales and counters."""
-    tiles = cut.slots * cut.tiles
-    side = tiles * config.tile_bytes(dim)  # keys, and values
-    space = torch.empty(2 * side + 16 * tiles + 8 * cut.items, dtype=torch.uint8, device=device)
+def lay_out(args: ctypes.Structure, plan: AheadPlan, config: PrefillConfig, dim: int, device: torch.device) -> Tensor:
+    """Allocates the workspace (keys, values, their scales, counters) and points ``args`` into it."""
+    tiles = plan.slots * plan.tiles
+    side = tiles * config.tile_bytes(dim)  # bytes of keys; values have as many
+    space = torch.empty(2 * side + 16 * tiles + 8 * plan.items, dtype=torch.uint8, device=device)
     args.keys = space.data_ptr()
     args.values = args.keys + side
     args.tile_scales = args.values + side
     args.unpacked = args.tile_scales + 16 * tiles
-    args.attended = args.unpacked + 4 * cut.items
-    args.tiles, args.ranks, args.section = cut.tiles, cut.items // args.num_kv_heads, 1
+    args.attended = args.unpacked + 4 * plan.items
+    args.tiles, args.ranks, args.section = plan.tiles, plan.items // args.num_kv_heads, 1
     args.first_pass, args.last_pass = 1, 1
-    args.lead, args.slots = cut.lead, cut.slots
+    args.lead, args.slots = plan.lead, plan.slots
     return space

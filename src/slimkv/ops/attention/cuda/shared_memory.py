@@ -1,6 +1,6 @@
-"""What a block of the CUDA decode kernels takes: shared memory, registers, parts of the values.
+"""Resources of a thread block of the CUDA decode kernels: shared memory, registers, how warps share the values.
 
-The sources count shared memory as well and do not compile if they count otherwise.
+The sources compute shared memory as well; a static_assert fails if the two disagree.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from slimkv.spec import SLICE_DIMS, Kind, PageLayout, TensorFormat
 if TYPE_CHECKING:
     from slimkv.ops.attention.cuda.decode_config import DecodeConfig
 
-# One block of tokens a warp; a block for pairs of warpgroups (wgmma); a block for a team of warps (mma.sync).
+# A KV block is processed by one warp; by a pair of warpgroups (wgmma); by all warps of a thread block (mma.sync).
 DECODE, VERIFY, VERIFY_WARPS = "decode/decode.cu", "decode/verify.cu", "decode/verify_warps.cu"
 _TEAM = 4  # warps of a warpgroup, which share values
 
 
 def shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
-    """Shared memory of a block."""
+    """The bytes of shared memory of a thread block."""
     count = {DECODE: decode_shared_bytes, VERIFY: verify_shared_bytes, VERIFY_WARPS: verify_warps_shared_bytes}
     return count[config.source](layout, config)
 
 
 @lru_cache(maxsize=1024)
 def decode_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
-    """As decode/decode_memory.cuh counts."""
+    """Mirrors decode/decode_memory.cuh."""
     spec, warps, wide = layout.spec, config.warps, config.rows > 4 and not config.narrow
     group = 8 if wide else 4
     slot = max(_block_bytes(layout, config), 4 * group * (spec.value_dim + 8))
@@ -39,62 +39,62 @@ def decode_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     tables = _level_table_bytes(layout, wide, wide and spec.key_dim == 256)
     total = tables + warps * config.stages * slot + query + states + barriers
     if config.stages == 1 and not (_is_power_of_two(spec.key_dim) and spec.key_dim >= 32):
-        total = -(-total // 16) * 16 + 4 * spec.key_dim * min(config.rows, warps)  # queries are rotated there
+        total = -(-total // 16) * 16 + 4 * spec.key_dim * min(config.rows, warps)  # scratch to rotate queries
     return total
 
 
 @lru_cache(maxsize=1024)
 def verify_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
-    """As decode/verify_memory.cuh counts."""
+    """Mirrors decode/verify_memory.cuh."""
     spec, rows = layout.spec, config.rows
     rings, workers, own_tiles = config.warps // 8, config.warps // 2, config.block_tokens // 64
     padded = padded_value_dim(layout)
     slot = max(_block_bytes(layout, config), 32 * (padded // _TEAM + 8))
-    operands = 128 * rows * (-(-spec.key_dim // 64) + 2 * own_tiles * workers // _TEAM)  # queries, probabilities twice
-    operands = max(operands, 4 * rows * (padded + 4 * _TEAM))  # the output of a pair takes their place
+    operands = 128 * rows * (-(-spec.key_dim // 64) + 2 * own_tiles * workers // _TEAM)  # queries, 2x probabilities
+    operands = max(operands, 4 * rows * (padded + 4 * _TEAM))  # later the output of a pair
     states = rows * (16 + 12 * workers)
     running_max = 4 * rows * workers if rows > 40 else 0
-    barriers = 8 * rings * config.stages + rings * (2 * (4 * rows + 8) + 32)  # and factors of the output
+    barriers = 8 * rings * config.stages + rings * (2 * (4 * rows + 8) + 32)  # and rescaling factors
     tables = _level_table_bytes(layout, True, spec.key_dim == 256 and rows <= 40)
     total = tables + operands + rings * config.stages * slot + states + running_max + barriers
     if spec.value.rotated and not (_is_power_of_two(spec.value_dim) and spec.value_dim >= 32):
-        total = -(-total // 16) * 16 + 4 * spec.value_dim * config.warps  # the output is rotated back there
+        total = -(-total // 16) * 16 + 4 * spec.value_dim * config.warps  # scratch to rotate the output back
     return total
 
 
 @lru_cache(maxsize=1024)
 def verify_warps_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
-    """As decode/verify_warps_memory.cuh counts."""
+    """Mirrors decode/verify_warps_memory.cuh."""
     spec, rows, warps = layout.spec, config.rows, config.warps
-    queries, probabilities = 2 * rows * spec.key_dim, 64 * rows * warps  # of two blocks
+    queries, probabilities = 2 * rows * spec.key_dim, 64 * rows * warps  # double-buffered
     slices = -(-spec.value_dim // (SLICE_DIMS * warps))
-    results = 4 * (SLICE_DIMS * slices + 4) * rows * warps  # take their place
+    results = 4 * (SLICE_DIMS * slices + 4) * rows * warps  # reuse that memory
     fields = 4 * config.block_tokens * (spec.key.field_count + spec.value.field_count)
     states = rows * (16 + 12 * warps + 4)
-    operands = max(queries + max(probabilities, 4 * spec.key_dim * warps), results)  # queries are rotated there as well
+    operands = max(queries + max(probabilities, 4 * spec.key_dim * warps), results)  # or to rotate queries
     total = _level_table_bytes(layout, True, True) + operands + fields + states
     if spec.value.rotated and not (_is_power_of_two(spec.value_dim) and spec.value_dim >= 32):
-        total += 4 * spec.value_dim * warps  # the output is rotated back there
+        total += 4 * spec.value_dim * warps  # scratch to rotate the output back
     return total
 
 
-def writes_whole_items(layout: PageLayout) -> bool:
-    """Whether a block writes the output of what it has all keys of: if queries leave the memory to rotate back."""
+def writes_whole_tiles(layout: PageLayout) -> bool:
+    """Whether thread blocks write whole work tiles themselves: the memory of queries must suffice to rotate back."""
     dim = layout.spec.value_dim
     return not layout.spec.value.rotated or (dim & (dim - 1) == 0 and dim >= 32) or dim <= 2 * layout.spec.key_dim
 
 
 def team_registers(layout: PageLayout, config: DecodeConfig) -> float:
-    """Of a thread of a team: codes, those of values twice; of all rows, outputs, scores, maxima and sums."""
+    """Estimated registers per thread: codes (values double-buffered) and, per row, outputs, scores, maxima and sums."""
     spec = layout.spec
     codes = (spec.key_dim * spec.key.bits + 2 * spec.value_dim * spec.value.bits) / 64
     return codes + config.rows * (spec.value_dim / (32 * config.warps) + 1.25)
 
 
 def values_in_parts(layout: PageLayout, parts: int) -> bool:
-    """Whether so many warps can share the value slices, each with whole words of every plane or a fraction of one.
+    """Whether ``parts`` warps can share the value slices, each with whole words of every plane or a fraction of one.
 
-    The last ones may have fewer or none, but products are made of as many: at least five of eight are to be there.
+    The last warps may have fewer slices but compute as many products: at least 5/8 of the slices must exist.
     """
     slices = layout.spec.value_dim // SLICE_DIMS
     each = -(-slices // parts)
@@ -104,26 +104,26 @@ def values_in_parts(layout: PageLayout, parts: int) -> bool:
 
 
 def padded_value_dim(layout: PageLayout) -> int:
-    """Dimensions of the output that the warps of a warpgroup have together: of each as many slices."""
+    """The output dimensions of a warpgroup, whose warps all compute the same number of slices."""
     each = _TEAM * SLICE_DIMS
     return -(-layout.spec.value_dim // each) * each
 
 
 def _block_bytes(layout: PageLayout, config: DecodeConfig) -> int:
-    """Codes and scales of a block of tokens."""
+    """The bytes of the codes and scales of a KV block."""
     spec = layout.spec
     fields = 2 * (spec.key.field_count + spec.value.field_count)
     return config.block_tokens * ((spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) // 8 + fields)
 
 
 def _level_table_bytes(layout: PageLayout, wide: bool, permuted_keys: bool) -> int:
-    """Levels in shared memory, 4 bytes an entry for each lane; one table where K and V have the same levels."""
+    """The bytes of the LUTs, 4 per entry and lane. K and V share one table if they have the same levels."""
     spec = layout.spec
 
     def entries(fmt: TensorFormat, permuted: bool) -> int:
         if fmt.kind != Kind.LLOYD or (in_bytes(fmt) and not wide) or (permuted and fmt.bits == 4):
             return 0
-        return 256 if fmt.bits <= 5 else 1 << fmt.bits  # up to 5 bits by pairs of codes
+        return 256 if fmt.bits <= 5 else 1 << fmt.bits  # up to 5 bits, indexed by pairs of codes
 
     keys, values = entries(spec.key, permuted_keys), entries(spec.value, wide)
     alike = (spec.key.kind, spec.key.bits, spec.key_dim) == (spec.value.kind, spec.value.bits, spec.value_dim)

@@ -1,15 +1,15 @@
-"""Which latent kernel attends a request, and the numbers it is compiled and launched with.
+"""The choice of the latent attention kernel for a request, and its compile-time and launch parameters.
 
 =======  ==========  =========  =================================================================================
 kernel   query rows  KV block   latents
 =======  ==========  =========  =================================================================================
 narrow   16          32 tokens  all that ``launch.refusal`` accepts in tiles
-columns  24, 32      64 tokens  of no fewer numbers than the rope part, in tiles
-wide     64          64 tokens  of 128, 256 or 512 numbers whose levels take no LUT (1-4 bits, fp8); token rows
+columns  24, 32      64 tokens  no smaller than the rope part, in tiles
+wide     64          64 tokens  sizes 128, 256 and 512 in formats without LUT (1-4 bits, fp8); token rows
 =======  ==========  =========  =================================================================================
 
-A request takes the fewest work tiles for its query rows (queries x heads of a sequence), and of those the smallest. All
-run one block on every multiprocessor.
+A request takes the kernel with the fewest work tiles for its query rows (queries x heads of a sequence) and, among
+those, the smallest tiles. All kernels run one block per multiprocessor.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Kernel:
     source: str
     rows: int  # query rows of a work tile
     kv_block: int  # tokens
-    stages: tuple[int, ...]  # KV blocks that a ring may hold, most first
-    shared: Callable[[CodecSpec, int, int], int]  # bytes of a block, by rows and stages; the source has the regions
+    stages: tuple[int, ...]  # KV blocks in a ring, most first
+    shared: Callable[[CodecSpec, int, int], int]  # bytes per block from spec, rows, stages; the source has the regions
     takes: Callable[[PageLayout], bool]
-    threads: int = 384  # of a block
+    threads: int = 384  # per block
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class LatentConfig:
 
     kernel: Kernel
     stages: int
-    shared: int  # bytes of a block
-    blocks: int  # of the grid
+    shared: int  # bytes per block
+    blocks: int  # in the grid
 
     def row_tiles(self, rows: int) -> int:
-        """Work tiles of a sequence of ``rows`` query rows."""
+        """The work tiles of a sequence with ``rows`` query rows."""
         return -(-rows // self.kernel.rows)
 
     def partial_rows(self, rows: int, sequences: int) -> int:
-        """Rows of partial results: a work tile has one, and one more for every block that starts inside it."""
+        """Rows of partial results: one result per work tile, and one per block that starts inside a tile."""
         return (sequences * self.row_tiles(rows) + self.blocks) * self.kernel.rows
 
 
@@ -72,17 +72,17 @@ def config_for(layout: PageLayout, rows: int, device: Device) -> LatentConfig:
 
 
 def _lut(fmt: TensorFormat) -> int:
-    """Levels that come from a LUT, one by one; byte permutations make those of up to 4 bits."""
+    """Entries of a LUT of single levels; codes of up to 4 bits use byte permutations instead."""
     return 1 << fmt.bits if fmt.kind == Kind.LLOYD and fmt.bits > 4 else 0
 
 
 def _chunks(spec: CodecSpec) -> tuple[int, int]:
-    """Groups of 64 dimensions of a latent and of a rope part."""
+    """The number of 64-dimension chunks of the latent and of the rope part."""
     return spec.key_dim // 64, -(-spec.value_dim // 64)
 
 
 def _narrow_shared(spec: CodecSpec, rows: int, stages: int) -> int:
-    pairs = spec.key.kind == Kind.LLOYD and spec.key.bits in (4, 6)  # of codes, or bytes with a code
+    pairs = spec.key.kind == Kind.LLOYD and spec.key.bits in (4, 6)  # LUT indexed by pairs of codes, or by bytes
     levels = 256 if pairs else _lut(spec.key)
     fields = 2 if spec.value.kind == Kind.RAW else 4
     stage = 4 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) + 32 * fields
@@ -104,7 +104,7 @@ def _wide_shared(spec: CodecSpec, rows: int, stages: int) -> int:
 
 
 def _columns_takes(layout: PageLayout) -> bool:
-    """The rope part passes through the latent's stage."""
+    """The rope part is staged in the latent's slot of the ring, so it must not be larger."""
     return not layout.token_rows and layout.spec.key_dim >= layout.spec.value_dim
 
 

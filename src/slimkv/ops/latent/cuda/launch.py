@@ -1,4 +1,4 @@
-"""attend_latent with CUDA C++ for Hopper: which requests the kernels (source/latent) support, and their launch."""
+"""attend_latent with CUDA C++ for Hopper: supported requests, and the launch of the kernels (source/latent)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from slimkv.spec import Kind, PageLayout
 
 _LATENT_DIMS = (64, 128, 192, 256, 320, 384, 448, 512)
 _ROPE_DIMS = (32, 64, 128)
-_ROW_DIMS = (128, 256, 512)  # of latents in token rows
-MIN_MERGE_WARPS, MAX_MERGE_WARPS = 8, 32  # of a block of the merge kernel
+_ROW_DIMS = (128, 256, 512)  # latent sizes in token rows
+MIN_MERGE_WARPS, MAX_MERGE_WARPS = 8, 32  # per block of the merge kernel
 
 
 (Args,) = arguments("latent/args.cuh", "LatentArgs")
@@ -36,21 +36,21 @@ def runs_on(device: torch.device) -> bool:
 
 
 def supports(request: LatentRequest) -> str | None:
-    """On Hopper: Lloyd-Max and fp8 latents of up to 512; rope parts raw (16 bits), fp8 or of 6 to 8 bits."""
+    """None on Hopper for Lloyd-Max and fp8 latents up to 512 with raw, fp8 or 6-8-bit rope parts; else the reason."""
     if not runs_on(request.pages.device):
-        return "it uses instructions of Hopper (compute capability 9.0) alone; use backend='triton'"
+        return "it needs a Hopper GPU (compute capability 9.0); use backend='triton'"
     return refusal(request)
 
 
 def refusal(request: LatentRequest) -> str | None:
-    """Why a Hopper device does not take the request, or None."""
+    """Why the kernels do not support the request on Hopper, or None."""
     if request.num_splits is not None:
-        return f"it partitions tokens itself, not as num_splits={request.num_splits} asks; leave num_splits at None"
+        return f"it chooses splits itself; leave num_splits at None instead of {request.num_splits}"
     spec = request.layout.spec
     bf16 = spec.value.kind == Kind.RAW and spec.value.raw_dtype == "bfloat16"
     if bf16 and request.query_rope.dtype != torch.bfloat16:
         return (
-            f"beside a bfloat16 rope part it takes bfloat16 query_rope, not {request.query_rope.dtype}; "
+            f"with a bfloat16 rope part it takes bfloat16 query_rope, not {request.query_rope.dtype}; "
             "use backend='triton'"
         )
     return format_refusal(request.layout)
@@ -61,7 +61,7 @@ def format_refusal(layout: PageLayout) -> str | None:
     """Why the kernels do not read this layout, or None."""
     spec = layout.spec
     if layout.block_size < 16:
-        return "it reads blocks of 16 tokens and more; use backend='reference'"
+        return "it needs blocks of at least 16 tokens; use backend='reference'"
     if layout.token_rows and not _reads_rows(layout):
         return (
             "of token rows it reads 4-bit Lloyd-Max latents of 128, 256 or 512 with a raw rope part of 64 numbers of "
@@ -124,7 +124,7 @@ def _defines(
 def workspace_bytes(
     layout: PageLayout, total_queries: int, sequences: int, heads: int, max_query_len: int, device: Device
 ) -> int:
-    """Bytes of the ``workspace`` of ``attend_latent`` within these bounds; 0 if the layout is not supported."""
+    """The bytes of ``workspace`` that ``attend_latent`` needs within these bounds; 0 if the layout is not supported."""
     if format_refusal(layout) is not None:
         return 0
     most = 0
@@ -135,8 +135,8 @@ def workspace_bytes(
 
 
 def _partial_bytes(layout: PageLayout, rows: int) -> int:
-    """Bytes of ``rows`` partial results: sums of values, the running maximum and the sum of probabilities, and 16 bytes
-    for the 16 or more rows of a work tile (``TileParts``)."""
+    """The bytes of ``rows`` partial results: weighted values, running maximum, sum of probabilities, and a 16-byte
+    ``TileParts`` per work tile of at least 16 rows."""
     return 4 * rows * (layout.spec.key_dim + 2) + rows
 
 
@@ -162,7 +162,7 @@ def run(request: LatentRequest) -> None:
 
 
 def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
-    """One launch that attends and one that merges partial results."""
+    """Launches ``attend``, then ``merge``."""
     query = _in_whole_words(request.query_latent)
     if query is not request.query_latent:
         request = replace(request, query_latent=query)
@@ -172,7 +172,7 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     workspace = _workspace(request, _partial_bytes(request.layout, partial_rows))  # alive until both are launched
     args = _args(request, workspace, partial_rows)
     direct = _is_written_directly(request.out)
-    # Whole work tiles are in the output; two neighbouring blocks share at most one of the others.
+    # Blocks write whole work tiles to the output; two neighbouring blocks share at most one of the rest.
     merged_rows = (min(sequences * tiles, config.blocks) if direct else sequences * tiles) * config.kernel.rows
     args.row_tiles, args.num_seqs, args.blocks, args.direct = tiles, sequences, config.blocks, direct
     args.merge_warps = merge_warps(merged_rows, dim, device)
@@ -188,12 +188,12 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
 
 
 def merge_dims(dim: int) -> int:
-    """Dimensions of a row that a block of the merge kernel takes."""
+    """The dimensions of a row that a block of the merge kernel merges."""
     return 256 if dim % 256 == 0 else 128
 
 
 def merge_warps(rows: int, dim: int, device: Device) -> int:
-    """Warps that share the partial results of a row: as many as the device has room for, with 64 registers a thread."""
+    """The warps that share a row's partial results: as many as fit the device with 64 registers per thread."""
     warps = rows * -(-dim // merge_dims(dim))
     shared_by = 1
     while shared_by < MAX_MERGE_WARPS and 2 * shared_by * warps <= 32 * device.multiprocessors:
@@ -202,21 +202,21 @@ def merge_warps(rows: int, dim: int, device: Device) -> int:
 
 
 def merge_rounds(rows: int, rows_of_block: int, rows_of_tile: int, dim: int, device: Device) -> int:
-    """Groups of rows that a block of the merge kernel takes in turn, so that all blocks fit on the device at a time."""
-    warps, rounds = rows * -(-dim // merge_dims(dim)), 1  # a row has more than one only if they fit
+    """The groups of rows that a block of the merge kernel merges in turn, so that all blocks run concurrently."""
+    warps, rounds = rows * -(-dim // merge_dims(dim)), 1  # several warps share a row only if all fit
     while warps > rounds * 32 * device.multiprocessors and rows_of_tile % (2 * rounds * rows_of_block) == 0:
         rounds *= 2
     return rounds
 
 
 def _is_written_directly(out: torch.Tensor) -> bool:
-    """Whether rows of the output are evenly apart, and four values of them aligned."""
+    """Whether output rows are evenly spaced and groups of four values aligned."""
     whole = 4 * out.element_size()
     return out.stride(0) == out.shape[1] * out.stride(1) and not (out.data_ptr() % whole or out.stride(1) % 4)
 
 
 def _in_whole_words(query: torch.Tensor) -> torch.Tensor:
-    """The queries, copied if pairs of 16-bit values are not aligned to a word."""
+    """The queries, copied if pairs of 16-bit values are not word-aligned."""
     even = query.element_size() == 4 or not (query.data_ptr() % 4 or (query.stride(0) | query.stride(1)) % 2)
     return query if even else query.clone(memory_format=torch.contiguous_format)
 

@@ -1,4 +1,4 @@
-"""Inputs of the store kernels: arguments, the plan of a launch, and tables of codes."""
+"""Inputs of the store kernels: arguments, launch plan, and tables for rounding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SideArgs, StoreArgs = arguments("store/format.cuh", "SideArgs", "StoreArgs")
 
 
 def point_side(args: ctypes.Structure, side: SideLayout, constants: SideTables, tables: Sequence[Tensor]) -> None:
-    """Fills in what never changes. tables: the rotation (fragments, or signs), cells, bounds and levels."""
+    """Fills in a side's constant arguments. tables: the rotation (fragments, or signs), cells, bounds and levels."""
     args.fragments, args.cells, args.bounds, args.levels = (t.data_ptr() for t in tables)
     args.unit = constants.unit
     args.by_256, args.one, args.minus_one = 256, 1, -1
@@ -37,7 +37,7 @@ def point_side(args: ctypes.Structure, side: SideLayout, constants: SideTables, 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a kind of request is compiled and launched, and the constant part of its arguments."""
+    """How requests of one kind are compiled and launched, and their constant arguments."""
 
     source: str
     kernel: str
@@ -45,18 +45,18 @@ class Plan:
     threads: int
     shared: int
     tiles_per_block: int
-    resident: int  # blocks that run at a time; 0: unknown, or no block takes more than one tile for each warp
+    resident: int  # blocks that run concurrently; 0: unknown, or no warp takes more than one tile
     args: ctypes.Structure  # StoreArgs
-    tables: tuple[Tensor, ...]  # what args point to
+    tables: tuple[Tensor, ...]  # args point to these
 
 
 def code_tables(
     fmt: TensorFormat, dim: int, unit: float, device: torch.device, error_steps: float = 1.0
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor]]:
-    """The cells' width as a power of two and their zero; cells, bounds and levels.
+    """The shift, the index of cell 0 and the tables (cells, bounds, levels); see ``cells``.
 
-    Behind cells of up to 4 bits are their levels times ``error_steps``, as floats. Behind those of up to
-    ``RECORD_BITS`` is what each of them says.
+    Up to 4 bits, the cells' levels times ``error_steps`` follow the cells as floats; up to ``RECORD_BITS``, their
+    ``CellRecord`` does.
     """
     nothing = torch.zeros(0, device=device)
     if fmt.kind != Kind.LLOYD:
@@ -76,7 +76,7 @@ def code_tables(
 
 
 def _cell_records(book: Codebook, below: np.ndarray, error_steps: float) -> np.ndarray:
-    """The ``CellRecord`` (store/round.cuh) of every cell: uint8. ``below``: how many boundaries lie below each cell."""
+    """The ``CellRecord`` (store/round.cuh) of every cell: uint8. ``below``: the boundaries below each cell."""
     half, top = 1 << (book.bits - 1), (1 << book.bits) - 1
     index = np.stack([below, np.minimum(below.astype(np.int32) + 1, top)]).astype(np.int32)
     codes = np.where(index >= half, index, half - 1 - index)
@@ -87,10 +87,10 @@ def _cell_records(book: Codebook, below: np.ndarray, error_steps: float) -> np.n
 
 
 def cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
-    """The number line in cells of 2^-shift, each with its upper edge: shift, the cell of 0, and what is in each, uint8.
+    """Cells (a, a + 2^-shift] of the number line: shift, the index of the cell of 0, and an entry for each cell.
 
-    Up to 4 bits the boundaries are edges, and a cell has a code; else it has the number of boundaries below it, and at
-    most one inside.
+    Up to 4 bits, boundaries are edges of cells and the entry is a code. Otherwise the entry is the number of boundaries
+    below the cell, and at most one boundary lies inside. Entries are uint8.
     """
     bounds = book.boundaries
     for shift in range(8):

@@ -16,7 +16,7 @@ from slimkv.codec.rotation import signed_hadamard
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS
 from slimkv.ops.cuda.device import device_of
 from slimkv.ops.cuda.module import Defines, load
-from slimkv.ops.cuda.places import Vectors, point_to_tokens, vectors_of
+from slimkv.ops.cuda.token_args import Vectors, point_to_tokens, vectors_of
 from slimkv.ops.store.api import StoreRequest, refuses_policy
 from slimkv.ops.store.cuda import vectors
 from slimkv.ops.store.cuda.args import RECORD_BITS, Plan, StoreArgs, code_tables, point_side
@@ -24,19 +24,19 @@ from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, SideLayout, T
 
 SOURCE, KERNEL = "store/store.cu", "store"
 LARGEST_DIM = 256
-FEW_VECTORS = 8192  # tokens times heads: below this a tile is shared by several warps
+FEW_VECTORS = 8192  # tokens times heads: below this, several warps share a tile
 _WARPS, _QUERY_AWARE_WARPS = 4, 2  # query-aware rounding needs much shared memory; small GPUs have 99 KiB
-_MATRIX_WARPS, _MATRIX_ROOM = 4, 228 << 10  # warps that share a head's matrix, where two such blocks fit
-# A product with the matrix takes few dimensions; the rest of the rotation is additions.
+_MATRIX_WARPS, _MATRIX_ROOM = 4, 228 << 10  # warps that share a head's matrix, if two such blocks fit
+# Rotation: matrix products of few dimensions at a time, combined by additions.
 _GROUP_DIMS, _MOST_GROUPS = 32, 4
 _SIGNS = {torch.bfloat16: 0x5F80, torch.float16: 0x0001}  # 2^64 and 2^-24, which represent 1 (store/integers.cuh)
 
 
 def supports(request: StoreRequest) -> str | None:
-    """Blocks of at least a tile; Lloyd-Max codes of head sizes up to 256, and what ``vectors`` takes."""
+    """None for Lloyd-Max codes at head sizes up to 256 and for what ``vectors`` supports; else the reason."""
     layout = request.layout
     if layout.block_size == 1:
-        return "blocks of 1 token are plain rows, which the reference takes; kernels take blocks of 16 tokens and more"
+        return "it needs blocks of at least 16 tokens; blocks of 1 token (plain rows) need backend='reference'"
     return refuses_policy(layout) or format_refusal(layout) or (None if in_tiles(layout) else vectors.refusal(request))
 
 
@@ -58,7 +58,7 @@ def in_tiles(layout: PageLayout) -> bool:
 
 
 def fuses_offset(request: StoreRequest) -> bool:
-    """Whether the kernel subtracts the offset of keys itself."""
+    """Whether the kernel itself subtracts the key offset."""
     return in_tiles(request.layout)
 
 
@@ -72,7 +72,7 @@ def run(request: StoreRequest) -> None:
 
 
 def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], None] | None:
-    """A call that stores other K, V and slots of the same shapes, strides, dtypes and alignment."""
+    """A function that stores other K, V and slots with the same shapes, strides, dtypes and alignment."""
     if request.slot_mapping.shape[0] == 0:
         return None
     plan, grid, args = prepare(request)
@@ -111,29 +111,29 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Struct
             args.matrix_stride, args.heads, args.spread = matrices[0].numel(), heads, int(few)
     blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
     if matrices is not None:
-        # Neighbours in a chunk share a matrix; those of a decode step do not, and have blocks enough to take one each.
+        # Neighbouring tokens of a prefill chunk share a matrix. Those of a decode step do not: one block per matrix.
         return plan, (blocks, heads * (args.matrices if args.spread else 1)), args
     if plan.resident:  # one wave of blocks; warps differ by at most one tile
         blocks = min(blocks, max(1, plan.resident // (2 * heads)))
     return plan, (blocks, 2 * heads), args
 
 
-@cache  # captured graphs point to the tables: they stay
+@cache  # keeps the tables alive, to which captured graphs point
 def _plan(
     layout: PageLayout, device: torch.device, key: Vectors, value: Vectors, long_slots: bool, few: bool,
     query_aware: int,
 ) -> Plan:  # fmt: skip
-    """``query_aware``: 0 no, 1 with one matrix a head, 2 with several."""
+    """The plan. ``query_aware``: 0 no, 1 with one matrix per head, 2 with several."""
     codec = Codec(layout.spec)
     args = StoreArgs(error_steps=codec.key_tables.error_steps)
     defines = Defines({"BLOCK_SIZE": layout.block_size, "LONG_SLOTS": int(long_slots)})
     room = device_of(device).shared_of_multiprocessor >= _MATRIX_ROOM
     shared_matrix = query_aware == 1 and not few and layout.spec.key_dim <= 128 and room
     warps = 1 if few or (query_aware and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if query_aware else _WARPS
-    rounding_warps = warps = _MATRIX_WARPS if shared_matrix else warps  # as many again store values
+    rounding_warps = warps = _MATRIX_WARPS if shared_matrix else warps  # as many store values
     tables: list[Tensor] = []
     shared, together = 0, few and not query_aware
-    # A matrix in shared memory: beyond a head size of 192 small GPUs have no room for it.
+    # The matrix in shared memory: beyond head size 192, small GPUs have no room for it.
     shared_weights = shared_matrix or (bool(query_aware) and few and layout.spec.key_dim <= 192)
     cell_records = shared_weights and few and 4 < layout.spec.key.bits <= RECORD_BITS
     sides = (
@@ -187,7 +187,7 @@ def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
 
 
 def _slice_bytes(dim: int) -> int:
-    """``SharedDigits::BYTES``, and what warps put together: words of up to two planes."""
+    """``SharedDigits::BYTES``, and the words of up to two planes that warps assemble together."""
     return 3 * TILE_TOKENS * (dim + 32) + 128 + 256 * dim // SLICE_DIMS + 16
 
 
@@ -197,7 +197,7 @@ def _query_aware_bytes(dim: int) -> int:
 
 
 def _groups(dim: int, seed: int) -> int:
-    """How often the rotation is a doubled smaller one, down to one that a product takes at once."""
+    """The number of groups that share one smaller rotation and are then combined by Hadamard butterflies."""
     matrix, groups = signed_hadamard(dim, seed), 1
     while dim // groups > _GROUP_DIMS and groups < _MOST_GROUPS and dim // groups % (2 * SLICE_DIMS) == 0:
         inner = dim // groups // 2
@@ -213,31 +213,31 @@ def _groups(dim: int, seed: int) -> int:
 
 
 def _slices_of_word(side: SideLayout) -> int:
-    """Slices that share a word of some plane."""
+    """The maximum number of slices that share a word of a plane."""
     return max([4 // plane.bits for plane in side.planes if plane.bits <= 4], default=1)
 
 
 def _by_slices(side: SideLayout) -> bool:
-    """Whether few tokens have a warp for every slice: ``ONE_SLICE`` of store/format.cuh."""
+    """Whether, for few tokens, each slice has its own warp: ``ONE_SLICE`` of store/format.cuh."""
     slices = side.dim // SLICE_DIMS
     whole_words = slices % _slices_of_word(side) == 0
     return side.format.bits > 4 and slices in (2, 4, 8) and whole_words
 
 
 def _slices_per_warp(side: SideLayout) -> int:
-    """A tile is shared by up to four warps, each with whole words of every plane, or by one for each slice."""
+    """Slices per warp, so that up to four warps with whole words of every plane, or one per slice, share a tile."""
     slices, share = side.dim // SLICE_DIMS, _slices_of_word(side)
     if _by_slices(side):
         return 1
     return next((n for n in range(share, slices, share) if slices % n == 0 and slices // n <= 4), slices)
 
 
-@cache  # captured graphs point to the tables: they stay
+@cache  # keeps the tables alive, to which captured graphs point
 def _tables(
     fmt: TensorFormat, dim: int, transposed: bool, seed: int, groups: int, units: tuple[float, float],
     device: torch.device, dtype: torch.dtype,
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """The cells' width as a power of two and their zero; fragments, cells, bounds and levels.
+    """The shift and zero of ``cells``; fragments, cells, bounds and levels.
 
     ``units``: ``unit`` and ``error_steps`` of ``SideTables``.
     """
@@ -248,13 +248,13 @@ def _tables(
 
 
 def _fragments(matrix: np.ndarray, groups: int, transposed: bool, short: torch.dtype | None) -> np.ndarray:
-    """The rotation as lanes hold it: uint8.
+    """The rotation in fragment order: uint8.
 
-    [groups, slices, steps, 32 lanes, 4 words] of 4 bytes, once and 64 times it. In a step's 32 dimensions lane 4 g + t
-    holds the vector's 8 t .. 8 t + 7 with columns g and g + 8 of a slice: one column after the other (the right operand
-    of a product), or the first four dimensions of both and then the last four (the left one). For short integers, which
-    are 16-bit floats: [groups, slices, steps, 2, 32 lanes, 4 words] of 2, the same of the first and of the last four
-    dimensions, and ``_SIGNS`` for the signs.
+    [groups, slices, steps, 32 lanes, 4 words] of 4 bytes, first the matrix, then 64 times the matrix. A step has 32
+    dimensions: lane 4 g + t holds the vector's dimensions 8 t .. 8 t + 7 for columns g and g + 8 of a slice. In a right
+    operand, one column follows the other; in a left one (``transposed``), the first four dimensions of both columns
+    precede the last four. Short integers are 16-bit floats: [groups, slices, steps, 2, 32 lanes, 4 words] of 2, first
+    for the first and then for the last four dimensions, with ``_SIGNS`` for the signs.
     """
     dim = matrix.shape[0]
     inner = dim // groups

@@ -14,20 +14,20 @@ from slimkv.codec.rotation import block_size, core_size, core_words, sign_words
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, RAW_NUMBER
 from slimkv.ops.cuda.device import multiprocessors
 from slimkv.ops.cuda.module import Defines
-from slimkv.ops.cuda.places import Vectors, point_to_tokens, vectors_of
+from slimkv.ops.cuda.token_args import Vectors, point_to_tokens, vectors_of
 from slimkv.ops.store.api import StoreRequest, refuses_raw_dtype
 from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables, point_side
 from slimkv.spec import Kind, LatentSpec, PageLayout, SideLayout
 
 SOURCE, KERNEL = "vectors/store.cu", "store_vectors"
-LARGEST_DIM, LARGEST_TILE_DIM = 512, 256  # of this kernel, and of the one with 16 tokens in a warp
+LARGEST_DIM, LARGEST_TILE_DIM = 512, 256  # of this kernel, and of that with 16 tokens per warp
 _WARPS, _BLOCKS = 4, 4  # warps of a thread block, thread blocks of a multiprocessor
 
 
 def refusal(request: StoreRequest) -> str | None:
-    """Why it does not take the request, or None: Lloyd-Max and fp8 of up to 512, and raw sides; nearest rounding."""
+    """Why this kernel does not support the request, or None (Lloyd-Max and fp8 up to 512, raw; nearest rounding)."""
     if request.query_aware is not None:
-        return "with fp8 or raw sides and beyond head sizes of 256 it rounds to the nearest; triton is query-aware"
+        return "for fp8, raw sides and head sizes beyond 256 it has no query-aware rounding; use backend='triton'"
     return refuses_raw_dtype(request) or format_refusal(request.layout)
 
 
@@ -46,7 +46,7 @@ def format_refusal(layout: PageLayout) -> str | None:
             return f"it takes head sizes up to {LARGEST_DIM}, not {dim}; triton takes more"
         core = core_size(dim)
         if kind == Kind.LLOYD and (dim % 32 or block_size(dim) != dim or core > 32 or (core > 1 and dim // core > 32)):
-            return f"its rotation does not take a head size of {dim}; triton's does"
+            return f"its rotation does not take a head size of {dim}; use backend='triton'"
     return None
 
 
@@ -56,12 +56,12 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Struct
     plan = _plan(request.layout, pages.device, vectors_of(key), vectors_of(value), slots.dtype == torch.int64)
     args = StoreArgs.from_buffer_copy(plan.args)
     point_to_tokens(args, key, value, pages, slots)
-    # As many thread blocks for each side as run at a time: the shorter side ends soon.
+    # Each side has enough thread blocks to fill the device, because the shorter side ends soon.
     heads, resident = pages.shape[1], _BLOCKS * multiprocessors(pages.device)
     return plan, (min(-(-slots.shape[0] // _WARPS), max(1, resident // heads)), 2 * heads), args
 
 
-@cache  # captured graphs point to the tables: they stay
+@cache  # keeps the tables alive, to which captured graphs point
 def _plan(layout: PageLayout, device: torch.device, key: Vectors, value: Vectors, long_slots: bool) -> Plan:
     codec, args, shared = Codec(layout.spec), StoreArgs(), 0
     tables: list[Tensor] = []
@@ -92,9 +92,9 @@ def _plan(layout: PageLayout, device: torch.device, key: Vectors, value: Vectors
 
 
 def _rotation_signs(side: SideLayout, seed: int, device: torch.device) -> Tensor:
-    """uint8: the signs of the dimensions, eight to a byte, and of every column of the core, a word each.
+    """The signs of the rotation as uint8: eight dimensions per byte, then a word per column of the core.
 
-    Empty where there is no rotation.
+    Empty without rotation.
     """
     if side.format.kind != Kind.LLOYD:
         return torch.zeros(0, dtype=torch.uint8, device=device)
@@ -103,7 +103,7 @@ def _rotation_signs(side: SideLayout, seed: int, device: torch.device) -> Tensor
 
 
 def _vector_bytes(side: SideLayout) -> int:
-    """``VECTOR_BYTES`` of layout.cuh: shared memory of a warp."""
+    """``VECTOR_BYTES`` of layout.cuh: shared memory per warp."""
     if side.format.kind == Kind.RAW:
         return 0
     numbers = 4 * (side.dim + -(-side.dim // 32) * 2) if side.format.kind == Kind.LLOYD else 0

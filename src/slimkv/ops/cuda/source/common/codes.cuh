@@ -1,4 +1,4 @@
-// The codes of one 16-token tile, from the bytes of a page in shared memory to operands of the tensor cores.
+// Codes of a 16-token tile: from the bytes of a page to operands of the tensor cores.
 // Lanes, slices, planes and value numbers are those of docs/design/page-format.md.
 #pragma once
 #include "common/token_rows.cuh"
@@ -6,10 +6,10 @@
 
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
-// A plane of W <= 4 bits of a side with S slices: whole words in fragment order, then token rows for the remaining
-// slices, which become one more word. A lane holds all of its words, or those of one of PARTS parts of OF_PART slices,
-// each of whole words or a fraction of one. If there are more PARTS than slices, the last parts hold fewer slices or
-// none, and their unused bits are undefined.
+// A plane of W <= 4 bits with S slices: whole words in fragment order, then token rows for the remaining slices, which
+// become one more word. A lane loads all words, or those of one of PARTS parts of OF_PART slices, each of whole words
+// or a fraction of a word. If PARTS does not divide the slices, the last parts have fewer slices or none, and their
+// unused bits are undefined.
 template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS - 1) / PARTS> struct Plane {
   static constexpr int PER_WORD = 4 / W;
   static constexpr bool FRACTION = PARTS > 1 && OF_PART < PER_WORD;
@@ -26,7 +26,7 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
     } else if constexpr (S != PARTS * OF_PART || TAIL > 0) {
       load_uneven_part(plane, lane, part);
       if constexpr (FRACTION) words[0] >>= shift_of_part(part);
-    } else if constexpr (FRACTION) {  // the others' bits above its own are left
+    } else if constexpr (FRACTION) {  // bits of other parts above its own remain
       load_words_of_part<1, S / PER_WORD>(plane, lane, word_of_part(part), words);
       words[0] >>= shift_of_part(part);
     } else {
@@ -37,11 +37,11 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
     const u8* rows = plane + 128 * (S / PER_WORD);
     return TRANSPOSED ? value_rows_word<W, TAIL>(rows, lane) : key_rows_word<W, TAIL>(rows, lane);
   }
-  // The word that has a fraction of one, and where in the nibbles.
+  // FRACTION: the word of a part, and the part's bit position in the nibbles.
   DEVICE_MEMBER static int word_of_part(int part) { return part / (PER_WORD / OF_PART); }
   DEVICE_MEMBER static int shift_of_part(int part) { return W * OF_PART * (part % (PER_WORD / OF_PART)); }
 
-  // Parts that `load` has no words for, but token rows.
+  // Parts in token rows, which load_rows loads instead of `load`.
   static constexpr bool SOME_IN_ROWS = PARTS > 1 && TAIL > 0;
   static_assert(!SOME_IN_ROWS || WORDS == 1, "words and rows of a part");
   DEVICE_MEMBER static bool in_rows(int part) { return OF_PART * part >= S - TAIL; }
@@ -54,7 +54,7 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
   DEVICE_MEMBER u32 nibbles(int s) const {
     return W == 4 ? word_of(s) : word_of(s) >> shift_of(s) & (W == 2 ? 0x33333333u : 0x11111111u);
   }
-  // The word that has slice s, value n in nibble n, and where in the nibbles.
+  // The word with slice s, whose nibble n holds value n, and the slice's bit position in the nibbles.
   DEVICE_MEMBER u32 word_of(int s) const { return words[s / PER_WORD]; }
   DEVICE_MEMBER static constexpr int shift_of(int s) { return W * (s % PER_WORD); }
 
@@ -71,7 +71,7 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
     if (N > PAIRS) w[PAIRS] = *(const u32*)(plane + 128 * PAIRS + 4 * lane);
   }
 
-  // Words N part, N part + 1, ... of a plane of N PARTS.
+  // Loads words N part, N part + 1, ... of a plane of N PARTS_ words.
   template <int N, int PARTS_> DEVICE_MEMBER static void load_words_of_part(const u8* plane, int lane, int part,
       u32 (&w)[N]) {
     if constexpr (N % 4 == 0) {
@@ -84,7 +84,7 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
     }
   }
 
-  // Where word i of the ALL that a lane has is.
+  // The offset of word i of the ALL words of a lane.
   template <int ALL> DEVICE_MEMBER static int place_of_word(int i, int lane) {
     constexpr int QUADS = ALL & ~3, PAIRS = ALL & ~1;
     return i < QUADS ? 512 * (i / 4) + 16 * lane + 4 * (i % 4)
@@ -92,7 +92,7 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
                      : 128 * PAIRS + 4 * lane;
   }
 
-  // For parts of unequal size. Loads two words at a time; the last of an odd number comes with that of another lane.
+  // For parts of unequal size. Loads two words at a time; the last of an odd number comes with the next lane's.
   DEVICE_MEMBER void load_uneven_part(const u8* plane, int lane, int part) {
     constexpr int ALL = at_least_one(S / PER_WORD), LAST_PAIR = (ALL - 1) & ~1;
     if constexpr (WORDS % 2 == 0) {
@@ -115,7 +115,7 @@ template <class P> struct PlaneAt {
   P& plane;
   const u8* at;
 };
-// Loads a plane of N tiles. The branch for token rows is taken once for all tiles, so that their loads overlap.
+// Loads a plane of N tiles. One branch on token rows serves all tiles, so that their loads overlap.
 template <class P, int N, class Tile> DEVICE void load_plane_of_tiles(const Tile& tile, int lane, int part) {
   if constexpr (P::SOME_IN_ROWS)
     if (P::in_rows(part)) {
@@ -125,8 +125,8 @@ template <class P, int N, class Tile> DEVICE void load_plane_of_tiles(const Tile
   UNROLL_FOR (int i = 0; i < N; i++) tile(i).plane.load(tile(i).at, lane, part);
 }
 
-// All planes of a tile's codes. low(s) and high(s): up to 4 bits, nibble n of low is code n; 5-7 bits, low nibbles and
-// what is above them; 8 bits, the bytes of codes 0-3 and 4-7.
+// All planes of a tile's codes. low(s) and high(s) return the codes of slice s. Up to 4 bits, nibble n of low is code
+// n; 5-7 bits, nibbles of low and high are the low four and the upper bits; 8 bits, the bytes of codes 0-3 and 4-7.
 template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   static_assert(BITS >= 1 && BITS <= 7, "bits");
   static constexpr int WIDTH = BITS;
@@ -146,7 +146,7 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
     if (REST >= 2) two.load(tile + First::BYTES, lane, part);
     if (REST & 1) one.load(tile + First::BYTES + (REST >= 2 ? Two::BYTES : 0), lane, part);
   }
-  // Parts of N tiles, tile i at `tile(i)`.
+  // Loads one part of N tiles; tile i is at `tile(i)`.
   template <int N, class Tile> DEVICE_MEMBER static void load_parts(Codes* codes, const Tile& tile, int lane,
       int part) {
     constexpr int TWO = First::BYTES, ONE = TWO + (REST >= 2 ? Two::BYTES : 0);
@@ -157,8 +157,8 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
       load_plane_of_tiles<One, N>([&](int i) { return PlaneAt<One>{codes[i].one, tile(i) + ONE}; }, lane, part);
   }
 
-  // Merges two tiles of values, up to 4 bits: dimensions g of both (ODD: g + 8), the first tile's codes in even nibbles
-  // and the second tile's in odd ones. Takes two words of a plane at a time, however many slices they hold.
+  // Merges two tiles of values, up to 4 bits: dimensions g of both (ODD: g + 8), with the first tile's codes in even
+  // nibbles and the second tile's in odd ones. Works on whole words of a plane, however many slices they hold.
   static constexpr bool MERGEABLE = BITS <= 4;
   template <bool ODD> DEVICE_MEMBER void merge(const Codes& a, const Codes& b) {
     UNROLL_FOR (int i = 0; i < First::WORDS; i++) first.words[i] = merged<ODD>(a.first.words[i], b.first.words[i]);
@@ -180,9 +180,8 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
     if (BITS > 4 && (REST & 1)) x |= one.nibbles(s) << (REST >= 2 ? 2 : 0);
     return x;
   }
-  // 5-7 bits: bytes whose low nibbles hold the low bits of the codes at even and odd places, and whose high nibbles
-  // hold the rest. ANYTHING_ABOVE: at 6 bits the highest two bits are undefined, and the lookup table has an entry for
-  // each of their values.
+  // 5-7 bits: the codes at even places (pair[0]) and odd places (pair[1]) as bytes. ANYTHING_ABOVE: at 6 bits, the
+  // highest two bits are undefined, and the LUT has an entry for each of their values.
   template <bool ANYTHING_ABOVE> DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const {
     const u32 nibbles = low(s), mask = 0x0F0F0F0Fu;
     if (ANYTHING_ABOVE && BITS == 6) {
@@ -197,7 +196,7 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   }
   DEVICE_MEMBER static constexpr int word_of_byte(int n) { return n % 2; }
   DEVICE_MEMBER static constexpr int place_of_byte(int n) { return n / 2; }
-  // 5 bits: the word with the signs, and where in its nibbles.
+  // 5 bits: the word with the signs, and their bit position in its nibbles.
   DEVICE_MEMBER u32 sign_word(int s) const { return one.word_of(s); }
   DEVICE_MEMBER static constexpr int sign_shift(int s) { return One::shift_of(s); }
 };
@@ -221,23 +220,22 @@ template <int S, bool TRANSPOSED, int PARTS> struct Codes<8, S, TRANSPOSED, PART
 
 // ---- bytes for the integer tensor cores --------------------------------------------------------------------------
 
-// Codes that are turned into bytes: Lloyd-Max levels of up to 4 bits, whose levels are odd halves of at most 63.5, and
-// uniform codes.
+// Whether codes become bytes: Lloyd-Max of up to 4 bits, whose levels are odd multiples of 1/2 up to 63.5, and uniform.
 template <int KIND, int BITS> constexpr bool in_bytes() { return KIND == UNIFORM || (KIND == LLOYD && BITS <= 4); }
 
-// Two tables of four bytes. Up to 3 bits, entry c is the byte of code c. At 4 bits it is the byte of magnitude c, and
-// the sign completes it.
+// A table of eight bytes in two registers. Up to 3 bits, entry c is the byte of code c. At 4 bits, it is the byte of
+// magnitude c, to which the sign is applied.
 struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 
-// Levels in shared memory, a copy of every entry for each lane, so that lanes never wait for one another.
+// A LUT of levels in shared memory with one copy per lane, to avoid bank conflicts.
 struct LevelTable {
   u32 address;  // of this lane's first entry
-  // The entry whose number is byte i of the word. Entries are 128 bytes apart, so the byte is multiplied by 128.
+  // The entry with the index in byte i of the word. Entries are 128 bytes apart, so the byte is multiplied by 128.
   DEVICE_MEMBER u32 at(u32 word, int i) const { return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), address)); }
 };
 
-// Bytes of codes 0-3 and 4-7 of a slice, in 0..255. Lloyd-Max: centroid + 63.5. BY_PRODUCT: shifts by 16 run as
-// multiplications, for kernels bound by the logic units.
+// The levels of codes 0-3 and 4-7 of a slice as unsigned bytes. Lloyd-Max: centroid + 63.5. BY_PRODUCT: shifts by 16
+// run as multiplications, for kernels bound by the logic units.
 template <int KIND, int BITS, bool BY_PRODUCT = false>
 DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) {
   auto upper = [](u32 x) { return BY_PRODUCT ? high_half(x) : x >> 16; };
@@ -247,7 +245,7 @@ DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) 
     first = prmt(table.low, table.high, low);
     second = prmt(table.low, table.high, upper(low));
   } else if (KIND == LLOYD) {
-    // The permutation's sign mode makes 0x80 or 0xFF of a clear or set sign bit.
+    // The permutation's sign mode turns a clear or set sign bit into 0x80 or 0xFF.
     const u32 s = low & 0x77777777u, signs = table.signs;
     first = prmt(table.low, table.high, s) ^ prmt(signs, signs, low);
     second = prmt(table.low, table.high, upper(s)) ^ prmt(signs, signs, upper(low));
@@ -261,18 +259,17 @@ DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) 
 
 // ---- halves -------------------------------------------------------------------------------------------------------
 
-// The offset that `code_halves` adds to every value of uniform codes. A byte behind fp16's 0x64 is 1024 + the byte.
-// Keys keep this offset, and it is subtracted from their score. Values are centred, because they are summed over many
-// tokens.
+// The offset that `code_halves` adds to uniform codes: fp16 with the bytes 0x64 and x is 1024 + x. Keys keep this
+// offset, which is subtracted from their scores. Values are centred, because they are summed over many tokens.
 template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
   return KIND != UNIFORM ? 0.0f : TRANSPOSED ? -(float)(1 << (BITS - 1)) : 1024.0f;
 }
 // The factor from the halves of `code_halves` to levels.
 template <int KIND, int BITS> constexpr float half_unit() { return KIND == FP8 ? 256.0f : 1.0f; }
 
-// The values of a slice as an MMA operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7); keys need the middle two
-// exchanged. Lloyd-Max of 6 bits and more: a lookup in shared memory per value (fewer bits: see below). FP8: the bits
-// of e4m3 behind fp16's exponent are the value over 256.
+// The values of a slice as an MMA operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7); for keys, the middle two are
+// swapped. Lloyd-Max of 6 bits and more: one LUT access per value (fewer bits: see below). FP8: the bits of e4m3,
+// shifted to fp16's fields, are the value over 256.
 template <int KIND, int BITS, bool TRANSPOSED, class Levels>
 DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;
@@ -286,7 +283,7 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u3
       UNROLL_FOR (int i = 0; i < 4; i++) a[i] = sub_f16x2(a[i], (0x6400u + (1u << (BITS - 1))) * 0x10001u);
     return;
   }
-  u32 bytes[2] = {low, high};  // of codes 0-3 and 4-7 or, below 8 bits, of even and odd ones
+  u32 bytes[2] = {low, high};  // codes 0-3 and 4-7 or, below 8 bits, even and odd codes
   if (BITS < 8) bytes[0] = bit_select(0x0F0F0F0Fu, low, high << 4), bytes[1] = bit_select(0x0F0F0F0Fu, low >> 4, high);
   auto level = [&](int n) { return BITS < 8 ? levels.at(bytes[n % 2], n / 2) : levels.at(bytes[n / 4], n % 4); };
   UNROLL_FOR (int i = 0; i < 4; i++) {
@@ -302,7 +299,7 @@ DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u3
 // ---- halves by permutations ---------------------------------------------------------------------------------------
 
 // Lloyd-Max of 4 bits, in the order of `code_halves`: twice the magnitude (from `table`) in the low byte and the sign
-// in the high byte form a denormal number, 2^-23 times the centroid. This takes more logic than a lookup and no shared
+// in the high byte form a denormal number, 2^-23 times the centroid. This needs more logic than a LUT but no shared
 // memory.
 constexpr float DENORMAL_UNIT = 8388608.0f;
 template <bool TRANSPOSED> DEVICE void denormal_halves(u32 low, Table table, u32 (&a)[4]) {
@@ -314,30 +311,30 @@ template <bool TRANSPOSED> DEVICE void denormal_halves(u32 low, Table table, u32
   a[0] = prmt(first, even, 0x5240), a[ODD] = prmt(first, odd, 0x5341);
   a[NEXT] = prmt(second, even, 0x7260), a[3] = prmt(second, odd, 0x7361);
 }
-// Twice the magnitudes, of what makes levels bytes.
+// Twice the magnitudes of levels, from the table entries of code_bytes.
 DEVICE u32 doubled_magnitudes(u32 entries) { return (~entries & 0x3F3F3F3Fu) << 1 | 0x01010101u; }
 
 // ---- halves by pairs ----------------------------------------------------------------------------------------------
 
-// Lloyd-Max of up to 5 bits: a table with the centroids of two codes in every entry. Entry b holds those of the nibbles
-// of b, the lower one in its lower half. At 5 bits it holds magnitudes, and the fifth bits are the signs.
+// Lloyd-Max of up to 5 bits: a LUT with two centroids per entry. Entry b holds those of the two nibbles of b, the lower
+// nibble's in its lower half. At 5 bits it holds magnitudes, and the fifth bits are the signs.
 constexpr int PAIR_ENTRIES = 256;
 
-// Moves the nibbles of a word so that pairs are 16 bits apart: pair p is in nibbles p and p + 4. The pairs are values 0
-// and 1, 2 and 3, ..., or with ACROSS 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+// Moves the nibbles of a word so that pair p is in nibbles p and p + 4, 16 bits apart. The pairs are values 0 and 1, 2
+// and 3, ..., or with ACROSS 0 and 2, 1 and 3, 4 and 6, 5 and 7.
 template <bool ACROSS> DEVICE u32 pairs_apart(u32 x) {
   if (ACROSS) return prmt(x, 0, 0x3120);
   const u32 m = 0x000F000Fu, by_4 = x >> 4, by_8 = x >> 8;
   return prmt((x & m) | (by_4 & ~m), (by_4 & m) | (by_8 & ~m), 0x6420);
 }
 
-// The four pairs of a slice.
+// Looks up the four pairs of a slice.
 template <bool ACROSS, int BITS, int S, bool TRANSPOSED, int PARTS>
 DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& codes, int s, const LevelTable& levels,
     u32 (&pair)[4]) {
   static_assert(BITS <= 5, "an entry of the table has two nibbles");
   u32 low = codes.low(s);
-  if (ACROSS) {  // nibbles 1 and 2 change places, and 5 and 6
+  if (ACROSS) {  // swaps nibbles 1 and 2, and 5 and 6
     const u32 both = (low ^ low >> 4) & 0x00F000F0u;
     low = low ^ both ^ both << 4;
   }
@@ -348,8 +345,8 @@ DEVICE void pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& codes, int s, c
   }
 }
 
-// Pairs of tokens of one dimension, one token from each of two tiles of values. Pair p of `even` holds values 2 p, of
-// `odd` 2 p + 1.
+// Looks up pairs of tokens, one from each of two tiles of values. Pair p of `even` holds values 2 p of both, and pair p
+// of `odd` values 2 p + 1.
 template <int BITS, int S, bool TRANSPOSED, int PARTS>
 DEVICE void merged_pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& a, const Codes<BITS, S, TRANSPOSED, PARTS>& b,
     int s, const LevelTable& levels, u32 (&even)[4], u32 (&odd)[4]) {
@@ -357,7 +354,7 @@ DEVICE void merged_pair_halves(const Codes<BITS, S, TRANSPOSED, PARTS>& a, const
   const u32 x = a.low(s), y = b.low(s), even_codes = bit_select(0x0F0F0F0Fu, x, y << 4),
             odd_codes = bit_select(0x0F0F0F0Fu, x >> 4, y);
   UNROLL_FOR (int p = 0; p < 4; p++) even[p] = levels.at(even_codes, p), odd[p] = levels.at(odd_codes, p);
-  if constexpr (BITS == 5) {  // the tiles' signs 16 bits apart
+  if constexpr (BITS == 5) {  // the two tiles' signs, 16 bits apart
     const u32 first = a.sign_word(s), second = b.sign_word(s),
               signs[2] = {prmt(first, second, 0x5410), prmt(first, second, 0x7632)};
     UNROLL_FOR (int p = 0; p < 4; p++) {

@@ -1,5 +1,4 @@
-// What sm_90a has beyond intrinsics.cuh: products of a warpgroup (four warps, 64 rows) with operands in shared memory,
-// copies that report to a barrier, and registers that warps hand to one another.
+// Instructions of sm_90a: wgmma, bulk copies with mbarriers, and setmaxnreg.
 #pragma once
 #include "common/intrinsics.cuh"
 #ifdef SLIMKV_HOST
@@ -8,7 +7,7 @@
 
 // ---- barriers in shared memory ------------------------------------------------------------------------------------
 
-// A phase ends when `count` threads have arrived and all bytes that were announced have landed.
+// A phase completes when `count` threads have arrived and all expected bytes have been copied.
 SLIMKV_ASM_MEMORY(mbarrier_init, (u64 * barrier, int count), "mbarrier.init.shared::cta.b64 [%0], %1;",
     "r"(shared_address(barrier)), "r"(count));
 SLIMKV_ASM_MEMORY(mbarrier_arrive, (u64 * barrier), "mbarrier.arrive.shared::cta.b64 _, [%0];",
@@ -16,23 +15,23 @@ SLIMKV_ASM_MEMORY(mbarrier_arrive, (u64 * barrier), "mbarrier.arrive.shared::cta
 SLIMKV_ASM_MEMORY(mbarrier_arrive_expect_tx, (u64 * barrier, u32 bytes),
     "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(shared_address(barrier)), "r"(bytes));
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Waits for the end of the phase whose number has this last bit.
+// Waits until the phase of this parity has completed.
 SLIMKV_ASM_MEMORY(mbarrier_wait, (u64 * barrier, u32 parity),
     "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
     "@p bra DONE;\nbra AGAIN;\nDONE:\n}",
     "r"(shared_address(barrier)), "r"(parity));
-// Global to shared memory, 16-byte units.
+// Copies from global to shared memory, in multiples of 16 bytes.
 SLIMKV_ASM_MEMORY(cp_async_bulk, (void* shared, const void* global, u32 bytes, u64* barrier),
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];",
     "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)));
-// Makes this thread's stores to shared memory, and those it has synchronised with, visible to WGMMA and bulk copies. It
-// waits for all outstanding memory accesses of the thread.
+// Makes this thread's stores to shared memory, and those it has synchronised with, visible to wgmma and bulk copies.
+// Waits for all outstanding memory accesses of the thread.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Makes other threads' stores to global memory, once observed, visible to bulk copies of this thread.
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Stores four 8 x 8 matrices of 16-bit elements from fragments into rows of 16 bytes, or their transposes: lane 8 m + r
-// has the address of row r of matrix m, to which OFFSET is added.
+// Stores four 8 x 8 matrices of 16-bit elements, or their transposes, from fragments into rows of 16 bytes; lane 8 m +
+// r provides the address of row r of matrix m, to which OFFSET is added.
 #define SLIMKV_STMATRIX_X4(name, shape) \
   template <int OFFSET> \
   SLIMKV_ASM_MEMORY(name, (u32 address, u32 m0, u32 m1, u32 m2, u32 m3), \
@@ -44,7 +43,7 @@ template <int OFFSET>
 SLIMKV_ASM_MEMORY(stmatrix_x2_trans, (u32 address, u32 m0, u32 m1),
     "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0 + %3], {%1, %2};", "r"(address), "r"(m0), "r"(m1), "n"(OFFSET));
 
-// Barriers 1-15 of the block, of `threads` that either wait or only arrive.
+// Named barriers 1-15 of a thread block; `threads` counts the threads that wait and those that only arrive.
 SLIMKV_ASM_MEMORY(bar_sync, (int number, int threads), "bar.sync %0, %1;", "r"(number), "r"(threads));
 SLIMKV_ASM_MEMORY(bar_arrive, (int number, int threads), "bar.arrive %0, %1;", "r"(number), "r"(threads));
 
@@ -58,7 +57,7 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int GROUPS> DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
 }
-// Nothing that reads or writes x moves across.
+// The compiler moves no access to x across this.
 template <int N> DEVICE void wgmma_fence_operand(float (&x)[N]) {
   UNROLL_FOR (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
@@ -100,7 +99,7 @@ template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
 #define HELD_96(C) HELD_64(C), EIGHT_OF(C, 64), EIGHT_OF(C, 72), EIGHT_OF(C, 80), EIGHT_OF(C, 88)
 #define HELD_128(C) HELD_96(C), EIGHT_OF(C, 96), EIGHT_OF(C, 104), EIGHT_OF(C, 112), EIGHT_OF(C, 120)
 
-// The instruction for A in shared memory, and for A in fragments. A0 ..: numbers of the operands after the R
+// wgmma with A in shared memory, and with A in registers. A0, ...: numbers of the asm operands after the R
 // accumulators: a, b, and whether the product is added to c or replaces it.
 #define WGMMA_OF_SHARED(N, R, C, shape, transposed, A0, A1, A2, adds) \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N shape \
@@ -149,7 +148,7 @@ SLIMKV_WGMMA(96, 48, false, "f16", "48", "49", "50", "51", "52", "53");
 SLIMKV_WGMMA(128, 64, false, "f16", "64", "65", "66", "67", "68", "69");
 SLIMKV_WGMMA(192, 96, false, "f16", "96", "97", "98", "99", "100", "101");
 SLIMKV_WGMMA(256, 128, false, "f16", "128", "129", "130", "131", "132", "133");
-// The names that kernels use. Wgmma: with A in fragments, the columns of B are contiguous.
+// The names that kernels use. Wgmma: with A in registers, the columns of B are contiguous.
 template <int N, bool BF16> using WgmmaNarrow = WgmmaOf<N, BF16>;
 template <int N> struct Wgmma : WgmmaOf<N, false> {
   DEVICE_MEMBER static void register_a(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
@@ -157,9 +156,9 @@ template <int N> struct Wgmma : WgmmaOf<N, false> {
   }
 };
 
-// 8-bit operands, B N x 32, the 32 contiguous. s8: signed, c in integers, A in shared memory in the same order. e4m3: c
-// in floats, A 64 x 32 in fragments; add: as ADD. The hardware keeps about 14 bits of e4m3 sums, whatever the
-// accumulator, so long sums must be promoted.
+// 8-bit operands; B is N x 32, the 32 contiguous. s8: signed, with int32 accumulators and A in shared memory, the 32
+// contiguous. e4m3: with fp32 accumulators and A in registers; add: as ADD. The hardware keeps only about 14 bits of
+// e4m3 sums, so long sums must be promoted.
 template <int N> struct WgmmaBytes;
 #define SLIMKV_WGMMA_BYTES(N, R, A0, A1, A2, A3, A4, A5) \
   template <> struct WgmmaBytes<N> { \
@@ -175,13 +174,12 @@ SLIMKV_WGMMA_BYTES(64, 32, "32", "33", "34", "35", "36", "37");
 SLIMKV_WGMMA_BYTES(128, 64, "64", "65", "66", "67", "68", "69");
 #endif
 
-// A descriptor of an operand in shared memory with 128-byte swizzle: in every 8 rows of 128 bytes (1,024 bytes,
-// aligned), 16-byte unit u of row r is at u ^ (r & 7). `apart`: bytes from one group of 64 columns to the next, where
-// columns are contiguous over the other axis of the product.
+// The descriptor of an operand in shared memory with 128-byte swizzle: in every 8 rows of 128 bytes (1,024 bytes,
+// aligned), 16-byte unit u of row r is at u ^ (r & 7). `apart`: bytes between groups of 64 columns (MN-major operands).
 DEVICE u64 smem_descriptor(u32 address, int apart) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)(apart >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
-// The descriptor `bytes` further on, by a 32-bit addition.
-DEVICE u64 descriptor_behind(u64 operand, int bytes) {
+// Advances a descriptor by `bytes`, with a 32-bit addition.
+DEVICE u64 advance_descriptor(u64 operand, int bytes) {
   return (operand & 0xFFFFFFFF00000000ull) | (u32)((u32)operand + (bytes >> 4));
 }

@@ -1,6 +1,6 @@
-// The instructions that the kernels use, by name. Kernels contain no assembly of their own, so another machine has to
-// provide only this file; the tests do so on a CPU (tests/ops/cuda/host.h), where every lane is a coroutine. It needs
-// no header of the CUDA toolkit: NVRTC alone compiles it.
+// Named functions for the instructions of the kernels, which contain no assembly themselves. To run kernels on another
+// machine, only this file must be replaced: tests run them on a CPU (tests/ops/cuda/host.h), where every lane is a
+// coroutine. NVRTC compiles it without headers of the CUDA toolkit.
 #pragma once
 #ifdef SLIMKV_HOST
 #include "host.h"
@@ -19,13 +19,12 @@ static_assert(sizeof(i64) == 8 && sizeof(u64) == 8, "64-bit integers");
 #define UNROLL_FOR(...) _Pragma("unroll") for (__VA_ARGS__)
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define SHARED_MEMORY(name) extern __shared__ __align__(16) u8 name[]
-#define SHARED_OPERANDS(name) \
-  extern __shared__ __align__(1024) u8 name[]  // on the boundary of exchanged rows (hopper.cuh)
+#define SHARED_OPERANDS(name) extern __shared__ __align__(1024) u8 name[]  // alignment of swizzled rows (hopper.cuh)
 #define GRID_CONSTANT const __grid_constant__
-#define HOST_TESTABLE(name, Args)  // what the tests launch
+#define HOST_TESTABLE(name, Args)  // tests define a launcher
 
-// A function of one asm statement: result, its constraint, name, parameters, text, and operands from %1 on. FIXED:
-// volatile, neither moved nor dropped.
+// Defines a function of one asm statement: result, its constraint, name, parameters, text, and operands from %1 on.
+// FIXED: volatile, neither moved nor dropped.
 #define SLIMKV_ASM_AS(QUALIFIER, R, C, name, parameters, text, ...) \
   DEVICE R name parameters { \
     R r; \
@@ -35,7 +34,7 @@ static_assert(sizeof(i64) == 8 && sizeof(u64) == 8, "64-bit integers");
 #define SLIMKV_ASM(R, C, name, parameters, text, ...) SLIMKV_ASM_AS(, R, C, name, parameters, text, __VA_ARGS__)
 #define SLIMKV_ASM_FIXED(R, C, name, parameters, text, ...) \
   SLIMKV_ASM_AS(volatile, R, C, name, parameters, text, __VA_ARGS__)
-// An asm statement that accesses memory, or waits for threads that do.
+// The same for statements that access memory or synchronise.
 #define SLIMKV_ASM_MEMORY(name, parameters, text, ...) \
   DEVICE void name parameters { asm volatile(text::__VA_ARGS__ : "memory"); }
 
@@ -48,7 +47,7 @@ DEVICE int block_index_y() { return blockIdx.y; }
 DEVICE int block_count() { return gridDim.x; }
 DEVICE void sync_threads() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
-// Barrier `number` (from 1 on) of some warps of a block, `threads` in all.
+// Named barrier `number` (from 1 on) of some warps of a thread block, with `threads` threads in all.
 SLIMKV_ASM_MEMORY(sync_team, (int number, int threads), "bar.sync %0, %1;", "r"(number), "r"(threads));
 DEVICE bool team_any(bool p, int number, int threads) {
   u32 r;
@@ -69,14 +68,13 @@ DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
   SLIMKV_ASM(T, "r", name, (u32 a, u32 b, T c), instruction " %0, %1, %2, %3;", "r"(a), "r"(b), "r"(c))
 #define SLIMKV_OF_FLOAT(name, instruction) SLIMKV_ASM(float, "f", name, (float x), instruction " %0, %1;", "f"(x))
 
-// Byte i of the result is byte s_i of (a, b), s the third operand; with bit 3 of s_i set, the sign of that byte eight
-// times.
+// Byte i of the result is byte s_i of (a, b), where s_i is nibble i of the third operand; if bit 3 of s_i is set, the
+// byte's sign is replicated eight times instead.
 SLIMKV_OF_3(prmt, u32, "prmt.b32");
-// The bits of a where the mask is one, those of b elsewhere: one instruction, which compilers do not find for a
-// constant mask.
+// Bits of a where the mask is one and of b elsewhere. For constant masks, the compiler does not find this instruction.
 SLIMKV_ASM(u32, "r", bit_select, (u32 mask, u32 a, u32 b), "lop3.b32 %0, %1, %2, %3, 0xCA;", "r"(mask), "r"(a), "r"(b));
 
-// Fast ones, accurate to a few units in the last place.
+// Approximations, accurate to a few ulps.
 SLIMKV_OF_FLOAT(exp2_approx, "ex2.approx.ftz.f32");
 SLIMKV_OF_FLOAT(log2_approx, "lg2.approx.ftz.f32");
 SLIMKV_OF_FLOAT(rcp_approx, "rcp.approx.ftz.f32");
@@ -88,7 +86,7 @@ DEVICE float add_rn(float a, float b) { return __fadd_rn(a, b); }
 DEVICE float sub_rn(float a, float b) { return __fsub_rn(a, b); }
 DEVICE float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float div_rn(float a, float b) { return __fdiv_rn(a, b); }
-// The same without branches, for normal numbers whose quotient and remainders are normal: correctly rounded as well.
+// Branch-free and also correctly rounded, for normal numbers whose quotient and remainders are normal.
 DEVICE float div_rn_normal(float a, float b) {
   float r = rcp_approx(b);
   r = __fmaf_rn(r, __fmaf_rn(-b, r, 1.0f), r);
@@ -104,8 +102,8 @@ DEVICE float sqrt_rn_normal(float x) {
 DEVICE float i32_to_f32_rn(i32 x) { return __int2float_rn(x); }
 DEVICE float i64_to_f32_rn(i64 x) { return __ll2float_rn(x); }
 DEVICE i32 f32_to_i32_rz(float x) { return __float2int_rz(x); }
-// The smallest integer not below a * b * 2^149, plus `zero` (which makes it positive), from the unrounded product: it
-// computes on denormal numbers, whose bits are integers. The second function's is at least 0.
+// ceil(a * b * 2^149) + zero, from the unrounded product; `zero` must make it positive. The result is a denormal
+// number, whose bits are the integer. The second function clamps it to at least 0.
 #define SLIMKV_CEIL_PRODUCT(name, instruction) \
   DEVICE u32 name(float a, float b, int zero) { \
     float r; \
@@ -127,8 +125,8 @@ SLIMKV_ASM(u32, "r", f32_to_f16, (float x), "{.reg .b16 h; cvt.rn.f16.f32 h, %1;
 SLIMKV_ASM(u32, "r", f32_to_bf16, (float x), "{.reg .b16 h; cvt.rn.bf16.f32 h, %1; cvt.u32.u16 %0, h;}", "f"(x));
 SLIMKV_ASM(u32, "r", pack_f16x2, (float low, float high), "cvt.rn.f16x2.f32 %0, %1, %2;", "f"(high), "f"(low));
 SLIMKV_ASM(u32, "r", pack_bf16x2, (float low, float high), "cvt.rn.bf16x2.f32 %0, %1, %2;", "f"(high), "f"(low));
-// e4m3, rounded to the nearest even, at most 448: two numbers in the low half of a word, or four, the first in the
-// lowest byte. The last function makes halves of two. Only kernels of sm_90a use them.
+// e4m3, rounded to nearest even and saturated at 448: two numbers in the low half of a word, or four, the first in the
+// lowest byte. The last function converts two to fp16. Only sm_90a kernels use these functions.
 #if __CUDA_ARCH__ >= 890
 SLIMKV_ASM(u32, "r", pack_e4m3x2, (float low, float high),
     "{.reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, %1, %2; cvt.u32.u16 %0, h;}", "f"(high), "f"(low));
@@ -142,7 +140,7 @@ DEVICE u32 pack_e4m3x2(float, float) { return 0; }
 DEVICE u32 pack_e4m3x4(float, float, float, float) { return 0; }
 DEVICE u32 unpack_e4m3x2(u32) { return 0; }
 #endif
-// Pair by pair the larger magnitude, with any sign; NaN if there is one.
+// Elementwise, the larger magnitude with any sign; NaN if either is.
 #if __CUDA_ARCH__ >= 860
 SLIMKV_OF_2(max_abs_f16x2, "max.NaN.xorsign.abs.f16x2");
 SLIMKV_OF_2(max_abs_bf16x2, "max.NaN.xorsign.abs.bf16x2");
@@ -152,7 +150,7 @@ SLIMKV_OF_2(max_bf16x2, "max.NaN.bf16x2");
 DEVICE u32 max_abs_f16x2(u32 a, u32 b) { return max_f16x2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu); }
 DEVICE u32 max_abs_bf16x2(u32 a, u32 b) { return max_bf16x2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu); }
 #endif
-// Pair by pair, rounded once, down to the smallest denormal numbers; the sum with -0 is the product with its sign.
+// Elementwise, rounded once, with denormal numbers; adding -0 preserves the sign of a product.
 SLIMKV_OF_3(fma_f16x2, u32, "fma.rn.f16x2");
 SLIMKV_OF_3(fma_bf16x2, u32, "fma.rn.bf16x2");
 SLIMKV_OF_2(sub_f16x2, "sub.rn.f16x2");
@@ -177,10 +175,10 @@ SLIMKV_ASM_FIXED(u32, "r", warp_max, (u32 x), "redux.sync.max.u32 %0, %1, 0xFFFF
 DEVICE u32 warp_ballot(bool p) { return __ballot_sync(0xFFFFFFFFu, p); }
 DEVICE int warp_count(bool p) { return __popc(__ballot_sync(0xFFFFFFFFu, p)); }
 
-// Transposes an 8 x 8 matrix of 16-bit elements, of which lane 4 r + c holds elements 2 c and 2 c + 1 of row r.
+// Transposes an 8 x 8 matrix of 16-bit elements; lane 4 r + c holds elements 2 c and 2 c + 1 of row r.
 SLIMKV_ASM_FIXED(u32, "r", movmatrix_trans, (u32 x), "movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;", "r"(x));
-// Loads four 8 x 8 matrices of 16-bit elements from shared memory into fragments: lane 8 m + r has the address of row r
-// of matrix m. The second function loads their transposes.
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory into fragments; lane 8 m + r provides the address of
+// row r of matrix m. The second function transposes them.
 #define SLIMKV_LDMATRIX(name, shape) \
   DEVICE void name(u32(&m)[4], u32 address) { \
     asm volatile("ldmatrix.sync.aligned." shape ".shared.b16 {%0, %1, %2, %3}, [%4];" \
@@ -195,12 +193,12 @@ SLIMKV_LDMATRIX(ldmatrix_x4_trans, "m8n8.x4.trans");
 SLIMKV_OF_3(dp4a_u8, u32, "dp4a.u32.u32");
 SLIMKV_OF_3(dp4a_u8_s8, i32, "dp4a.u32.s32");
 SLIMKV_OF_3(dp4a_s8, i32, "dp4a.s32.s32");
-// x >> 16 as a multiplication: unpacking is bound by the logic units.
+// x >> 16 as a multiplication, because unpacking is bound by the logic units.
 SLIMKV_OF_3(dp2a_low, u32, "dp2a.lo.u32.u32");
 DEVICE u32 high_half(u32 x) { return dp2a_low(x, 0x0100u, 0u); }
 
 // c += A B, A 16 x k row by row, B k x 8 column by column, in the lanes' fragments (see docs/design/page-format.md).
-// from_zero is d = A B: no register has to be cleared first.
+// from_zero is d = A B, without clearing registers first.
 #define SLIMKV_MMA(name, T, C, shape) \
   DEVICE void name(T c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { \
     asm("mma.sync.aligned." shape " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
@@ -219,17 +217,17 @@ SLIMKV_MMA(mma_u8_u8, i32, "r", "m16n8k32.row.col.s32.u8.u8.s32");
 SLIMKV_MMA(mma_f16, float, "f", "m16n8k16.row.col.f32.f16.f16.f32");
 SLIMKV_MMA(mma_bf16, float, "f", "m16n8k16.row.col.f32.bf16.bf16.f32");
 
-// x, hidden from the compiler's uniformity analysis, so that it stays in a register of each lane.
+// Returns x, hidden from the compiler's uniformity analysis, so that it stays in a per-lane register.
 DEVICE u32 in_register(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
-// x = to, in the register that x has.
+// x = to, without changing the register of x.
 DEVICE void overwrite(float& x, float to) { asm volatile("mov.f32 %0, %1;" : "+f"(x) : "f"(to)); }
 
-// A way out that is never taken: the assembler moves no instruction across it.
+// An exit that is never taken. The assembler moves no instructions across it.
 DEVICE void stay(bool always) {
   if (!always) asm volatile("exit;");
 }
 
-// The lane's number, read again: values that a loop derives from it are not kept in registers between iterations.
+// Rereads the lane index, so that values derived from it are recomputed instead of occupying registers across a loop.
 DEVICE int read_laneid() {
   int r;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(r));
@@ -238,12 +236,12 @@ DEVICE int read_laneid() {
 
 // Memory.
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// An address whose loads the compiler does not move above earlier stores.
+// Returns an address whose loads the compiler does not move above earlier stores.
 DEVICE u32 settled(u32 address) {
   asm volatile("" : "+r"(address)::"memory");
   return address;
 }
-// A word, half a word or four words of a table that no longer changes.
+// Loads a word, half a word or four words of a table that no longer changes.
 template <int OFFSET = 0>
 SLIMKV_ASM(u32, "r", ld_shared_constant, (u32 address), "ld.shared.u32 %0, [%1+%2];", "r"(address), "n"(OFFSET));
 SLIMKV_ASM(u32, "r", ld_shared_constant_half, (u32 address), "{.reg .b16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h;}",
@@ -255,7 +253,7 @@ SLIMKV_ASM(u32, "r", ld_shared_constant_half, (u32 address), "{.reg .b16 h; ld.s
     return r; \
   }
 SLIMKV_LOAD_WORDS4(ld_shared_constant_16, "ld.shared", u32, "r");
-// Data that is read once, and tables that are read repeatedly.
+// Loads of data that is read once, and of tables that are read repeatedly.
 SLIMKV_LOAD_WORDS4(ldg_streaming, "ld.global.nc.L1::no_allocate", const void*, "l");
 SLIMKV_LOAD_WORDS4(ldg_cached, "ld.global.nc", const void*, "l");
 template <int OFFSET>
@@ -263,11 +261,11 @@ SLIMKV_ASM_MEMORY(st_shared_words4, (u32 address, const Words4& x), "st.shared.v
     "r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "n"(OFFSET));
 SLIMKV_ASM_MEMORY(cp_async_16, (void* shared, const void* global), "cp.async.cg.shared.global.L2::128B [%0], [%1], 16;",
     "r"(shared_address(shared)), "l"(global));
-// OFFSET bytes behind both addresses, without additions.
+// OFFSET is added to both addresses without an instruction.
 template <int OFFSET>
 SLIMKV_ASM_MEMORY(cp_async_16_behind, (u32 shared, const void* global),
     "cp.async.cg.shared.global.L2::128B [%0 + %2], [%1 + %2], 16;", "r"(shared), "l"(global), "n"(OFFSET));
-// 16 zeros where there is nothing to copy; the address is then not used.
+// Unless `real`, writes 16 zeros and does not access `global`.
 SLIMKV_ASM_MEMORY(cp_async_16_or_zero, (bool real, void* shared, const void* global),
     "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;", "r"(shared_address(shared)), "l"(global),
     "r"(real ? 16 : 0));
@@ -277,7 +275,7 @@ DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];"
 DEVICE u32 ldg_word(const void* p) { return __ldg((const u32*)p); }
 DEVICE i32 ldg_i32(const i32* p) { return __ldg(p); }
 
-// Counts that one kernel adds to while another may be reading them.
+// Counters that one thread block increments while another polls them.
 DEVICE i32 ld_acquire(const i32* p) {
   i32 r;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
@@ -287,7 +285,7 @@ SLIMKV_ASM_MEMORY(add_relaxed, (i32 * p, i32 x), "red.relaxed.gpu.global.add.s32
 DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
-// A grid may start while the previous one finishes; the previous grid's writes are visible after the wait.
+// Programmatic dependent launch: a grid may start before the previous one ends; its writes are visible after the wait.
 DEVICE void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -300,21 +298,21 @@ DEVICE void griddepcontrol_wait() {
 }
 #endif
 
-// Called before a kernel reads or writes anything that another kernel may have written. The next grid may start only
-// after it, when all grids before this one have ended.
+// Call before any access to memory that other kernels use. The next grid may start only after this call, when all grids
+// before this one have finished.
 DEVICE void pdl_wait() {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 }
 
-// Quotients of non-negative numbers. Code that a thread block runs once waits for its instructions, and n / d takes 22.
+// Quotients of non-negative numbers. n / d takes 22 instructions, which are slow to fetch in code that runs once.
 DEVICE int small_quotient(int n, int d) {  // n < 2^20: 0.5 / d away from any integer
   return (int)(((float)n + 0.5f) * rcp_approx((float)d));
 }
 DEVICE int quotient(int n, int d) {
   const float inverse = rcp_approx((float)d);
   int q = (int)((float)n * inverse);
-  q += (int)((float)(n - q * d) * inverse);  // at most one off now
+  q += (int)((float)(n - q * d) * inverse);  // off by at most one
   const int left = n - q * d;
   return q + (left >= d) - (left < 0);
 }

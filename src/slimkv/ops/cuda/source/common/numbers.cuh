@@ -1,4 +1,4 @@
-// Constants, and functions of single numbers: loads of the three query types, signs of the rotation, soft cap, sinks.
+// Constants and scalar functions: loads of the three query types, signs of the rotation, soft cap, sinks.
 #pragma once
 #include "common/types.cuh"
 
@@ -13,16 +13,16 @@ DEVICE float load_number(const void* p, i64 i, int type) {
   return type == BFLOAT16 ? as_float(bits << 16) : f16_to_f32(bits);
 }
 
-// x times the random sign of a dimension: bit i of its word.
+// x with the random sign of a dimension, bit i of `bits`.
 DEVICE float signed_by(float x, u32 bits, int i) { return as_float(as_bits(x) ^ ((bits >> i) << 31)); }
 
-// cap tanh(x / cap) = cap - 2 cap / (e + 1), where e = exp(2 x / cap) and `exponent` is x times cap_factor.
+// cap tanh(x / cap) = cap - 2 cap / (e + 1) with e = exp(2 x / cap); `exponent` is x times cap_factor.
 DEVICE float cap_factor(float cap) { return 2.0f * LOG2E * rcp_approx(cap); }
 DEVICE float soft_cap(float exponent, float cap) {
   return fma_rn(-2.0f * cap, rcp_approx(exp2_approx(min_f32(exponent, 80.0f)) + 1.0f), cap);
 }
 
-// Adds a sink to the softmax of a row, whose maximum is a power of two; returns what its output is to be multiplied by.
+// Adds a sink to the softmax of a row, whose maximum is in base 2. Returns the rescaling factor of the output.
 DEVICE float add_sink(float sink, float& row_max, float& row_sum) {
   const float in_base_2 = sink * LOG2E, above = max_f32(row_max, in_base_2);
   const float factor = row_max == MINUS_INFINITY ? 0.0f : exp2_approx(row_max - above);

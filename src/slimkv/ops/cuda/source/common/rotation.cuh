@@ -1,4 +1,4 @@
-// Rotating one vector in the registers of a warp: lane l holds dimensions l, l + 32, ...
+// The rotation of one vector in the registers of a warp: lane l holds dimensions l, l + 32, ...
 #pragma once
 #include "common/numbers.cuh"
 
@@ -6,7 +6,7 @@
 
 DEVICE float sign_at(const u16* signs, int i) { return as_float((u32)signs[i] << 16); }
 
-// The Hadamard transform of Sylvester's matrix, a power of two of at least 32.
+// The Hadamard transform (Sylvester's matrix) of a power of two of at least 32.
 template <int DIM> DEVICE void hadamard(float (&x)[(DIM + 31) / 32], int lane) {
   UNROLL_FOR (int d = 1; d < 32; d <<= 1)
     UNROLL_FOR (int i = 0; i < DIM / 32; i++) {
@@ -21,14 +21,14 @@ template <int DIM> DEVICE void hadamard(float (&x)[(DIM + 31) / 32], int lane) {
       }
 }
 
-// The same for a matrix that doubles a core of CORE dimensions, after random signs: dimension CORE a + b is element b
+// The rotation by random signs and a matrix that doubles a core of CORE dimensions: dimension CORE a + b is element b
 // of the a-th vector that the core multiplies. `signs`: the whole matrix, whose first rows and columns hold the core's
-// entries (times the signs of the first CORE dimensions), or with BACK its transpose.
+// entries (times the signs of the first CORE dimensions). BACK: by the transpose.
 template <int DIM, int CORE, bool BACK>
 DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch,
     int lane) {
   constexpr int N = (DIM + 31) / 32;
-  const auto sign_of = [&](float y, int d) {  // the sign of dimension d, apart from the sign of the core's own entry
+  const auto sign_of = [&](float y, int d) {  // the sign of dimension d, without that of the core's entry
     const int b = d % CORE;
     return as_float(as_bits(y) ^ (bits[d / 32] >> (d % 32) ^ bits[b / 32] >> (b % 32)) << 31);
   };
@@ -65,9 +65,9 @@ DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const
   sync_warp();
 }
 
-// The same for a core so small that a lane holds one of its dimensions, of every vector that the core multiplies or of
-// every other one. A lane then needs one word of the core's entries, `core` (a set bit is -1), and doubling is
-// additions within the lane.
+// The same for a core of up to 32 dimensions: a lane holds one dimension of the core, for all vectors that the core
+// multiplies or for half of them. A lane then needs one word of the core's entries, `core` (a set bit is -1), and
+// doubling is additions within the lane.
 constexpr bool core_of_lanes(int core) { return core > 1 && core <= 32 && core % 4 == 0; }
 template <int DIM, int CORE, bool BACK>
 DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, float norm,
@@ -114,8 +114,8 @@ DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bi
   sync_warp();
 }
 
-// x times the rotation or, BACK, its transpose. `bits`: the random signs. `core`: its columns (BACK: rows), up to
-// 32. `signs`: the whole matrix. scratch: DIM floats for this warp, aligned to 16 bytes.
+// x times the rotation or, BACK, its transpose. `bits`: the random signs. `core`: the core's columns (BACK: rows), up
+// to 32. `signs`: the whole matrix. scratch: DIM floats for this warp, aligned to 16 bytes.
 template <int DIM, int CORE, bool BACK = false>
 DEVICE void rotate(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, const u16* signs, float norm,
     float* scratch, int lane) {

@@ -1,23 +1,23 @@
-// The schedule of attention over sequences of any lengths. A work tile is some query rows of one sequence, with the KV
-// blocks they see. The KV blocks of all work tiles, one after the other, are partitioned evenly over the thread blocks.
-// Every thread block finds its part on the device, so a CUDA graph replays whatever the lengths are.
+// The split-KV schedule of attention over sequences of any lengths. A work tile is some query rows of one sequence,
+// with the KV blocks they see. The concatenated KV blocks of all work tiles are partitioned evenly over the thread
+// blocks. Every thread block computes its range on the device, so a CUDA graph can be replayed with other lengths.
 //
 // Includers define before it:
-//   Sequence                  with `tiles` (its work tiles) and `kv_blocks` (of each of them)
-//   sequence_at(args, b)      where args has num_seqs
-//   from_lane(sequence, lane) broadcasts one
+//   Sequence                  with `tiles` (its work tiles) and `kv_blocks` (per work tile)
+//   sequence_at(args, b)      with args.num_seqs sequences
+//   from_lane(sequence, lane) broadcasts a Sequence
 //   PAD_TILES                 whether work tiles may be padded (see WorkPartition)
 #pragma once
 #include "common/intrinsics.cuh"
 
-// In positions: the cost of starting a work tile, the part of it that a thread block with a single work tile saves, and
-// the smallest share of a thread block; and what a share may grow by so that thread blocks have whole work tiles.
+// In positions: the cost of starting a work tile; the part of it that a thread block with a single work tile saves; the
+// smallest share of a thread block; and by how much a share may grow so that thread blocks have whole work tiles.
 // Includers define costs_of(args).
 struct WorkCosts { int tile, tile_switch, min_share, whole; };
 
-// Every thread block takes `share` positions: one for a KV block and, before the first one of a work tile, `cost`.
-// Padded: every work tile has whole thread blocks, where that is nearly as even. A thread block that goes on to another
-// work tile waits for its queries and pages, and all others wait for that block.
+// Every thread block takes `share` positions: one per KV block and, before the first one of a work tile, `cost`.
+// Padded: work tiles start at thread block boundaries, if that is nearly as even. A thread block that continues with
+// another work tile would wait for its queries and pages, and delay the whole grid.
 struct WorkPartition {
   i32 total;  // positions
   int share;
@@ -29,14 +29,14 @@ struct WorkPartition {
   }
 };
 
-// KV blocks of all work tiles, work tiles that have some, and the most of one.
+// The KV blocks of all work tiles, the non-empty work tiles, and the maximum of KV blocks of one.
 struct WorkTotals { i32 kv_blocks, tiles, longest; };
 DEVICE WorkTotals add_sequence(WorkTotals sums, const Sequence& s) {
   const i32 tiles = s.kv_blocks ? s.tiles : 0;
   return {sums.kv_blocks + tiles * s.kv_blocks, sums.tiles + tiles, max_i32(sums.longest, s.kv_blocks)};
 }
 
-// The partition of what the lanes of a warp have together.
+// The partition from the totals of all lanes together.
 DEVICE WorkPartition make_partition(WorkTotals sums, int blocks, WorkCosts costs) {
   UNROLL_FOR (int d = 16; d; d >>= 1) {
     sums.kv_blocks += shfl_xor(sums.kv_blocks, d), sums.tiles += shfl_xor(sums.tiles, d);
@@ -55,7 +55,7 @@ DEVICE WorkPartition make_partition(WorkTotals sums, int blocks, WorkCosts costs
   return padded <= least + costs.tile_switch ? WorkPartition{sums.kv_blocks, padded, true, 0} : even;
 }
 
-// The partition, and the positions and work tiles of the sequences before b.
+// The partition, and the positions and work tiles of all sequences before b.
 struct WorkOffset {
   WorkPartition partition;
   i32 positions, tiles;
@@ -81,7 +81,7 @@ template <class Args> DEVICE WorkOffset offset_of(const Args& args, int b, int b
   return {partition, positions, tiles};
 }
 
-// Work tiles of the sequences before b.
+// The work tiles of all sequences before b.
 template <class Args> DEVICE int tiles_before(const Args& args, int b, int lane) {
   i32 tiles = 0;
   for (int i = lane; i < b; i += 32) tiles += sequence_at(args, i).tiles;
@@ -89,8 +89,7 @@ template <class Args> DEVICE int tiles_before(const Args& args, int b, int lane)
   return tiles;
 }
 
-// The indices of a work tile's partial results: `count` of them from `first` on, one per thread block that has some of
-// its KV blocks.
+// The indices of a work tile's partial results: `count` of them from `first` on, one per thread block of the tile.
 struct Partials { int first, count; };
 template <class Args> DEVICE Partials partials_of(const Args& args, int b, int tile, int lane) {
   const WorkOffset offset = offset_of(args, b, args.blocks, lane);
@@ -105,14 +104,13 @@ template <class Args> DEVICE Partials partials_of(const Args& args, int b, int t
 // KV blocks first .. last - 1 of a work tile.
 struct WorkRange {
   int b;  // sequence
-  int tile;  // of the sequence
-  int number;  // of all work tiles
+  int tile;  // index in the sequence
+  int number;  // index among all work tiles
   int first, last;
   Sequence s;
 };
 
-// The first range of a thread block, and how many positions it has from there, which may be none. By a whole warp, 32
-// sequences at a time.
+// One warp: the first range of a thread block, and its positions (`left`, maybe none). Scans 32 sequences at a time.
 template <class Args>
 DEVICE WorkRange first_range(const Args& args, int block, int blocks, int lane, WorkPartition& partition, int& left) {
   Sequence s = {};
@@ -130,7 +128,7 @@ DEVICE WorkRange first_range(const Args& args, int block, int blocks, int lane, 
       const i32 more = shfl(ends, (lane - d) & 31), more_tiles = shfl(numbers, (lane - d) & 31);
       if (lane >= d) ends += more, numbers += more_tiles;
     }
-    const int over = warp_count(positions + ends <= from);  // how many of them end before the range begins
+    const int over = warp_count(positions + ends <= from);  // sequences that end before the range begins
     const i32 positions_over = shfl(ends, (over - 1) & 31), tiles_over = shfl(numbers, (over - 1) & 31);
     if (over) positions += positions_over, tiles += tiles_over;
     if (over < 32) {
@@ -153,10 +151,10 @@ DEVICE WorkRange first_range(const Args& args, int block, int blocks, int lane, 
   }
 }
 
-// Number of a range's partial result.
+// The index of a range's partial result.
 DEVICE int part_of(const WorkRange& range) { return range.number + block_index(); }
 
-// Next work range. Precondition: one exists.
+// The next range. Precondition: one exists.
 template <class Args> DEVICE WorkRange next_range(const Args& args, const WorkRange& range, int left) {
   WorkRange next = range;
   next.number++;

@@ -1,6 +1,6 @@
-// The last TAIL slices of a plane, which fill no whole word, as one more word of a lane: bit W j of nibble n holds
-// value n of slice j, as in whole words, and the other bits are undefined. Pages store these slices as one row per
-// token, 16 dimensions after 16 others (docs/design/page-format.md).
+// The last TAIL slices of a plane, which do not fill a word. Pages store them as one row per token, slice after slice
+// (docs/design/page-format.md). They are loaded as one more word per lane: the bits of nibble n from W j on hold value
+// n of slice j, as in whole words, and the other bits are undefined.
 #pragma once
 #include "common/types.cuh"
 
@@ -15,7 +15,7 @@ template <int W, int TAIL> DEVICE u32 key_rows_word(const u8* rows, int lane) {
         prmt(row_part<u32>(rows, 4 * g), row_part<u32>(rows, 32 + 4 * g), 0x6420 + 0x1111 * (t >> 1)) >> (4 * (t & 1));
     return bit_select(0x0F0F0F0Fu, both, both << 2);
   } else {
-    u32 even = 0, odd = 0;  // bit j of a byte: dimensions 2 t of both halves of slice j; bit j + 1: those behind them
+    u32 even = 0, odd = 0;  // bit j of a byte: dimensions 2 t of both halves of slice j; bit j + 1: dimensions 2 t + 1
     UNROLL_FOR (int j = 0; j < TAIL; j++) {
       u32 both;
       if constexpr (TAIL == 2)
@@ -42,9 +42,8 @@ template <int W, int TAIL> DEVICE u32 value_rows_word(const u8* rows, int lane) 
     const u32 first = row_part<u32>(rows, 4 * t) >> g, second = row_part<u32>(rows, 16 + 4 * t) >> g;
     return bit_select(0x0F0F0F0Fu, prmt(first, second, 0x6420), prmt(first, second, 0x7531) << 4);
   } else {
-    // A byte of a row holds bit g of one half of a slice. A multiplication puts four of them together, because the
-    // logic units are busier: bit j and bit 4 + j of a token's byte are dimensions g and g + 8 of slice j, all shifted
-    // by g.
+    // Bit g of a byte of a row belongs to one half of a slice. A multiplication gathers four of them, because the logic
+    // units are busier: bits j and 4 + j of a token's byte are dimensions g and g + 8 of slice j, all shifted by g.
     const u32 own = 0x01010101u << g;
     u32 two_tokens[2];
     UNROLL_FOR (int i = 0; i < 2; i++) {

@@ -1,15 +1,15 @@
-// Attention of up to 16 query rows of a KV head on packed pages: `attend` reads pages and writes partial results,
-// `merge` merges them. The warps of a block take the steps of its ranges (schedule.cuh) in turn. Each has its own ring
-// in shared memory, filled ahead by asynchronous copies, and its own online softmax.
+// Attention of up to 16 query rows per KV head on packed pages: `attend` reads pages and writes outputs or partial
+// results, `merge` merges the latter. The warps of a thread block take the KV blocks (steps) of its ranges
+// (schedule.cuh) in turn. Each warp has its own ring in shared memory, prefetched with asynchronous copies, and its own
+// online softmax.
 //
-// Up to 4 columns (one narrow group): a query (rotated, scaled to 15 bits) is multiplied as two signed bytes by the
-// keys' centroids as bytes, and a probability (times its value's scale, 16 bits relative to the largest of the step) as
-// two unsigned bytes by the values' centroids as bytes: integer tensor cores, exact sums, no conversion of centroids.
-// The bytes of a value word alternate between two dimensions, g and g + 8, and are regrouped. Formats without byte
-// centroids use fp16 in the same way.
+// Up to 4 columns (one narrow group), integer tensor cores give exact sums without converting centroids. A query,
+// rotated and scaled to 15 bits, is two signed bytes; a probability times its value's scale, 16 bits relative to the
+// largest of the step, is two unsigned bytes; centroids are bytes. The bytes of a value word alternate between
+// dimensions g and g + 8 and are regrouped. Formats without byte centroids use pairs of fp16 numbers in the same way.
 //
-// More columns (wide groups of 8): integer products become expensive, and work per score outweighs work per centroid.
-// Everything is in fp16, and the output stays in the accumulators.
+// With more columns (wide groups of 8), integer products become expensive, and work per score outweighs work per
+// centroid. Everything is in fp16, and the output stays in the accumulators.
 #define VERIFY 0
 #define WARPGROUPS 0
 #include "decode/decode_combine.cuh"
@@ -21,7 +21,7 @@
 constexpr int QUERIES_OF_WARP = (COLUMNS + WARPS - 1) / WARPS;
 typedef float WarpQueries[QUERIES_OF_WARP][QN];
 
-// A warp's ring: steps are copied ahead of their use.
+// A warp's ring of prefetched steps.
 struct WarpRing {
   Loader loader;
   int warp, filled;  // steps copied so far; slot = number % STAGES, if there are several
@@ -34,7 +34,7 @@ struct WarpRing {
   DEVICE_MEMBER void look_up(const DecodeRange& range, int step) {
     if (range.to > range.from) loader.look_up(min_i32(step, range.to - 1));  // a whole work tile may have no keys
   }
-  // The first steps of a range.
+  // Starts copying the first steps of a range.
   DEVICE_MEMBER void begin(const DecodeArgs& args, const DecodeRange& range) {
     loader.open(args, range);
     const int step = range.first_step(warp);
@@ -46,7 +46,7 @@ struct WarpRing {
     }
     UNROLL_FOR (int i = 0; i < STAGES - 1; i++) copy(range, step + i * WARPS);
   }
-  // With several slots: a step to the next one.
+  // With several slots: copies a step to the next slot.
   DEVICE_MEMBER void copy(const DecodeRange& range, int step) {
     loader.copy(step, filled % STAGES, step < range.to);
     filled++;
@@ -54,14 +54,14 @@ struct WarpRing {
   }
 };
 
-// One step: its scores, their probabilities, values times these.
+// One step: scores, probabilities, and their products with values.
 DEVICE void attend_step(const DecodeArgs& args, const DecodeRange& range, int step, int taken, const u8* shared,
     WarpRing& ring, QueryOperands& queries, const ColumnState& columns, const LevelTables& tables, int lane,
     Accumulator& acc) {
   Loader& loader = ring.loader;
   loader.wait(taken % STAGES, true);
   if (STAGES > 1) ring.copy(range, step + (STAGES - 1) * WARPS);
-  const int next_step = step + WARPS, g = lane >> 2;  // with one slot
+  const int next_step = step + WARPS, g = lane >> 2;  // next_step: with one slot
   u8* slot = ring.slot(taken);
   const int token0 = range.s.begin + step * STEP;
   const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
@@ -95,11 +95,11 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   if (args.blocks ? left <= 0 : range.s.tiles == 0) return;
   const LevelTables tables = load_tables(args, shared, lane);
 
-  // The queries travel at the same time as the first pages.
+  // The queries are loaded while the first pages are copied.
   WarpRing ring;
   ring.init(shared, warp, lane);
   WarpQueries query;
-  bool same_queries = false;  // another split of the work tile before
+  bool same_queries = false;  // a further split of the same work tile
   auto begin_loading = [&](const DecodeRange& p) {
     UNROLL_FOR (int i = 0; i < QUERIES_OF_WARP; i++)
       if (!same_queries && warp + i * WARPS < COLUMNS) load_query(args, p, warp + i * WARPS, query[i], lane);
@@ -131,7 +131,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     ring.filled = 1;
     same_queries = next.next_split(args);
     left -=
-        (same_queries ? 1 : range.last - range.first) + (SPLITS ? 0 : TILE_COST);  // with what the next work tile takes
+        (same_queries ? 1 : range.last - range.first) + (SPLITS ? 0 : TILE_COST);  // and the cost of the next work tile
     if (left > 0) {
       if (!same_queries) next = DecodeRange(args, next_range(args, range, left));
       if (STAGES > 1) begin_loading(next);
@@ -139,7 +139,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     combine_warps(args, range, columns, acc, shared, ring.loader.ring, warp, lane);
     if (left <= 0) return;
     if (STAGES == 1) {
-      if (BULK) fence_proxy_async(), sync_warp();  // results were where pages go
+      if (BULK) fence_proxy_async(), sync_warp();  // pages overwrite results
       begin_loading(next);
     }
     range = next;

@@ -1,15 +1,15 @@
-// Combines the results of a block's warps: writes the output if the block had all keys of the work tile, otherwise a
-// partial result to the workspace.
+// Combines the results of the warps. Writes the output if the thread block processed all keys of the work tile,
+// otherwise a partial result in the workspace.
 #pragma once
 #include "decode/decode_softmax.cuh"
 #include "decode/states.cuh"
 
-// Maxima and sums first, then a group of columns at a time through slot 0 of each warp's ring.
+// Exchanges maxima and sums first, then outputs, one group of columns at a time, through slot 0 of each warp's ring.
 DEVICE void combine_warps(const DecodeArgs& args, const DecodeRange& range, const ColumnState& columns,
     Accumulator& acc, u8* shared, u8* ring, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   float* states = (float*)(shared + STATE_AT);
-  leave_states(columns, acc, states, warp, lane);
+  store_states(columns, acc, states, warp, lane);
   sync_threads();
   const i64 part = range.part(args);
   const bool whole = is_whole(args, range);

@@ -1,15 +1,15 @@
-// The scores of a warp's step.
+// Products of queries and keys, and masks, for the step of a warp.
 #pragma once
 #include "decode/scores.cuh"
 
-// The queries' part of product i of group n: two slices of bytes, or one of halves.
+// The query operand of MMA i for group n: two slices of bytes, or one of halves.
 DEVICE void load_operand(const u8* operands, int n, int i, int lane, u32 (&q)[2]) {
   const Words2 words = *(const Words2*)(operands + 8 * (32 * (n * QI + i) + lane));
   q[0] = words.x;
   q[1] = !K_BYTES || 2 * i + 1 < KS ? words.y : 0;
 }
 
-// The queries' operands, unless they stay in shared memory.
+// The query operands in registers, unless they stay in shared memory.
 struct QueryOperands {
   u32 q[NG][Q_IN_SHARED ? 1 : QI][2];
 
@@ -81,7 +81,7 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
   else multiply_key_halves(codes, shared, queries, tables, lane, s);
 }
 
-// Hidden and marked tokens; `clear`: none is hidden. One branch for the whole step keeps the rest free of branches.
+// Masks hidden tokens and tokens marked as NaN; `clear`: none is hidden. The only branch of a step.
 DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s,
     u32& largest_fields) {
   if (clear) {
@@ -90,5 +90,5 @@ DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear,
       UNROLL_FOR (int i = 0; i < WORDS; i += 32)
         if (i + 32 <= WORDS || i + lane < WORDS)
           largest_fields = max_u16x2(largest_fields, *(const u32*)(slot + FIELDS_AT + 4 * (i + lane) + p * PIECE));
-  } else hide_tokens(slot, shared, token0, lane, s);
+  } else mask_tokens(slot, shared, token0, lane, s);
 }

@@ -1,17 +1,17 @@
-// From a warp's scores to the operand that multiplies values, and its output.
+// From a warp's scores to the probability operand of the products with values, and the accumulator of these.
 #pragma once
 #include "decode/softmax.cuh"
 
 constexpr bool V_AS_STORED = !WIDE && V_IN_PAIRS;
 constexpr int OUT_NUMBERS = OUT_IN_PRODUCTS ? 4 : 2;
 
-// Narrow bytes: exponents are raised, so that exponentials can be multiplied by fields as stored; the maximum is
-// updated when one gets too high.
+// Narrow bytes: exponents are raised, so that exponentials can be multiplied by fields as stored. The running maximum
+// is updated if one gets too high.
 constexpr float RAISED_BY = 16.0f, RAISED = 65536.0f, MOST_RAISED = RAISED_BY + 24.0f;
 
-// The output and the online softmax. Bytes: out[n][i][r] is dimension 16 i + g + 8 r of column n. Wide: out[n][i][2 r +
-// j], column 8 n + 2 t + j. Narrow halves: the sum of out[n][i][2 r] and out[n][i][2 r + 1], or, for values in stored
-// order, dimensions g of slices i and i + 1 in out[n][i] and g + 8 in out[n][i + 1].
+// The output and the online softmax. Bytes: out[n][i][r] is dimension 16 i + g + 8 r of column 4 n + t. Wide:
+// out[n][i][2 r + j] is that of column 8 n + 2 t + j. Narrow halves: it is out[n][i][2 r] + out[n][i][2 r + 1] or, for
+// V_AS_STORED and even i, in out[n][i + r], which has slices i and i + 1.
 struct Accumulator : RunningSoftmax {
   static constexpr int SLICES = V_AS_STORED ? (VS + 1) / 2 * 2 : VS;
   float out[NG][SLICES][OUT_NUMBERS];
@@ -33,20 +33,20 @@ struct Accumulator : RunningSoftmax {
   }
 };
 
-// Probabilities times their values' scales, as the products take them.
+// Probabilities times their values' scales, as MMA operands.
 struct Probabilities {
   u32 p[NG][NT][2];  // bytes: one word, of tokens 2 t, 2 t + 8, 2 t + 1, 2 t + 9
-  float fold[NG];  // bytes: what makes products with them numbers again
+  float fold[NG];  // bytes: the factor from integer products to outputs
   i32 offset[NG];  // bytes: minus the levels' offset, 63.5, times the sum of the probabilities
 };
 
-// Updates the running maximum of columns from the scores of a step, and rescales what is relative to it. `moves`: the
-// lane's columns that lag, one bit each; a column depends on its own scores alone.
+// Updates the running maximum of columns from the scores of a step, and rescales sums and output. `moves`: one bit for
+// each of the lane's columns that lag; a column depends on its own scores alone.
 DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const StepScores& s, Accumulator& acc,
     u32 moves = 0) {
   float highest[C];
   UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
-  find_highest(slot, g, s, [&](int c, int, int) { return LATE_UNIT ? columns.unit_of(c) : 1.0f; }, highest);
+  find_max(slot, g, s, [&](int c, int, int) { return LATE_UNIT ? columns.unit_of(c) : 1.0f; }, highest);
   UNROLL_FOR (int c = 0; c < C; c++) {
     if (OUT_IN_PRODUCTS) highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
     if (WIDE && highest[c] > acc.row_max[c] + RESCALE_THRESHOLD) moves |= 1u << c;
@@ -70,21 +70,21 @@ DEVICE float value_scale(const u8* slot, int g, int x, int r) {
   return scale_of(field_bits(slot + fields_of(x) + FIELD_STRIDE * K_NUMBER_OF_FIELDS, g + 8 * r));
 }
 
-// Wide: scores to probabilities times their values' scales, which take their place.
+// Wide: replaces scores by probabilities times their values' scales.
 DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc) {
   UNROLL_FOR (int c = 0; c < C; c++) {
     const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
-    const float reference = acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+    const float row_max = acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
     UNROLL_FOR (int x = 0; x < NT; x++)
       UNROLL_FOR (int r = 0; r < 2; r++)
         s[c][x][r] =
-            weigh(slot, base, reference, value_scale(slot, g, x, r), g, x, r, s[c][x][r], acc.row_sum[c], acc.shift[c]);
+            weigh(slot, base, row_max, value_scale(slot, g, x, r), g, x, r, s[c][x][r], acc.row_sum[c], acc.shift[c]);
   }
 }
 
-// Narrow bytes: raised exponents of probabilities, from the current running maximum: they become relative to the
-// largest of the step. Returns the columns whose maximum must be updated: an exponent is MOST_RAISED or more, or there
-// is no maximum yet. Positive floats are ordered as their bits, of which three are compared at once.
+// Narrow bytes: raised exponents of probabilities relative to the current running maximum. Returns the columns whose
+// maximum must be updated: an exponent is MOST_RAISED or more, or there is no maximum yet. Positive floats compare like
+// their bits, and an integer maximum takes three operands.
 DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, const Accumulator& acc,
     StepScores& exponents) {
   u32 moves = 0;
@@ -92,9 +92,9 @@ DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, con
     i32 highest = 0;
     const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
     const bool unseen = acc.row_max[c] == MINUS_INFINITY;
-    const float reference =
-        MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded, as the warps' maxima will be
-    const float raised = unseen ? RAISED_BY : RAISED_BY - reference;
+    const float row_max =
+        MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded as store_states does
+    const float raised = unseen ? RAISED_BY : RAISED_BY - row_max;
     UNROLL_FOR (int x = 0; x < NT; x++) {
       UNROLL_FOR (int r = 0; r < 2; r++) exponents[c][x][r] = fma_rn(s[c][x][r], base, raised);
       highest = max_i32(highest, max_i32((i32)as_bits(exponents[c][x][0]), (i32)as_bits(exponents[c][x][1])));
@@ -104,7 +104,7 @@ DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, con
   return moves;
 }
 
-// Raised exponents to probabilities times their values' scales, in units of FIELD_UNIT / RAISED.
+// Replaces raised exponents by probabilities times their values' scales, in units of FIELD_UNIT / RAISED.
 DEVICE void raised_exponentials(const u8* slot, int g, StepScores& s, Accumulator& acc) {
   UNROLL_FOR (int c = 0; c < C; c++) {
     float sum = -0.0f, shift = -0.0f;
@@ -122,10 +122,9 @@ DEVICE void raised_exponentials(const u8* slot, int g, StepScores& s, Accumulato
   }
 }
 
-// Narrow bytes: relative to the largest of the step, as two unsigned bytes.
+// Narrow bytes: splits probabilities, relative to the largest of the step, into two unsigned bytes.
 DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
-  u32 bits_of_largest = as_bits(
-      1e-33f);  // numbers that are not negative are in the order of their bits, of which three are compared at once
+  u32 bits_of_largest = as_bits(1e-33f);  // as in raised_exponents, numbers are compared by their bits
   UNROLL_FOR (int x = 0; x < NT; x++)
     bits_of_largest = max_u32(bits_of_largest, max_u32(as_bits(s[n][x][0]), as_bits(s[n][x][1])));
   UNROLL_FOR (int d = 4; d < 32; d <<= 1) bits_of_largest = max_u32(bits_of_largest, shfl_xor(bits_of_largest, d));
@@ -139,8 +138,8 @@ DEVICE void split_into_bytes(const StepScores& s, int n, Probabilities& w) {
     w.p[n][x][0] = movmatrix_trans(prmt(first, second, 0x4051));  // high bytes, low bytes
   }
   w.offset[n] = 0;
-  if (V_KIND == LLOYD) {          // the levels' offset comes off in integers
-    all -= 2 * NT * 0x4B000000u;  // what a float of 2^23 has above the integer
+  if (V_KIND == LLOYD) {          // subtracts the levels' offset in integers
+    all -= 2 * NT * 0x4B000000u;  // the bits of 2^23, which each integer was added to
     UNROLL_FOR (int d = 4; d < 32; d <<= 1) all += shfl_xor(all, d);
     w.offset[n] = -(i32)((127 * all) >> 1);
   }
@@ -156,33 +155,33 @@ DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
   }
 }
 
-// Narrow halves: a probability is the sum of two halves, the second being the rounding remainder of the first. They use
-// the current running maximum. Returns the columns whose maximum must be updated: one is 2^RESCALE_THRESHOLD or more.
-// AGAIN: after the update; a column that has seen no token has no maximum.
+// Narrow halves: a probability, relative to the current running maximum, is the sum of two halves: the rounded value
+// and its remainder. Returns the columns whose maximum must be updated: one is 2^RESCALE_THRESHOLD or more. AGAIN:
+// after the update; a column without visible tokens so far has no maximum.
 template <bool AGAIN>
 DEVICE u32 weigh_in_halves(const u8* slot, const ColumnState& columns, int g, const StepScores& s,
     const Accumulator& acc, Probabilities& w, float (&sum)[C], float (&shift)[C]) {
   u32 moves = 0;
   UNROLL_FOR (int c = 0; c < C; c++) {
     u32 largest = 0;
-    const float reference = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+    const float row_max = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
     sum[c] = acc.row_sum[c], shift[c] = acc.shift[c];
     UNROLL_FOR (int x = 0; x < NT; x++) {
       float p[2];
       UNROLL_FOR (int r = 0; r < 2; r++)
-        p[r] = weigh(slot, LATE_UNIT ? columns.unit_of(c) : 1.0f, reference, value_scale(slot, g, x, r), g, x, r,
+        p[r] = weigh(slot, LATE_UNIT ? columns.unit_of(c) : 1.0f, row_max, value_scale(slot, g, x, r), g, x, r,
             s[c][x][r], sum[c], shift[c]);
       const u32 high = pack_f16x2(p[0], p[1]),
                 low = pack_f16x2(p[0] - f16_to_f32(high & 0xFFFF), p[1] - f16_to_f32(high >> 16));
       w.p[c][x][0] = movmatrix_trans(prmt(high, low, 0x5410)), w.p[c][x][1] = movmatrix_trans(prmt(high, low, 0x7632));
       largest = max_u16x2(largest, high);
     }
-    if (is_behind(largest)) moves |= 1u << c;
+    if (exceeds_threshold(largest)) moves |= 1u << c;
   }
   return moves;
 }
 
-// Scores of a step to the operand that multiplies its values.
+// From the scores of a step to the probability operand.
 DEVICE void weigh_step(const u8* slot, const ColumnState& columns, int g, StepScores& s, Accumulator& acc,
     Probabilities& w) {
   if constexpr (!WIDE && !V_BYTES) {

@@ -1,4 +1,4 @@
-// Values times a warp's probabilities.
+// Products of values and a warp's probabilities.
 #pragma once
 #include "decode/decode_softmax.cuh"
 #include "decode/values.cuh"
@@ -17,8 +17,8 @@ DEVICE void add_products(const i32 (&c)[NG][4], const Probabilities& w, int slic
           fma_rn((float)(256 * c[n][2 * j] + (c[n][2 * j + 1] + w.offset[n])), w.fold[n], acc.out[n][slice][j]);
 }
 
-// The bytes of a word alternate between dimensions g and g + 8. They are separated, and two tiles form one operand. Up
-// to 4 bits, codes are separated before they become bytes: then the tokens of both tiles alternate, and so do
+// The bytes of a word alternate between dimensions g and g + 8; they are separated, and two tiles form one operand. Up
+// to 4 bits, the codes are separated before the lookup. The tokens of both tiles then alternate, and so must the
 // probabilities.
 template <class PackedCodes> DEVICE void add_merged_value_bytes(const PackedCodes (&codes)[NT], const Probabilities& w,
     Table table, Accumulator& acc) {
@@ -47,7 +47,7 @@ template <class PackedCodes> DEVICE void add_merged_value_bytes(const PackedCode
 // The bytes of probabilities in the order of a value word's tokens.
 DEVICE u32 in_token_order(u32 p) { return prmt(p, 0, 0x3120); }
 
-// Wider codes are separated as bytes.
+// Wider codes are separated after the lookup, as bytes.
 DEVICE void add_value_bytes_regrouped(const ValueCodes (&codes)[NT], const Probabilities& w, Table table,
     Accumulator& acc) {
   u32 b[NG][NT];
@@ -83,8 +83,8 @@ DEVICE void add_value_halves(const ValueCodes (&codes)[NT], const Probabilities&
     }
 }
 
-// Narrow, values by pairs: dimensions g and g + 8 of a token, used in their stored order as above. Two slices form one
-// operand, with eight tokens per product.
+// Narrow, values looked up in pairs: dimensions g and g + 8 of a token, in stored order. Two slices form one operand,
+// with eight tokens per MMA.
 template <class PairCodes>
 DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
     Accumulator& acc) {
@@ -103,7 +103,7 @@ DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probab
     }
 }
 
-// Wide, values by pairs, of two tiles at a time: a pair has a token of each, and so have probabilities.
+// Wide, values looked up in pairs from two tiles: a pair has a token of each, and so have the probabilities.
 template <class PairCodes>
 DEVICE void add_merged_value_pairs(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
     Accumulator& acc) {

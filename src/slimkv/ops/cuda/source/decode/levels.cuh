@@ -1,4 +1,4 @@
-// How codes become levels: tables in registers, and in shared memory.
+// Tables of levels, in registers and in shared memory.
 #pragma once
 #include "decode/shape.cuh"
 
@@ -8,13 +8,13 @@ struct LevelTables {
 };
 
 template <int BITS, bool IN_PAIRS> DEVICE u32 level_entry(const float* levels, int i) {
-  constexpr int FIRST = BITS == 5 ? 16 : 0, CODES = BITS < 4 ? 1 << BITS : 16;  // of what a nibble counts
+  constexpr int FIRST = BITS == 5 ? 16 : 0, CODES = BITS < 4 ? 1 << BITS : 16;  // levels that a nibble selects
   u32 entry = f32_to_f16(levels[IN_PAIRS ? FIRST + i % CODES : i % (1 << BITS)]);
   if (IN_PAIRS) entry |= f32_to_f16(levels[FIRST + i / 16 % CODES]) << 16;
   return entry;
 }
 
-// Every entry is written for all lanes, 16 bytes at a time, by threads that start at different lanes.
+// Writes every entry 32 times, once per lane. Threads start at different lanes to avoid bank conflicts.
 template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* table, const float* levels) {
   for (int i = thread_index(); i < ENTRIES; i += 32 * WARPS) {
     const u32 entry = level_entry<BITS, IN_PAIRS>(levels, i);
@@ -22,7 +22,7 @@ template <int BITS, int ENTRIES, bool IN_PAIRS> DEVICE void fill_levels(u8* tabl
   }
 }
 
-// A permutation takes one operand of the kind that all lanes share; its table must not be one.
+// Fills the LUTs. Tables go to per-lane registers, because a permutation takes only one uniform operand.
 DEVICE LevelTables load_tables(const DecodeArgs& args, u8* shared, int lane) {
   u8* key_levels = shared;
   u8* value_levels = ONE_TABLE ? shared : shared + 128 * LEVEL_ENTRIES_K;

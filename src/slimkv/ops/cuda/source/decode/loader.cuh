@@ -1,7 +1,7 @@
-// Copies the steps of a range into a warp's ring in shared memory, ahead of their use. If a step is whole pages, one
-// lane issues one bulk copy per page, which signals a barrier of the slot (BULK). Otherwise all lanes copy. With one
-// slot (STAGES = 1), keys are copied while values are multiplied and the other way round: half the memory, half the
-// prefetch distance; codes and fields are then a piece each.
+// Prefetches the steps of a range into a warp's ring in shared memory. If a step is whole pages, one lane issues one
+// bulk copy per page, which signals the slot's barrier (BULK). Otherwise all lanes copy. With one slot (STAGES = 1),
+// keys are copied while values are multiplied and vice versa: half the memory, half the prefetch distance. Codes and
+// fields are then copied separately.
 #pragma once
 #include "common/hopper.cuh"
 #include "decode/schedule.cuh"
@@ -12,9 +12,9 @@ struct Loader {
   i64 page_stride;
   u8* ring;
   u64* barriers;
-  u32 phases;  // of the barriers, a bit for each
+  u32 phases;  // phase bit of each barrier
   int lane, last_page, begin_tile;
-  i32 ids[BULK ? 1 : PAGES];  // the pages of the next step to be copied, or the one that this lane copies
+  i32 ids[BULK ? 1 : PAGES];  // pages of the next step to copy; BULK: the page that this lane copies
 
   DEVICE_MEMBER void init(u8* shared, int warp, int lane_) {
     ring = shared + RINGS_AT + warp * STAGES * SLOT;
@@ -37,17 +37,17 @@ struct Loader {
     last_page = (p.s.length - 1) / BLOCK_SIZE;
   }
 
-  // A step lies in one page, or in several whole ones.
+  // Reads the page ids of a step, which lies in one page or consists of whole pages.
   DEVICE_MEMBER void look_up(int step) {
     UNROLL_FOR (int i = 0; i < (BULK ? 1 : PAGES); i++)
       ids[i] = ldg_i32(table +
           min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? lane & (PIECES - 1) : i), last_page));
   }
 
-  // If there is such a step: its keys, its values, or both.
+  // Copies the keys, the values, or both, of a step that exists (`real`).
   template <bool KEYS = true, bool VALUES = true> DEVICE_MEMBER void copy(int step, int slot, bool real) const {
     u8* to = ring + slot * SLOT;
-    if constexpr (BULK && STAGES == 1) {  // one of both
+    if constexpr (BULK && STAGES == 1) {  // either keys or values
       constexpr int CODES = PIECE_TILES * (KEYS ? K_TILE : V_TILE), FIRST = KEYS ? 0 : K_NUMBER_OF_FIELDS;
       constexpr int OF_FIELDS = FIELD_STRIDE * (KEYS ? K_NUMBER_OF_FIELDS : V_NUMBER_OF_FIELDS);
       if (real && lane < 2 * PIECES) {
@@ -77,7 +77,7 @@ struct Loader {
     }
   }
 
-  // For the copy to this slot, the oldest one, if it is of a real step.
+  // Waits for the copy to this slot, the oldest one, if it is of a real step.
   DEVICE_MEMBER void wait(int slot, bool real) {
     if (!BULK) {
       cp_async_wait<STAGES == 1 ? 1 : STAGES - 2>();
@@ -88,7 +88,7 @@ struct Loader {
     sync_warp();
   }
 
-  // With one slot: its values. `wait` is for its keys then.
+  // With one slot: waits for its values; `wait` is for its keys.
   DEVICE_MEMBER void wait_for_values() {
     if (!BULK) cp_async_wait<0>();
     else mbarrier_wait(barriers + 1, phases >> 1 & 1), phases ^= 2;
@@ -110,7 +110,7 @@ struct Loader {
     if constexpr (AT + 512 < BYTES) copy_lines<BYTES, AT + 512>(to, from);
   }
 
-  // BYTES of each field from FIRST to END.
+  // Copies BYTES of each field from FIRST to END.
   template <int BYTES, int FIRST, int END> DEVICE_MEMBER void copy_fields(u8* to, const u8* page) const {
     constexpr int EACH = BYTES / 16, LANES = EACH * (END - FIRST);
     UNROLL_FOR (int i = 0; i < LANES; i += 32) {

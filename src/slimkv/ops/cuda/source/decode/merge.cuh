@@ -1,19 +1,19 @@
-// Merges the partial results of a (query, head) and writes its output, unless a single block has done so. Blocks are
-// small: they fit beside those of `attend` and have loaded their metadata when the last of these ends.
+// Merges the partial results of a (query, head) and writes its output, unless a single thread block already has. Thread
+// blocks are small: they fit beside those of `attend` and have loaded their metadata when the last of these ends.
 //
-// `merge` visits all rows. In `merge_split`, several warps share the parts of a row, so that few rows with many parts
-// do not load serially. `merge_cuts` visits the boundaries between the blocks of `attend`: with many work tiles most
-// lie within one block, and the others cross a boundary.
+// `merge` visits all rows. args.merge_split warps share the partial results of a row, so that few rows with many of
+// them do not load serially. `merge_cuts` visits the boundaries between thread blocks of `attend`: with many work
+// tiles, most lie within one block, and only those that cross a boundary need a merge.
 #pragma once
 #include "decode/output.cuh"
 
 constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
 
-// The parts of a column of a work tile from number `from` on, every `by`-th.
+// Merges a column's partial results `from`, `from` + `by`, ... of a work tile.
 DEVICE MergedState merge_parts(const DecodeArgs& args, const Partials& parts, int column, int from, int by, int lane) {
   MergedState merged;
   merged.clear();
-  if (SPLITS) {  // relative to one maximum, so that parts without keys change nothing wherever they are
+  if (SPLITS) {  // with one maximum from the start, partial results without keys change nothing
     for (int i = lane; i < parts.count; i += 32)
       merged.highest = max_f32(merged.highest, args.part_states[2 * ((i64)(parts.first + i) * COLUMNS + column)]);
     UNROLL_FOR (int d = 16; d; d >>= 1) merged.highest = max_f32(merged.highest, shfl_xor(merged.highest, d));
@@ -38,18 +38,18 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
   const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
   const int places = args.merge_places, head = block_index_y() * (MERGE_WARPS / split) + warp / split;
   const int query_heads = args.num_kv_heads * args.group_size;
-  // No block may end before `attend` does.
+  // No block may exit before `attend` has finished.
   if (!places && block_index() >= ldg_i32(args.cu_seqlens_q + args.num_seqs)) return griddepcontrol_wait();
   const int b = places ? block_index() / places : sequence_of(args, block_index());
   const Sequence s = sequence_at(args, b);
   const int query = places ? block_index() % places : block_index() - s.start, row = s.start + query;
-  if (s.tiles == 0 || query >= s.queries) return griddepcontrol_wait();  // another kernel's
+  if (s.tiles == 0 || query >= s.queries) return griddepcontrol_wait();  // prefilled by another kernel
   const int per_chunk = args.queries_of_chunk, chunk = small_quotient(query, per_chunk);
   const int column = (query - chunk * per_chunk) * args.group_size + in_group(args, head);
   Partials parts = decode_partials(args, b, chunk * args.num_kv_heads + by_group(args, head), lane);
   if (head >= query_heads) parts.count = 0;
   griddepcontrol_wait();
-  if (WHOLE_ITEMS && parts.count == 1) return;
+  if (WHOLE_TILES && parts.count == 1) return;
 
   MergedState merged = merge_parts(args, parts, column, warp % split, split, lane);
   float* mine = (float*)shared + warp * (VD + 4);
@@ -71,8 +71,8 @@ KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
 }
 HOST_TESTABLE(merge, DecodeArgs)
 
-// Block x: the first work tile that crosses the boundary between blocks x and x + 1 of `attend`, and sequences without
-// keys, which no block has.
+// Block x merges the first work tile that crosses the boundary between blocks x and x + 1 of `attend`. Blocks also
+// write the rows of sequences without keys, which `attend` does not process.
 KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, cut = block_index() + 1;

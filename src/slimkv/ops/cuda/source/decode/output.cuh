@@ -4,28 +4,28 @@
 #include "decode/schedule.cuh"
 
 constexpr int VN = (VD + 31) / 32;
-// Blocks that have all keys of an item write its output themselves, by as many warps as have scratch for it.
+// Thread blocks that process all keys of a work tile write its output themselves, by as many warps as scratch allows.
 constexpr int WRITERS = OUTPUT_TAKES_SCRATCH && OUTPUT_SCRATCH_ROWS < WARPS ? OUTPUT_SCRATCH_ROWS : WARPS;
-constexpr bool WHOLE_ITEMS = !OUTPUT_TAKES_SCRATCH || VD <= 2 * KD;
-static_assert(!WHOLE_ITEMS || WRITERS > 0, "queries are two bytes a number, of four columns");
+constexpr bool WHOLE_TILES = !OUTPUT_TAKES_SCRATCH || VD <= 2 * KD;
+static_assert(!WHOLE_TILES || WRITERS > 0, "queries are two bytes a number, of four columns");
 DEVICE float* scratch_of_writer(u8* shared, int warp) { return (float*)(shared + OUTPUT_SCRATCH_AT) + warp * VD; }
 DEVICE bool is_whole(const DecodeArgs& args, const DecodeRange& range) {
-  return WHOLE_ITEMS && range.first == 0 && range.last == range.s.kv_blocks && (!SPLITS || range.s.kv_blocks <= 1);
+  return WHOLE_TILES && range.first == 0 && range.last == range.s.kv_blocks && (!SPLITS || range.s.kv_blocks <= 1);
 }
 
-// Parts of a row, some at a time.
+// The merged state of a row's partial results.
 struct MergedState {
   float highest, row_sum, x[VN];
   DEVICE_MEMBER void clear() {
     highest = MINUS_INFINITY, row_sum = 0;
     UNROLL_FOR (int i = 0; i < VN; i++) x[i] = 0;
   }
-  // The factor that rescales a part with maximum m and sum l to `to`. A part without keys counts only if it is NaN.
+  // The factor that rescales a result with maximum m and sum l to maximum `to`. One without keys counts only if NaN.
   DEVICE_MEMBER static float factor(float m, float l, float to) {
     return m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - to);
   }
 
-  // The maximum of all first, so that no part waits for the exponential of another.
+  // Adds N partial results. Their common maximum comes first, so that the exponentials are independent.
   template <int N> DEVICE_MEMBER void add(const float (&m)[N], const float (&l)[N], const float (&v)[N][VN]) {
     float row_max = highest;
     UNROLL_FOR (int j = 0; j < N; j++) row_max = max_f32(row_max, m[j]);
@@ -41,7 +41,7 @@ struct MergedState {
   }
 };
 
-// One warp; x: dimensions lane + 32 i of the sum, relative to `highest`, a power of two. scratch: VD floats of this
+// One warp. sums[i] is dimension lane + 32 i, relative to the maximum `highest` (base 2). scratch: VD floats of this
 // warp.
 DEVICE void write_row(const DecodeArgs& args, int row, int head, float highest, float row_sum, const float (&sums)[VN],
     float* scratch, int lane) {

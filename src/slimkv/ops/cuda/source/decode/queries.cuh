@@ -1,11 +1,11 @@
-// Queries from global memory to operands: rotated, scaled by their largest coordinate, cut into bytes or halves.
+// Queries from global memory to operands: rotated, scaled by their largest coordinate, split into bytes or halves.
 #pragma once
 #include "common/rotation.cuh"
 #include "decode/schedule.cuh"
 
 constexpr int QN = (KD + 31) / 32;
 
-// The query of column c of a range: dimension lane + 32 i. A negative scale of scores is a negative query.
+// Loads the query of column c of a range: y[i] is dimension lane + 32 i. A negative softmax scale negates the query.
 DEVICE void load_query(const DecodeArgs& args, const DecodeRange& range, int c, float (&y)[QN], int lane) {
   const int query = range.chunk * args.queries_of_chunk + by_group(args, c),
             head = range.head * args.group_size + in_group(args, c);
@@ -18,7 +18,7 @@ DEVICE void load_query(const DecodeArgs& args, const DecodeRange& range, int c, 
   }
 }
 
-// The offset of word `word` of a column in the queries' operands: a lane's two words of a product are adjacent.
+// The offset of word `word` of a row in the query operand: a lane's two words of an MMA are adjacent.
 DEVICE int operand_offset(int row, int word) {
 #if VERIFY && !WARPGROUPS
   return fragment_offset<QI>(row / 8, word / 8, 4 * (row % 8) + word % 4) + word % 8 / 4 * 4;
@@ -26,13 +26,13 @@ DEVICE int operand_offset(int row, int word) {
   return 8 * (32 * (row / 8 * QI + word / 8) + 4 * (row % 8) + word % 4) + word % 8 / 4 * 4;
 }
 constexpr int NEXT_ROW = 32; // bytes
-// The offset of number `number` of a row in a warpgroup's operands, which have 64 numbers in a row of 128 bytes.
+// The offset of number `number` of a row in a wgmma operand, which has rows of 64 numbers (128 bytes).
 DEVICE int operand_place(int row, int number) {
   return number / 64 * 128 * COLUMNS + 128 * row + ((number % 64 / 8 ^ (row & 7)) << 4) + 2 * (number % 8);
 }
 
-// The constants of a column: the factor that turns its products into scores (without the softmax scale), the sum of its
-// query's coordinates, and the tokens it sees.
+// The constants of a column: the factor from its products to scores (without the softmax scale), the sum of its query's
+// coordinates, and the visible tokens.
 struct Column {
   float unit, sum;
   int visible_begin, visible_end;
@@ -40,7 +40,7 @@ struct Column {
 DEVICE Column* column_at(u8* shared, int c) { return (Column*)(shared + COLUMN_AT) + c; }
 DEVICE const Column* column_at(const u8* shared, int c) { return (const Column*)(shared + COLUMN_AT) + c; }
 
-// One warp: rotates a query. Returns its largest magnitude, infinity if a number is not finite.
+// One warp: rotates a query. Returns its largest magnitude, or infinity if a number is not finite.
 DEVICE float rotate_query(const DecodeArgs& args, float (&y)[QN], float* scratch, int lane) {
   if (K_ROTATED)
     rotate<KD, K_ROTATED ? K_CORE : 1>(y, args.key_sign_bits, args.key_core, (const u16*)args.key_signs, args.key_norm,
@@ -56,7 +56,7 @@ DEVICE float rotate_query(const DecodeArgs& args, float (&y)[QN], float* scratch
   return warp_any(!finite) ? as_float(0x7F800000u) : row_max;
 }
 
-// A coordinate as two signed bytes; returns the integer that they are.
+// Writes a coordinate as two signed bytes; returns the integer that they represent.
 DEVICE i32 write_bytes(float x, u8* to) {
   const i32 n = (i32)as_bits(x + 12582912.0f) - 0x4B400000, high = (n + 64) >> 7;
   to[0] = (u8)high;
@@ -64,9 +64,9 @@ DEVICE i32 write_bytes(float x, u8* to) {
   return n;
 }
 
-// One warp: writes the rotated query of column c to `operands` in operand order, and the rest to `shared`. All
-// coordinates are divided by `row_max`: the column's own or, in pairs, the largest of all. Columns that are smaller by
-// many powers of two lose no more than their scores can show.
+// One warp: writes the rotated query of column c to `operands` in operand order, and its constants to `shared`. All
+// coordinates are divided by `row_max`: the column's own or, for VERIFY, the largest of all columns. Columns that are
+// smaller by many powers of two lose no more than their scores can show.
 DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c, const float (&y)[QN], float row_max,
     bool finite, u8* shared, u8* operands, int lane) {
   const float largest = K_BYTES ? 16256.0f : VERIFY ? 32768.0f : 1.0f; // 127 * 128: what two signed bytes hold
@@ -82,7 +82,7 @@ DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c,
       sum += (float)write_bytes(x, operands + operand_offset(row, word) + byte);
     } else {
       const u32 high = VERIFY && !finite ? 0x7E00u : f32_to_f16(x);
-      // A lane's pairs are dimensions 8 apart, as `code_halves` has them, or side by side, as `pair_halves` does.
+      // A lane's pairs are dimensions 8 apart, as in `code_halves`, or adjacent, as in `pair_halves`.
       const int in_slice = d % 16, place = K_IN_PAIRS ? in_slice : 8 * (in_slice & 1) + (in_slice & 6) + in_slice / 8;
       u16* to = (u16*)(operands +
           (WARPGROUPS ? operand_place(row, d / 16 * 16 + place)

@@ -1,14 +1,14 @@
-// Work of the decode kernels: a work tile is a KV head of a sequence and of a chunk of its queries. A step is STEP
-// tokens, and a KV block of the schedule is a step.
+// Work of the decode kernels: a work tile is a KV head and a chunk of queries of one sequence. A step is STEP tokens,
+// and a KV block of the schedule is a step.
 //
-// SPLITS: a KV block is a split of args.split_steps steps instead, counted from the sequence's first token. Its partial
-// result is the same in every call, whatever else is attended and whichever thread block computes it
-// (docs/design/kernels.md). A warp takes every WARPS-th step of a split, counted from the split's first step; steps
-// before a window are skipped.
+// SPLITS: a KV block of the schedule is a split of args.split_steps steps instead, counted from the sequence's first
+// token. Its partial result is the same in every call, whatever else is in the batch and whichever thread block
+// computes it (docs/design/kernels.md). A warp takes every WARPS-th step of a split, counted from the split's first
+// step; steps before a window are skipped.
 #pragma once
 #include "decode/shape.cuh"
 
-// The query of a column of a chunk, or the KV head of a query head; for up to 2^11 of either.
+// The query of a column within its chunk, or the KV head of a query head; for up to 2^11 of either.
 DEVICE int by_group(const DecodeArgs& args, int column) { return column * args.group_inverse >> 16; }
 DEVICE int in_group(const DecodeArgs& args, int column) { return column - by_group(args, column) * args.group_size; }
 
@@ -17,8 +17,8 @@ struct Sequence {
   int begin;  // token of step 0, a multiple of STEP
   int steps;  // up to the last token
   int skipped;  // SPLITS: steps that no query sees
-  int tiles;  // work tiles: chunks of queries that are attended together, times KV heads
-  int kv_blocks;  // of each of them
+  int tiles;  // work tiles: chunks of queries times KV heads
+  int kv_blocks;  // of each work tile
 };
 DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
   Sequence s;
@@ -45,20 +45,19 @@ DEVICE Sequence from_lane(const Sequence& s, int lane) {
       shfl(s.kv_blocks, lane)};
 }
 
-// The cost of another work tile in KV blocks: switching to it, and with the warps that are idle in its last blocks.
+// The cost of another work tile in KV blocks: of switching to it, and with idle warps in its last blocks added.
 constexpr int TILE_SWITCH_COST = VERIFY ? 2 * RINGS : WARPS + WARPS / 4, TILE_COST = TILE_SWITCH_COST + RINGS / 2;
-constexpr int MIN_SHARE = VERIFY ? 1 : 4;  // fewer KV blocks leave more to merge than they save
+constexpr int MIN_SHARE = VERIFY ? 1 : 4;  // with fewer KV blocks, merging costs more than splitting saves
 constexpr bool PAD_TILES = true;
 #include "common/schedule.cuh"
 DEVICE WorkCosts costs_of(const DecodeArgs&) {
   return SPLITS ? WorkCosts{0, 0, 1} : WorkCosts{TILE_COST, TILE_SWITCH_COST, MIN_SHARE};
 }
 
-// The KV blocks of a work tile, and whose they are. Steps `from` to `to` are attended before a result is written: all,
-// or those of the first split.
+// A range of KV blocks of a work tile. A result is written after steps `from` to `to`: all, or the first split.
 struct DecodeRange : WorkRange {
   int chunk, head;  // of queries; KV head
-  int base, from, to;  // base: where warps count steps from
+  int base, from, to;  // base: the step from which warps count
 
   DEVICE_MEMBER DecodeRange(const DecodeArgs& args, const WorkRange& range) : WorkRange(range) {
     chunk = small_quotient(tile, args.num_kv_heads);
@@ -72,17 +71,17 @@ struct DecodeRange : WorkRange {
     from = max_i32(base, s.skipped), to = last > first ? min_i32(s.steps, base + args.split_steps) : from;
   }
   DEVICE_MEMBER int first_step(int warp) const {
-    const int before = from - base - warp;  // steps of the split that the warp leaves out, if any
+    const int before = from - base - warp;  // steps of the split that the warp skips
     return base + warp + (SPLITS && WINDOW && before > 0 ? (before + WARPS - 1) / WARPS * WARPS : 0);
   }
-  // On to the next split of the same work tile; whether there is one.
+  // Advances to the next split of the same work tile; returns whether there is one.
   DEVICE_MEMBER bool next_split(const DecodeArgs& args) {
     if (!SPLITS || first + 1 >= last) return false;
     first++;
     set_steps(args);
     return true;
   }
-  // Number of the partial result.
+  // The index of the partial result.
   DEVICE_MEMBER int part(const DecodeArgs& args) const {
     return SPLITS ? number * args.max_splits + first : part_of(*this);
   }
@@ -94,7 +93,7 @@ DEVICE Partials decode_partials(const DecodeArgs& args, int b, int tile, int lan
   return {(tiles_before(args, b, lane) + tile) * args.max_splits, sequence_at(args, b).kv_blocks};
 }
 
-// The only range of a block where every sequence has a block for each KV head.
+// The only range of a thread block if each KV head of every sequence has its own (args.blocks == 0).
 DEVICE WorkRange whole_tile(const DecodeArgs& args) {
   WorkRange range = {};
   range.number = block_index();
@@ -105,7 +104,7 @@ DEVICE WorkRange whole_tile(const DecodeArgs& args) {
   return range;
 }
 
-// The sequence of a row of queries: mostly every sequence has one.
+// The sequence of a row of queries. In most batches every sequence has one query, so row b is tried first.
 DEVICE int sequence_of(const DecodeArgs& args, int row) {
   int b = min_i32(row, args.num_seqs - 1);
   if (ldg_i32(args.cu_seqlens_q + b) <= row && row < ldg_i32(args.cu_seqlens_q + b + 1)) return b;

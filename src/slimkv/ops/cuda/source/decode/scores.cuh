@@ -1,10 +1,10 @@
-// Scores: the operands of keys, and what becomes of products.
+// Scores: the operands of keys, and the scaling and masking of products.
 #pragma once
 #include "decode/warp_state.cuh"
 
 typedef Codes<K_BITS, KS, false> KeyCodes;
 
-// The operand of a slice.
+// The fp16 operand of a slice of keys.
 DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tables, u32 (&a)[4]) {
   if constexpr (K_PERMUTED) denormal_halves<false>(codes.low(slice), tables.key, a);
   else if constexpr (K_IN_PAIRS) {
@@ -12,11 +12,11 @@ DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tabl
     pair_halves<false>(codes, slice, tables.key_levels, pair);
     a[0] = pair[0], a[1] = pair[2], a[2] = pair[1], a[3] = pair[3];
     if (WARPGROUPS && K_BITS == 5)
-      wgmma_fence_operand(a);  // signs are there before products begin, or each would wait for the one before
+      wgmma_fence_operand(a);  // forces the signs before the wgmmas, which would serialise otherwise
   } else code_halves<K_KIND, K_BITS, false>(codes.low(slice), codes.high(slice), tables.key, tables.key_levels, a);
 }
 
-// Takes the levels' offset off, multiplies by the keys' scales, adds their zeros.
+// Subtracts the levels' offset, multiplies by the keys' scales, adds their zeros.
 DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnState& columns, int g, StepScores& s) {
   const float cap_by = SOFTCAP ? cap_factor(args.softcap) : 0.0f;
   constexpr float KEY_OFFSET = K_BYTES ? (K_KIND == LLOYD ? 63.5f : 0.0f) : half_offset<K_KIND, K_BITS, false>();
@@ -37,8 +37,8 @@ DEVICE void scale_scores(const DecodeArgs& args, const u8* slot, const ColumnSta
   }
 }
 
-// Masks tokens that a column does not see, and tokens marked as NaN.
-DEVICE void hide_tokens(const u8* slot, const u8* shared, int token0, int lane, StepScores& s) {
+// Masks hidden tokens with minus infinity, and tokens marked as NaN with NaN.
+DEVICE void mask_tokens(const u8* slot, const u8* shared, int token0, int lane, StepScores& s) {
   const int g = lane >> 2;
   u32 bad = 0;
   UNROLL_FOR (int i = 0; i < 2 * SCORED_TILES; i++) {
@@ -53,7 +53,7 @@ DEVICE void hide_tokens(const u8* slot, const u8* shared, int token0, int lane, 
     const int begin = WINDOW ? column->visible_begin : 0, end = column->visible_end;
     UNROLL_FOR (int i = 0; i < 2 * SCORED_TILES; i++) {
       const int x = i / 2, r = i & 1, token = token0 + 16 * TILES_APART * x + g + 8 * r;
-      if constexpr (VERIFY) {  // where it is, so that steps without any move nothing
+      if constexpr (VERIFY) {  // in place, so that steps without masks move no registers
         if (bad >> i & 1) overwrite(s[c][x][r], NOT_A_NUMBER);
         if (token >= end || token < begin) overwrite(s[c][x][r], MINUS_INFINITY);
       } else s[c][x][r] = token >= end || token < begin ? MINUS_INFINITY : bad >> i & 1 ? NOT_A_NUMBER : s[c][x][r];

@@ -1,14 +1,14 @@
-// The compile-time parameters of the attention kernels for few queries, and their argument.
-// Compile-time: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_CORE (the
-// pages; a core of 0: not rotated), COLUMNS, BLOCK_TOKENS, WARPS, STAGES, BULK, BLOCKS_PER_SM, SHARED
-// (decode_config.py), EXACT (results depend only on a row's own sequence; 0: no, 1: SPLITS, 2: and NARROW), Q_TYPE,
-// OUT_TYPE (types.cuh), WINDOW, SOFTCAP (the options). VERIFY: warps share a step (verify.cu, verify_warps.cu);
-// WARPGROUPS: with warpgroup products (verify.cu).
+// Compile-time parameters and the argument of the decode and verification kernels.
+// Defines: BLOCK_SIZE, KD, VD, K_KIND, K_BITS, K_FIELDS, K_CORE, V_KIND, V_BITS, V_CODES, V_FIELDS, V_CORE (the pages;
+// a core of 0: not rotated), COLUMNS, BLOCK_TOKENS, WARPS, STAGES, BULK, BLOCKS_PER_SM, SHARED (decode_config.py),
+// EXACT (a row's result depends only on its own sequence; 0: no, 1: SPLITS, 2: and NARROW), Q_TYPE, OUT_TYPE
+// (types.cuh), WINDOW, SOFTCAP (the options). Set by the kernels: VERIFY (several warps share a KV block: verify.cu,
+// verify_warps.cu), WARPGROUPS (wgmma: verify.cu).
 //
-// A column is a query head of one query. Columns come in groups, the 8 columns of a tensor-core product. In a narrow
-// group (up to 4 columns; NARROW: also for more, with the results of 4) each column takes two of them, a high and a low
-// byte (or half): lane 4 g + t finds both of column t side by side. A wide group has 8 columns of halves, of which that
-// lane has 2 t and 2 t + 1.
+// A column is a query row: one query head of one query. A step is one KV block. Columns are processed in groups, the 8
+// columns of an MMA. In a narrow group (COLUMNS <= 4, or NARROW, which gives more columns the results of 4), a query
+// row takes two MMA columns, its high and low bytes (or halves): lane 4 g + t has both of row t. A wide group has 8
+// query rows in fp16: lane 4 g + t has rows 2 t and 2 t + 1.
 #pragma once
 #include "common/numbers.cuh"
 #include "common/codes.cuh"
@@ -23,12 +23,11 @@ constexpr int OWN = WIDE ? 2 : 1;  // columns of a group that a lane has
 constexpr int GROUP = 4 * OWN;
 static_assert(COLUMNS == NG * GROUP, "whole groups");
 
-// Warps that share a step, the four of a warpgroup or all: each has scores of every so many tiles, and slices of the
-// values.
+// The warps that share a step: a warpgroup or all. Each has the scores of every TEAM-th tile and some output slices.
 constexpr int TEAM = WARPGROUPS ? 4 : VERIFY ? WARPS : 1;
-constexpr int RINGS = WARPGROUPS ? WARPS / 8 : WARPS / TEAM;  // steps of a block at a time
-constexpr int WORKERS = WARPGROUPS ? WARPS / 2 : WARPS;  // warps that have scores
-constexpr int OWN_TILES = NT / TEAM, TILES_APART = TEAM;  // tiles of a step that a warp has scores of
+constexpr int RINGS = WARPGROUPS ? WARPS / 8 : WARPS / TEAM;  // steps that a thread block processes concurrently
+constexpr int WORKERS = WARPGROUPS ? WARPS / 2 : WARPS;  // warps that compute scores
+constexpr int OWN_TILES = NT / TEAM, TILES_APART = TEAM;  // tiles of a step that a warp scores
 constexpr bool TILE_BY_TILE = WARPGROUPS && NG > 5;  // registers hold the scores of one tile
 constexpr int SCORED_TILES = TILE_BY_TILE ? 1 : OWN_TILES;  // at a time
 
@@ -45,7 +44,7 @@ static_assert(!BULK ||
         (PIECE_TILES == BLOCK_SIZE / 16 && V_CODES == VALUES_AT && K_FIELDS == FIELDS_AT &&
             V_FIELDS == FIELDS_AT + FIELD_STRIDE * K_NUMBER_OF_FIELDS),
     "a step is whole pages, in the ring as they are there");
-// Offsets of tile x. Simple expressions, because they decide how many registers the compiler takes.
+// Offsets of tile x. These expressions are simple because they determine the compiler's register usage.
 constexpr int keys_of(int x) { return PIECES == 1 ? x * K_TILE : x / PIECE_TILES * PIECE + x % PIECE_TILES * K_TILE; }
 constexpr int values_of(int x) {
   return PIECES == 1 ? VALUES_AT + x * V_TILE : x / PIECE_TILES * PIECE + VALUES_AT + x % PIECE_TILES * V_TILE;
@@ -54,20 +53,20 @@ constexpr int fields_of(int x) {
   return PIECES == 1 ? FIELDS_AT + 32 * x : x / PIECE_TILES * PIECE + FIELDS_AT + 32 * (x % PIECE_TILES);
 }
 
-// Field f in a page.
+// The offset of field f in a page.
 constexpr int field_offset(int f) {
   return f < K_NUMBER_OF_FIELDS ? K_FIELDS + 2 * BLOCK_SIZE * f : V_FIELDS + 2 * BLOCK_SIZE * (f - K_NUMBER_OF_FIELDS);
 }
 
 constexpr int OUT_SLICES =
-    (VS + TEAM - 1) / TEAM;  // of the output that a warp has; the last of a team may have more than there are
+    (VS + TEAM - 1) / TEAM;  // output slices per warp; for the last warps of a team, some may not exist
 constexpr int OUT_ROW = 16 * OUT_SLICES + 8 / OWN;  // floats; keeps the columns of a warp's result in different banks
 constexpr int RESULT_BYTES = 4 * GROUP * (16 * OUT_SLICES + 8),
               SLOT = FIELDS_END > RESULT_BYTES ? FIELDS_END : RESULT_BYTES;
 
-// Centroids as fp16 from tables in shared memory, by pairs of codes up to 5 bits. PERMUTED: 4 bits by permutations
-// instead, which balances logic and shared memory; for values, which are transposed anyway (pair_halves), for keys of
-// teams, and for those of the largest heads, unless many rows leave too few registers (verify.cu).
+// fp16 centroids come from LUTs in shared memory, up to 5 bits by pairs of codes. PERMUTED: 4-bit ones come from byte
+// permutations, which balances logic and shared-memory load: for values, which need transposing anyway (pair_halves),
+// for keys of teams, and for keys of the largest heads unless many rows leave too few registers (verify.cu).
 constexpr bool K_PERMUTED =
     WIDE && K_KIND == LLOYD && K_BITS == 4 && (WARPGROUPS ? KD == 256 && COLUMNS <= 40 : KD == 256 || VERIFY);
 constexpr bool V_PERMUTED = WIDE && V_KIND == LLOYD && V_BITS == 4;
@@ -80,13 +79,13 @@ constexpr int LEVEL_BYTES = 128 * (LEVEL_ENTRIES_K + (ONE_TABLE ? 0 : LEVEL_ENTR
 constexpr float KEY_UNIT = FIELD_UNIT *
     (K_BYTES             ? 1.0f
             : K_PERMUTED ? DENORMAL_UNIT
-                         : half_unit<K_KIND, K_BITS>());  // keys' fields stay small
+                         : half_unit<K_KIND, K_BITS>());  // the fields of keys stay in FIELD_UNIT
 constexpr float VALUE_UNIT = V_BYTES ? 1.0f : V_PERMUTED ? DENORMAL_UNIT : half_unit<V_KIND, V_BITS>();
 
 constexpr int QI = K_BYTES ? (KS + 1) / 2 : KS;  // products of a tile
-constexpr int STATE_WORDS = VERIFY ? 3 : 2;  // of a column and warp: maximum, sum and, where warps share values, shift
-constexpr int BARRIERS = STAGES > 1 ? STAGES : 2;  // of a ring: one a slot, or one for keys and one for values
-// Rotations that are no butterflies of a warp's registers take shared memory.
+constexpr int STATE_WORDS = VERIFY ? 3 : 2;  // per column and warp: maximum, sum and, if warps share values, shift
+constexpr int BARRIERS = STAGES > 1 ? STAGES : 2;  // per ring: one per slot, or one for keys and one for values
+// Rotations other than butterflies in a warp's registers need shared memory.
 constexpr bool QUERIES_TAKE_SCRATCH = !(POWER_OF_TWO(KD) && KD >= 32);
 constexpr bool OUTPUT_TAKES_SCRATCH = V_ROTATED && !(POWER_OF_TWO(VD) && VD >= 32);
 #if WARPGROUPS
@@ -108,26 +107,26 @@ struct DecodeArgs {
   const void* value_signs;  // bf16 [VD, VD]
   const float* key_levels;  // by code
   const float* value_levels;
-  const float* sinks;  // natural logarithms, or null: of a row of the output and a query head
-  const float* score_shift;  // SOFTCAP: added to scores before the cap, likewise; or null
+  const float* sinks;  // logits per query head (and output row, see sink_stride), or null
+  const float* score_shift;  // SOFTCAP: per output row and query head, added to scores before the cap; or null
   void* out;
   float* lse;  // or null
   float* parts;  // [slots, COLUMNS, VD]
   float* part_states;  // [slots, COLUMNS, 2]: maximum (base 2), sum
   i64 query_stride, query_head_stride, page_stride, page_head_stride, table_stride, out_stride, out_head_stride;
-  float scale;  // of scores, times log2(e)
+  float scale;  // softmax scale times log2(e)
   float softcap;  // times log2(e)
-  float key_norm, value_norm;  // what makes the rotations orthonormal
+  float key_norm, value_norm;  // factors that make the rotations orthonormal
   Table key_table, value_table;  // their signs are unused
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
-  u32 key_core[32], value_core[32];  // columns of the keys' core, rows of the values', likewise
+  u32 key_core[32], value_core[32];  // columns of the keys' core, rows of the values' core, likewise
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
-  i32 blocks;  // of `attend`; 0: one for each KV head of every sequence, and nothing to merge
-  i32 split_steps;  // SPLITS: of each (schedule.cuh)
-  i32 max_splits;  // SPLITS: of a work tile
-  i32 merge_split;  // warps of `merge` that share the parts of a row
-  i32 merge_places;  // of a sequence, one for each query, that `merge` looks at; 0: it looks at every row
-  i32 queries_of_chunk;  // that are attended together: COLUMNS / group_size
+  i32 blocks;  // grid size of `attend`; 0: one block per KV head of every sequence, and nothing to merge
+  i32 split_steps;  // SPLITS: steps per split (schedule.cuh)
+  i32 max_splits;  // SPLITS: per work tile
+  i32 merge_split;  // warps of `merge` that share the partial results of a row
+  i32 merge_places;  // rows per sequence that `merge` visits, one for each query; 0: it visits all rows
+  i32 queries_of_chunk;  // queries per work tile: COLUMNS / group_size
   i32 group_inverse;  // 2^16 / group_size, rounded up
-  i32 sink_stride;  // from one row's sinks to the next one's: 0 or the query heads
+  i32 sink_stride;  // between the sinks of output rows: 0 or the number of query heads
 };

@@ -1,11 +1,11 @@
-// From scores to probabilities: what both kernels do.
+// From scores to probabilities: functions that all kernels share.
 #pragma once
 #include "decode/scores.cuh"
 
-// The running maximum is updated rarely. With fp16 values it is the maximum of the score plus the logarithm of the
-// value's scale, so that their product stays within fp16's range. A field is about 1024 times that logarithm, plus 40.
-// `unit(c, x, r)` turns a value of `s` into a score.
-template <class Unit> DEVICE void find_highest(const u8* slot, int g, const StepScores& s, const Unit& unit,
+// The maximum of the scores, for the running maximum. With fp16 values (OUT_IN_PRODUCTS) it is the maximum of 1024
+// times the score plus the value's field, which is about 1024 times (the logarithm of the value's scale plus 40): so
+// their product stays within fp16's range. `unit(c, x, r)` turns a value of `s` into a score.
+template <class Unit> DEVICE void find_max(const u8* slot, int g, const StepScores& s, const Unit& unit,
     float (&highest)[C]) {
   float magnitude[SCORED_TILES][2];
   if (OUT_IN_PRODUCTS)
@@ -20,10 +20,10 @@ template <class Unit> DEVICE void find_highest(const u8* slot, int g, const Step
             OUT_IN_PRODUCTS ? fma_rn(s[c][x][r], 1024.0f * unit(c, x, r), magnitude[x][r]) : s[c][x][r]);
 }
 
-// A score to a probability times its value's scale, which is added to `sum` without that.
-DEVICE float weigh(const u8* slot, float base, float reference, float scale, int g, int x, int r, float score,
-    float& sum, float& shift) {
-  const float e = exp2_approx(fma_rn(score, base, -reference));
+// Returns the probability of a score times its value's scale, and adds the probability to `sum`.
+DEVICE float weigh(const u8* slot, float base, float row_max, float scale, int g, int x, int r, float score, float& sum,
+    float& shift) {
+  const float e = exp2_approx(fma_rn(score, base, -row_max));
   sum += e;
   if (V_KIND == UNIFORM) {
     const u8* zeros = slot + fields_of(TILES_APART * x) + FIELD_STRIDE * (K_NUMBER_OF_FIELDS + 1);
@@ -33,5 +33,5 @@ DEVICE float weigh(const u8* slot, float base, float reference, float scale, int
   return mul_rn(e, scale);
 }
 
-// Two halves at a time: is one of them 2^RESCALE_THRESHOLD or more? Infinity and not a number are more.
-DEVICE bool is_behind(u32 largest) { return largest >= 0x5C000000u || (largest & 0xFFFF) >= 0x5C00; }
+// Whether one of two halves is 2^RESCALE_THRESHOLD or more, infinity or NaN.
+DEVICE bool exceeds_threshold(u32 largest) { return largest >= 0x5C000000u || (largest & 0xFFFF) >= 0x5C00; }

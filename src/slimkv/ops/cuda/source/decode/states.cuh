@@ -1,9 +1,9 @@
-// Maxima and sums of a block's warps in shared memory.
+// Softmax states (maxima and sums) of a thread block's warps in shared memory.
 #pragma once
 #include "decode/output.cuh"
 #include "decode/warp_state.cuh"
 
-// The maximum and the sum of a column over the block's warps.
+// Merges the maximum and the sum of a column over the warps.
 DEVICE void sum_of_warps(const float* states, int column, float& all_max, float& all_sum) {
   all_max = MINUS_INFINITY, all_sum = 0;
   for (int w = 0; w < WORKERS; w++) all_max = max_f32(all_max, states[STATE_WORDS * (w * COLUMNS + column)]);
@@ -13,8 +13,8 @@ DEVICE void sum_of_warps(const float* states, int column, float& all_max, float&
   }
 }
 
-// Writes the maxima and sums of a warp's columns.
-DEVICE void leave_states(const ColumnState& columns, RunningSoftmax& acc, float* states, int warp, int lane) {
+// Writes the softmax states of a warp's columns.
+DEVICE void store_states(const ColumnState& columns, RunningSoftmax& acc, float* states, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   const bool marked =
       warp_any(acc.largest_fields >> 16 == INVALID_FIELD || (acc.largest_fields & 0xFFFF) == INVALID_FIELD);

@@ -1,7 +1,7 @@
-// Attention of more than 16 query rows of a KV head on packed pages, on sm_90a (docs/design/kernels.md): pairs of
-// warpgroups, where one computes scores and probabilities and the other multiplies values by them. Each hides the
-// other's latency, and neither holds the other's registers. A pair has a ring, and a step is NT tiles for all of it.
-// With more than 40 columns a warp holds the scores of one tile at a time (TILE_BY_TILE).
+// Attention of more than 16 query rows per KV head on packed pages, for sm_90a (docs/design/kernels.md). Warpgroups are
+// specialised in pairs: one computes scores and probabilities, the other multiplies values by them. Each hides the
+// other's latency and needs registers only for its own role. A pair has one ring, whose steps are NT tiles for the
+// whole pair. With more than 40 columns, a warp holds the scores of one tile at a time (TILE_BY_TILE).
 #define VERIFY 1
 #define WARPGROUPS 1
 #include "decode/merge.cuh"
@@ -9,8 +9,7 @@
 #include "decode/verify_queries.cuh"
 #include "decode/verify_values.cuh"
 
-// Of the 256 registers that a thread of each role have together. With too few for either, the compiler makes every
-// product wait for the one before.
+// Two threads, one of each role, share 256 registers. If either role has too few, the compiler serialises the wgmmas.
 constexpr int LAUNCHED = 128,
               KEY_REGISTERS = OUT_SLICES * NG > 18 ? 112
     : VD > 128                                     ? 128
@@ -22,7 +21,7 @@ template <int FROM, int TO> DEVICE void change_registers() {
   else if constexpr (TO < FROM) setmaxnreg_dec<TO>();
 }
 
-// What both warpgroups of a pair do is one piece of code: fetching cold instructions is slow.
+// Code that both roles need exists once, because fetching cold instructions is slow.
 KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   SHARED_OPERANDS(shared);
   const int warp = shfl(thread_index() / 32, 0), lane = thread_index() & 31, worker = warp % WORKERS;
@@ -43,7 +42,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     if (loads) loader.open(args, p, own.pair);
   };
   begin_loading(range);
-  const LevelTables tables = load_tables(args, shared, lane);  // while pages travel
+  const LevelTables tables = load_tables(args, shared, lane);  // while pages are copied
   u32 taken = 0;
   while (true) {
     prepare_queries(args, range, query, shared, warp, lane);
@@ -57,7 +56,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
       sync_threads();
       UNROLL_FOR (int first = 0; first < RINGS; first += RESULT_SUMS) {
         if (first) sync_team(1 + RINGS, 32 * WORKERS);
-        if (RESULT_SUMS == RINGS || own.pair == first) leave_results(acc, own, shared, lane, first > 0);
+        if (RESULT_SUMS == RINGS || own.pair == first) store_results(acc, own, shared, lane, first > 0);
       }
       change_registers<VALUE_REGISTERS, LAUNCHED>();
     } else {
@@ -68,11 +67,11 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
       columns.load(args, range, shared, lane & 3);
       const PairMemory kept(shared, own.pair, lane, true);
       attend_keys(args, range, shared, kept, own, columns, tables, lane, taken, acc);
-      leave_states(columns, acc, (float*)(shared + STATE_AT), worker, lane);
+      store_states(columns, acc, (float*)(shared + STATE_AT), worker, lane);
       sync_threads();
       change_registers<KEY_REGISTERS, LAUNCHED>();
     }
-    left -= range.last - range.first + TILE_COST;  // with what the next work tile takes
+    left -= range.last - range.first + TILE_COST;  // and the cost of the next work tile
     DecodeRange next = range;
     if (left > 0) {
       next = DecodeRange(args, next_range(args, range, left));
@@ -81,7 +80,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     sync_threads();
     write_rows(args, range, shared, warp, lane);
     if (left <= 0) return;
-    sync_threads();  // before results and states are written again
+    sync_threads();  // results and states have been read
     range = next;
   }
 }

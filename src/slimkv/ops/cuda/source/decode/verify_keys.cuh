@@ -1,8 +1,8 @@
-// The warpgroup of keys: scores and probabilities.
+// The key warpgroup: scores and probabilities.
 #pragma once
 #include "decode/verify_softmax.cuh"
 
-// All probabilities of a step are there, and whether the output is to be rescaled for them.
+// Signals that all probabilities of a step are published, and whether the output must be rescaled for them.
 DEVICE void end_publishing(const PairMemory& memory, const TeamWarp& warp, int lane, u32 taken, bool rescales,
     const Weighing& weighing, RunningSoftmax& acc) {
   if (warp.member == 0 && lane == 0) {
@@ -12,14 +12,14 @@ DEVICE void end_publishing(const PairMemory& memory, const TeamWarp& warp, int l
   UNROLL_FOR (int c = 0; c < C; c++) acc.row_sum[c] += weighing.sum[c], acc.shift[c] += weighing.shift[c];
 }
 
-// Scores and probabilities of the pair's steps of a range. TILE_BY_TILE: registers hold the scores of one tile at a time,
-// and the running maximum is in shared memory.
+// Computes scores and probabilities of the pair's steps of a range. TILE_BY_TILE: registers hold the scores of one tile
+// at a time, and the running maximum is in shared memory.
 DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
     const TeamWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
     RunningSoftmax& acc) {
   const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member),
             field_offset = fields_of(warp.member) - FIELDS_AT;
-  // Fields of all own tiles, a word of each lane; what is kept for the loop must not be computed again in it.
+  // Fields of all own tiles, a word per lane. in_register keeps the offsets from being recomputed in the loop.
   constexpr int WORDS = 8 * OWN_TILES * FIELDS;
   const auto word_offset = [&](int word) {
     return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) +
@@ -27,9 +27,9 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
   };
   const int own_fields = (int)in_register(field_offset + 2 * g, lane),
             own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
-  float* const references = TILE_BY_TILE ? references_of(shared, warp.pair * TEAM + warp.member, t) : nullptr;
+  float* const running_max = TILE_BY_TILE ? running_max_of(shared, warp.pair * TEAM + warp.member, t) : nullptr;
   if (TILE_BY_TILE)
-    UNROLL_FOR (int c = 0; c < C; c++) references[own_column(c, 0)] = MINUS_INFINITY;
+    UNROLL_FOR (int c = 0; c < C; c++) running_max[own_column(c, 0)] = MINUS_INFINITY;
   for (int step = range.first + warp.pair; step < range.last; step += RINGS, taken++) {
     u8 *slot = memory.slot(taken), *operands = memory.probabilities_of(taken);
     memory.wait_for_copy(taken);
@@ -40,19 +40,19 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
     TokenFields tokens;
     StepScores s;
     Weighing weighing;
-    auto load_fields = [&](int x) { load_token_fields(slot + own_fields + fields_behind(x), columns, tokens); };
+    auto load_fields = [&](int x) { load_token_fields(slot + own_fields + own_fields_offset(x), columns, tokens); };
     load_fields(0);
     tokens.largest = *(const u32*)(slot + own_word);
     UNROLL_FOR (int i = 32; i < WORDS; i += 32)
       if (i + 32 <= WORDS || i + lane < WORDS)
         tokens.largest = max_u16x2(tokens.largest, *(const u32*)(slot + word_offset(i + lane)));
-    auto fields = [&](int x) { return slot + field_offset + fields_behind(x); };
+    auto fields = [&](int x) { return slot + field_offset + own_fields_offset(x); };
     auto load_keys = [&](int x) { keys.load(slot + key_offset + keys_of(TILES_APART * x), tables, lane); };
     auto score = [&](int x) {
       keys.multiply(shared, tables, s);
       if (!TOKEN_UNITS) scale_scores(args, fields(x), columns, g, s);
       if (clear) acc.largest_fields = max_u16x2(acc.largest_fields, tokens.largest);
-      else hide_tokens(fields(x), shared, step_token + 16 * (warp.member + TILES_APART * x), lane, s);
+      else mask_tokens(fields(x), shared, step_token + 16 * (warp.member + TILES_APART * x), lane, s);
     };
     u32 place;
     UNROLL_FOR (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
@@ -63,10 +63,10 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
         memory.wait_until_used(taken - 2);
         place = begin_publishing<false>(operands, warp, lane, acc, weighing);
       }
-      publish_pieces<0, false>(place + x * OPERAND_BYTES, s, fields(x), tokens, references, g, weighing);
+      publish_pieces<0, false>(place + x * OPERAND_BYTES, s, fields(x), tokens, running_max, g, weighing);
     }
-    fence_proxy_async();  // before products read it
-    const bool again = warp.any(is_behind(weighing.largest));
+    fence_proxy_async();  // before wgmma reads the probabilities
+    const bool again = warp.any(exceeds_threshold(weighing.largest));
     bool rescales = false;
     if (again) {
       float highest[C];
@@ -76,15 +76,15 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
         load_keys(x);
         if (TILE_BY_TILE) load_fields(x);
         score(x);
-        find_highest(fields(x), g, s, tokens, highest);
+        find_max(fields(x), g, s, tokens, highest);
       }
-      rescales = move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken),
-          references, acc);
+      rescales = update_team_max(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken),
+          running_max, acc);
       begin_publishing<true>(operands, warp, lane, acc, weighing);
 #pragma unroll 1
       for (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
         if (TILE_BY_TILE) load_keys(x), load_fields(x), score(x);
-        publish_pieces<0, true>(place + x * OPERAND_BYTES, s, fields(x), tokens, references, g, weighing);
+        publish_pieces<0, true>(place + x * OPERAND_BYTES, s, fields(x), tokens, running_max, g, weighing);
       }
       fence_proxy_async();
       warp.sync();
@@ -92,5 +92,5 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
     end_publishing(memory, warp, lane, taken, rescales, weighing, acc);
   }
   if (TILE_BY_TILE)
-    UNROLL_FOR (int c = 0; c < C; c++) acc.row_max[c] = references[own_column(c, 0)];
+    UNROLL_FOR (int c = 0; c < C; c++) acc.row_max[c] = running_max[own_column(c, 0)];
 }

@@ -1,28 +1,28 @@
-// Shared memory of a block of verify.cu: levels of keys | levels of values | queries | probabilities of two steps of
+// Shared memory of a thread block of verify.cu: LUT of keys | LUT of values | queries | probabilities of two steps of
 // every pair | rings | column constants | maxima, sums and shifts of the warps | running maxima (TILE_BY_TILE) |
-// factors of the output | barriers of the rings' slots | barriers of the probabilities | scratch
+// rescaling factors | barriers of the rings' slots | barriers of the probabilities | scratch
 #pragma once
 static_assert(BULK && WARPS % 8 == 0 && NT % 4 == 0, "a step is as many tiles of every warp");
 
-// Operands lie as smem_descriptor says: a row of 64 numbers for every column, another operand for the next 64.
+// Operands have the layout of smem_descriptor: a row of 64 numbers per column, and a further operand per 64 numbers.
 constexpr int OPERAND_BYTES = 128 * COLUMNS;
 constexpr int QUERY_BYTES = OPERAND_BYTES * ((KD + 63) / 64);
 constexpr int QUERY_AT = LEVEL_BYTES;
 static_assert(QUERY_AT % 1024 == 0, "rows are exchanged within 1024 bytes");
 constexpr int PROBABILITIES_AT = QUERY_AT + QUERY_BYTES;
 constexpr int OPERANDS_END = PROBABILITIES_AT + WORKERS / 2 * OWN_TILES * OPERAND_BYTES;
-// Results reuse the memory of queries and probabilities, of all pairs at once or one after the other. A row of 4 words
-// more than a multiple of 16 avoids bank conflicts.
+// Results reuse the memory of queries and probabilities, for all pairs at once or one after the other. Rows are padded
+// by 4 words to avoid bank conflicts.
 constexpr int RESULT_ROW = 16 * OUT_SLICES + 4, PAIR_RESULT_BYTES = 4 * RESULT_ROW * COLUMNS * TEAM;
 constexpr int RESULT_SUMS = RINGS * PAIR_RESULT_BYTES <= OPERANDS_END - QUERY_AT ? RINGS : 1;
 constexpr int RINGS_AT = QUERY_AT + PAIR_RESULT_BYTES > OPERANDS_END ? QUERY_AT + PAIR_RESULT_BYTES : OPERANDS_END;
 constexpr int COLUMN_AT = RINGS_AT + RINGS * STAGES * SLOT;
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
-constexpr int REFERENCES_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // of every column and warp
-constexpr int FACTORS_AT = REFERENCES_AT +
-    (TILE_BY_TILE ? 4 * COLUMNS * WORKERS : 0);  // for two steps: of every column, and whether there are any
+constexpr int RUNNING_MAX_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // running maxima per column and warp
+constexpr int FACTORS_AT = RUNNING_MAX_AT +
+    (TILE_BY_TILE ? 4 * COLUMNS * WORKERS : 0);  // for two steps: factor per column, and whether to rescale
 constexpr int BARRIERS_AT = FACTORS_AT + RINGS * 2 * (4 * COLUMNS + 8);
-constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + 8 * RINGS * BARRIERS;  // probabilities of two steps: there, used
+constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + 8 * RINGS * BARRIERS;  // probabilities of two steps: published, used
 constexpr int PAIR_BARRIERS_END = PAIR_BARRIERS_AT + RINGS * 4 * 8;
 constexpr int OUTPUT_SCRATCH_AT = (PAIR_BARRIERS_END + 15) / 16 * 16, OUTPUT_SCRATCH_ROWS = WARPS;
 constexpr int SHARED_BYTES = OUTPUT_TAKES_SCRATCH ? OUTPUT_SCRATCH_AT + WARPS * 4 * VD : PAIR_BARRIERS_END;

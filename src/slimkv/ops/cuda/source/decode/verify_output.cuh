@@ -1,15 +1,15 @@
-// The output of warps that share values.
+// The output of a team, whose warps share the values.
 #pragma once
 #include "decode/states.cuh"
 #include "decode/verify_team.cuh"
 
-typedef Codes<V_BITS, VS, true, TEAM> PartCodes;  // those of a warp
+typedef Codes<V_BITS, VS, true, TEAM> PartCodes;  // a warp's slices
 
-// A warp's slices of the output: out[i][n][2 r + j] is dimension 16 i + g + 8 r, from OUT_SLICES times the warp's place
-// on, of column 8 n + 2 t + j.
+// A warp's slices of the output: out[i][n][2 r + j] is dimension g + 8 r of the warp's slice i, of column
+// 8 n + 2 t + j. Warp m of a team has slices from OUT_SLICES m on.
 struct TeamOutput {
   float out[OUT_SLICES][NG][4];
-  // Of all groups: what a product of a warpgroup adds to.
+  // The accumulators of slice i for all groups, as wgmma takes them.
   DEVICE_MEMBER float (&products(int i))[4 * NG] { return *(float (*)[4 * NG]) & out[i]; }
   DEVICE_MEMBER void clear() {
     UNROLL_FOR (int n = 0; n < NG; n++)
@@ -18,17 +18,17 @@ struct TeamOutput {
   }
 };
 
-// The warp's part of the output, of all columns at once, when all states are there.
-DEVICE void leave_results(const TeamOutput& acc, const TeamWarp& warp, u8* shared, int lane, bool adds) {
+// Writes the warp's output, all columns at once, to shared memory, or adds it there. All states must be published.
+DEVICE void store_results(const TeamOutput& acc, const TeamWarp& warp, u8* shared, int lane, bool adds) {
   const int g = lane >> 2, t = lane & 3, worker = warp.pair * TEAM + warp.member, place = worker % (TEAM * RESULT_SUMS);
   const float* states = (const float*)(shared + STATE_AT);
   UNROLL_FOR (int c = 0; c < C; c++) {
     const int column = own_column(c, t);
     float shift = 0, highest = MINUS_INFINITY;
-    if (V_KIND == UNIFORM)  // of the tokens of the whole team
+    if (V_KIND == UNIFORM)  // summed over the team's tokens
       for (int w = 0; w < TEAM; w++) shift += states[STATE_WORDS * ((warp.pair * TEAM + w) * COLUMNS + column) + 2];
     UNROLL_FOR (int w = 0; w < WORKERS; w += TEAM)
-      highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + column)]);  // a team has one
+      highest = max_f32(highest, states[STATE_WORDS * (w * COLUMNS + column)]);  // the same for the whole team
     const float row_max = states[STATE_WORDS * (worker * COLUMNS + column)];
     const float factor = row_max == MINUS_INFINITY ? 0.0f : exp2_approx(row_max - highest);
     float* mine = (float*)(shared + QUERY_AT) + (place * COLUMNS + column) * RESULT_ROW;
@@ -41,8 +41,8 @@ DEVICE void leave_results(const TeamOutput& acc, const TeamWarp& warp, u8* share
   }
 }
 
-// Rows of the range, a warp for each: the output of an item of which the block has had all keys, else a part of the
-// workspace.
+// Writes the rows of the range, one warp per row: the output if the thread block processed all keys of the work tile,
+// otherwise a partial result.
 DEVICE void write_rows(const DecodeArgs& args, const DecodeRange& range, u8* shared, int warp, int lane) {
   const float *states = (const float*)(shared + STATE_AT), *results = (const float*)(shared + QUERY_AT);
   const i64 part = range.part(args);

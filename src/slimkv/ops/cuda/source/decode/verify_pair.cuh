@@ -1,4 +1,4 @@
-// A pair of warpgroups: the memory that it shares, and how it is filled.
+// A pair of warpgroups: its shared memory and loader.
 //
 // Slots of a pair's ring are whole steps. The value warpgroup is the last to need a slot, so its first warp refills it.
 // Probabilities pass through two buffers, each with a full barrier and an empty barrier.
@@ -6,13 +6,13 @@
 #include "decode/loader.cuh"
 #include "decode/verify_team.cuh"
 
-// What a pair of warpgroups shares.
+// The shared memory of a pair of warpgroups.
 struct PairMemory {
   u8 *ring, *probabilities;
-  float* factors;  // of two steps: the COLUMNS values, then whether to use them
+  float* factors;  // of two steps: COLUMNS rescaling factors, then whether to apply them
   u64 *full, *published, *used;
 
-  // `kept`: in registers of each lane. What the compiler can compute anew are instructions of every step.
+  // `kept`: in per-lane registers. The compiler would recompute the addresses in every step otherwise.
   DEVICE_MEMBER PairMemory(u8* shared, int pair, int lane, bool kept) {
     auto at = [&](int offset) { return shared + (kept ? (int)in_register((u32)offset, lane) : offset); };
     ring = at(RINGS_AT + pair * STAGES * SLOT);
@@ -22,7 +22,7 @@ struct PairMemory {
     published = (u64*)at(PAIR_BARRIERS_AT + pair * 4 * 8);
     used = published + 2;
   }
-  // Of the step with this number, counted over all ranges.
+  // `number` counts the pair's steps over all ranges.
   DEVICE_MEMBER u8* slot(u32 number) const { return ring + number % STAGES * SLOT; }
   DEVICE_MEMBER u8* probabilities_of(u32 number) const {
     return probabilities + (number & 1) * OWN_TILES * OPERAND_BYTES;
@@ -34,7 +34,7 @@ struct PairMemory {
   }
   DEVICE_MEMBER void wait_until_used(u32 number) const {
     mbarrier_wait(used + (number & 1), number >> 1 & 1);
-  }  // -1, -2: at once
+  }  // -1 and -2 return at once
 };
 
 // Copies the steps of a range, one after the other.
@@ -59,7 +59,7 @@ struct PairLoader {
     next = range.first + pair, last = range.last;
     if (next >= last) return;
     loader.open(args, range);
-    // All that a ring takes, by a lane for each page.
+    // Fills the ring, one lane per page.
     constexpr int STEPS = STAGES - 1;
     static_assert(STEPS * PIECES <= 32, "a lane for each");
     const int of_step = loader.lane / PIECES, piece = loader.lane % PIECES, step = next + of_step * RINGS;
@@ -79,5 +79,5 @@ struct PairLoader {
   }
 };
 
-// Products of a warpgroup, with as many columns.
+// The wgmma of a warpgroup, with all columns.
 typedef WgmmaNarrow<8 * NG, false> WarpgroupProduct;

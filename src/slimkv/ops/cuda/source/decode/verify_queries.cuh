@@ -1,9 +1,9 @@
-// Queries that share a unit.
+// Query operands of a team, which share one unit.
 #pragma once
 #include "decode/queries.cuh"
 
-// Queries of a range that are in the lanes' registers, to operands with one unit. In between they are in shared memory,
-// so that one piece of code does for all: it is met for the first time, and comes from far away.
+// Turns the queries of a range, in the lanes' registers, into operands with one unit. STAGED: queries pass through
+// shared memory, so that a rolled loop handles all of them: fetching the unrolled, cold instructions is slow.
 template <int QUERIES>
 DEVICE void prepare_queries(const DecodeArgs& args, const DecodeRange& range, const float (&query)[QUERIES][QN],
     u8* shared, int warp, int lane) {
@@ -39,7 +39,7 @@ DEVICE void prepare_queries(const DecodeArgs& args, const DecodeRange& range, co
   UNROLL_FOR (int c = 0; c < COLUMNS; c += 32)
     if (c + 32 <= COLUMNS || c + lane < COLUMNS) all = max_f32(all, column_at(shared, c + lane)->unit);
   UNROLL_FOR (int d = 16; d; d >>= 1) all = max_f32(all, shfl_xor(all, d));
-  sync_threads();  // columns are written again
+  sync_threads();  // columns have been read
   if (STAGED) {
 #pragma unroll 1
     for (int column = warp; column < COLUMNS; column += WARPS) {

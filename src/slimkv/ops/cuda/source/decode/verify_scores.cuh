@@ -1,16 +1,16 @@
-// The scores of a pair's step.
+// Products of queries and keys for the step of a pair.
 #pragma once
 #include "decode/scores.cuh"
 #include "decode/verify_pair.cuh"
 
-// Fields of a warp's own tile x behind those of its first one.
-DEVICE int fields_behind(int x) { return fields_of(TILES_APART * x) - FIELDS_AT; }
-// A warp's references of the softmax, from the first of the columns of lanes t on.
-DEVICE float* references_of(u8* shared, int worker, int t) {
-  return (float*)(shared + REFERENCES_AT) + worker * COLUMNS + OWN * t;
+// The offset of the fields of a warp's own tile x from those of its first tile.
+DEVICE int own_fields_offset(int x) { return fields_of(TILES_APART * x) - FIELDS_AT; }
+// A warp's running maxima, from the first column of lanes t on.
+DEVICE float* running_max_of(u8* shared, int worker, int t) {
+  return (float*)(shared + RUNNING_MAX_AT) + worker * COLUMNS + OWN * t;
 }
 
-// Sums of a warpgroup's products, when these have ended, as scores.
+// Reorders finished wgmma accumulators into scores.
 DEVICE void take_scores(float (&c)[SCORED_TILES][4 * NG], StepScores& s) {
   UNROLL_FOR (int x = 0; x < SCORED_TILES; x++) {
     wgmma_fence_operand(c[x]);
@@ -18,8 +18,8 @@ DEVICE void take_scores(float (&c)[SCORED_TILES][4 * NG], StepScores& s) {
   }
 }
 
-// Products of a pair's step: the tiles of four warps are the rows of one. The next slices' centroids are looked up
-// while these products run.
+// The key operands of a step: the tiles of four warps are the rows of one wgmma. The centroids of the next slices are
+// looked up while the current products run.
 struct KeyOperands {
   static constexpr int AT_ONCE = KS > 1 ? 2 : 1, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE, ALL = SCORED_TILES * ROUNDS,
                        BUFFERS = 3;  // slices
@@ -45,7 +45,7 @@ struct KeyOperands {
       UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
         const int x = round / ROUNDS, slice = round % ROUNDS * AT_ONCE + i;
         const u32(&operand)[4] = a[round % BUFFERS][i];
-        const u64 query = descriptor_behind(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
+        const u64 query = advance_descriptor(queries, slice / 4 * OPERAND_BYTES + slice % 4 * 32);
         if (slice == 0)
           WarpgroupProduct::register_a<false>(c[x], operand[0], operand[1], operand[2], operand[3], query);
         else if (slice < KS)

@@ -1,27 +1,26 @@
-// Warps that share a step: what they know of their tokens, and their one running maximum.
+// A team, the warps that share a step: the fields of their tokens, and their common running maximum.
 #pragma once
 #include "decode/softmax.cuh"
 
-// The place of a warp: the number of its pair of warpgroups, if there are any, and its own among those that share a
-// step.
+// The position of a warp: its pair of warpgroups (0 without warpgroups), and its index in the team.
 struct TeamWarp {
   int pair, member;
   DEVICE_MEMBER void sync() const { sync_team(1 + pair, 32 * TEAM); }
   DEVICE_MEMBER bool any(bool p) const { return team_any(p, 1 + pair, 32 * TEAM); }
 };
 
-// What a lane's tokens have in common for all columns: what multiplies their scores (with TOKEN_UNITS), their values'
-// scales, and the largest of some fields of the warp, two at a time.
+// The fields of a lane's tokens, for all columns: the unit of their scores (TOKEN_UNITS), their values' scales, and the
+// maximum of some fields of the warp, two at a time.
 struct TokenFields {
   float unit[SCORED_TILES][2], scale[SCORED_TILES][2];
   u32 largest;
 };
 
-// `slot`: behind it lie the fields of the lane's own tokens.
+// `slot`: offset so that fields_of addresses the fields of the lane's own tokens.
 DEVICE void load_token_fields(const u8* slot, const ColumnState& columns, TokenFields& tokens) {
   UNROLL_FOR (int x = 0; x < SCORED_TILES; x++) {
     const u8* fields = slot + fields_of(TILES_APART * x);
-    UNROLL_FOR (int r = 0; r < 2; r++) {  // zero times minus infinity would not be a number
+    UNROLL_FOR (int r = 0; r < 2; r++) {  // zero times minus infinity would be NaN
       tokens.unit[x][r] =
           TOKEN_UNITS ? max_f32(small_scale_of(field_bits(fields, 8 * r)) * columns.unit_of(0), 1e-37f) : 1.0f;
       tokens.scale[x][r] = scale_of(field_bits(fields + FIELD_STRIDE * K_NUMBER_OF_FIELDS, 8 * r));
@@ -29,18 +28,18 @@ DEVICE void load_token_fields(const u8* slot, const ColumnState& columns, TokenF
   }
 }
 
-DEVICE void find_highest(const u8* slot, int g, const StepScores& s, const TokenFields& tokens, float (&highest)[C]) {
-  find_highest(slot, g, s, [&](int, int x, int r) { return TOKEN_UNITS ? tokens.unit[x][r] : 1.0f; }, highest);
+DEVICE void find_max(const u8* slot, int g, const StepScores& s, const TokenFields& tokens, float (&highest)[C]) {
+  find_max(slot, g, s, [&](int, int x, int r) { return TOKEN_UNITS ? tokens.unit[x][r] : 1.0f; }, highest);
 }
 
-// A team has one running maximum. `maxima`: of its warps, when it moves, where each will leave its state. `factors`
-// gets what the output is multiplied by. TILE_BY_TILE: `references` are those of the warp, for the columns of lanes t.
-// Returns whether it moves.
-DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&highest)[C], const TeamWarp& warp,
-    float* maxima, float* factors, float* references, RunningSoftmax& acc) {
+// Updates the running maximum of the team; returns whether it changed. `maxima`: memory to exchange the warps' maxima,
+// in the place of their later states. `factors` receives the rescaling factors of the output. TILE_BY_TILE:
+// `running_max` are the warp's running maxima, for the columns of lanes t.
+DEVICE bool update_team_max(const ColumnState& columns, int g, int t, float (&highest)[C], const TeamWarp& warp,
+    float* maxima, float* factors, float* running_max, RunningSoftmax& acc) {
   bool moves = false;
   UNROLL_FOR (int c = 0; c < C; c++) {
-    if (TILE_BY_TILE) acc.row_max[c] = references[own_column(c, 0)];
+    if (TILE_BY_TILE) acc.row_max[c] = running_max[own_column(c, 0)];
     highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
     moves = moves || highest[c] > acc.row_max[c] + RESCALE_THRESHOLD;
   }
@@ -57,7 +56,7 @@ DEVICE bool move_reference(const ColumnState& columns, int g, int t, float (&hig
         higher = max_f32(higher, maxima[STATE_WORDS * ((warp.pair * TEAM + w) * COLUMNS + own_column(c, t))]);
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - higher);
       acc.row_max[c] = higher;
-      if (TILE_BY_TILE && g == 0) references[own_column(c, 0)] = higher;
+      if (TILE_BY_TILE && g == 0) running_max[own_column(c, 0)] = higher;
       acc.row_sum[c] *= factor, acc.shift[c] *= factor;
       if (warp.member == 0 && g == 0) factors[own_column(c, t)] = factor;
     }

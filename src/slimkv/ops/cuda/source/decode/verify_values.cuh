@@ -1,23 +1,23 @@
-// The warpgroup of values: the output.
+// The value warpgroup: the output.
 #pragma once
 #include "decode/values.cuh"
 #include "decode/verify_output.cuh"
 #include "decode/verify_pair.cuh"
 
-// This warp's part of the values of the pair's steps.
+// Multiplies this warp's slices of the values of the pair's steps by probabilities.
 DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, const TeamWarp& warp,
     const LevelTables& tables, int lane, PairLoader& loader, u32& taken, TeamOutput& acc) {
   const int t = lane & 3;
-  // So many products at a time, for registers, of the slices of one tile or of several.
+  // Products in flight, limited by registers: slices of one tile or of several.
   constexpr int WANTED = NG > 4 ? 2 : 4,
                 PRODUCTS = WANTED >= OUT_SLICES ? WANTED / OUT_SLICES * OUT_SLICES
       : OUT_SLICES % WANTED                     ? OUT_SLICES
                                                 : WANTED,
                 AT_ONCE = PRODUCTS > OUT_SLICES ? PRODUCTS / OUT_SLICES : 1, ALL = NT * OUT_SLICES;
-  // Tiles ahead; all where single bits are in token rows, which some warps take long to read.
+  // Tiles prefetched: all if 1-bit planes have token rows, which some warps take long to read.
   constexpr int LOADED = 2 * AT_ONCE < NT && !(V_BITS % 2 && VS % 4) ? 2 * AT_ONCE : NT;
   for (int step = range.first + warp.pair; step < range.last; step += RINGS, taken++) {
-    // Early for large heads, whose slots are few; later is better for others.
+    // Early for large heads, which have few slots; later is better otherwise.
     auto copy_next = [&] {
       if (warp.member == 0) {
         memory.wait_until_used(taken - 1);
@@ -29,13 +29,13 @@ DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, co
     memory.wait_for_copy(taken);
     PartCodes codes[NT];
     PartCodes::load_parts<LOADED>(codes, [&](int i) { return slot + values_of(i); }, lane, warp.member);
-    // By a lane for all: what is known to be alike is made into descriptors once, not for every product.
+    // Broadcast from one lane: descriptors of a uniform value are made once, not for every product.
     const u64 probabilities = smem_descriptor(shfl(shared_address(memory.probabilities_of(taken)), 0), 16);
     UNROLL_FOR (int first = 0; first < ALL; first += PRODUCTS) {
       u32 a[PRODUCTS][4];
       UNROLL_FOR (int k = 0; k < PRODUCTS; k++)
         value_halves(codes[(first + k) / OUT_SLICES], (first + k) % OUT_SLICES, tables, a[k]);
-      // Computed later, behind a branch, they would make every product wait for the one before.
+      // If the compiler moved this computation past a branch, it would serialise the wgmmas.
       if (V_KIND == FP8)
         UNROLL_FOR (int k = 0; k < PRODUCTS; k++) wgmma_fence_operand(a[k]);
       const int unpacked = first + PRODUCTS, ahead = unpacked / OUT_SLICES - AT_ONCE + LOADED;
@@ -57,7 +57,7 @@ DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, co
       UNROLL_FOR (int k = 0; k < PRODUCTS; k++) {
         const int tile = (first + k) / OUT_SLICES;
         WarpgroupProduct::register_a(acc.products((first + k) % OUT_SLICES), a[k][0], a[k][1], a[k][2], a[k][3],
-            descriptor_behind(probabilities, tile / 4 * OPERAND_BYTES + 32 * (tile % 4)));
+            advance_descriptor(probabilities, tile / 4 * OPERAND_BYTES + 32 * (tile % 4)));
       }
       wgmma_commit();
       if (first) wgmma_wait<1>();
@@ -68,5 +68,5 @@ DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, co
     sync_warp();
     if (lane == 0) mbarrier_arrive(memory.used + (taken & 1));
   }
-  if (warp.member == 0) memory.wait_until_used(taken - 1);  // before rings are filled again
+  if (warp.member == 0) memory.wait_until_used(taken - 1);  // before the ring is refilled
 }

@@ -1,8 +1,8 @@
-// Attention of more query rows of a KV head than decode.cu takes on packed pages, with products of single warps, from
-// sm_80 on (docs/design/kernels.md). A step is a tile of every warp of a block. A warp makes the scores of its tile and
-// leaves its probabilities for all; then it multiplies them with its slices of all values of the step. So every code is
-// unpacked once for all rows, straight from the registers it was loaded to while the step before was attended. Warps
-// meet once a step: probabilities go through two buffers.
+// Attention of more than 16 query rows per KV head on packed pages with mma.sync, from sm_80 on
+// (docs/design/kernels.md). A step has one tile for every warp of the thread block. A warp computes the scores of its
+// tile and publishes its probabilities. Then it multiplies all probabilities of the step by its own slices of the
+// values. So every code is unpacked once for all rows, from registers that were loaded during the previous step.
+// Probabilities are double-buffered, so that warps synchronise once per step.
 #define VERIFY 1
 #define WARPGROUPS 0
 #include "decode/merge.cuh"
@@ -11,17 +11,17 @@
 #include "decode/verify_output.cuh"
 #include "decode/verify_queries.cuh"
 
-// What a warp has of a step: the codes of its tile of keys and of its slices of all values, and in shared memory its
-// tile's fields.
+// A warp's data of a step: the codes of its tile of keys and of its slices of all values in registers, and the fields
+// of its tile in shared memory.
 struct StepCodes {
   static constexpr int PAGE_TILES = BLOCK_SIZE / 16;
   const u8* pages;
   const i32* table;
   i64 page_stride;
   int begin_tile, last_page, warp, lane;
-  i32 id;  // of tile `lane` of the next step to be loaded, its page
-  int tile;  // and its number there
-  u8* fields;  // of the warp's tile, of two steps
+  i32 id;  // the page of tile `lane` of the next step to load
+  int tile;  // its number in the page
+  u8* fields;  // of the warp's tile, double-buffered
   KeyCodes keys;
   PartCodes values[NT], next_values[NT];
 
@@ -38,8 +38,8 @@ struct StepCodes {
   }
   DEVICE_MEMBER const u8* fields_of_step(u32 number) const { return fields + (number & 1) * STEP_FIELDS - FIELDS_AT; }
 
-  // Step `number` of the range: everything at once, when a whole step is left until values are needed. Loads share a
-  // scoreboard, so that who waits for one waits for all before it.
+  // Loads step `number` of the range: everything at once, a whole step before values are needed. Loads share a
+  // scoreboard, so waiting for one waits for all earlier ones.
   DEVICE_MEMBER void load(u32 number) {
     const u8* from = pages + shfl(id, warp) * page_stride;
     const int own = shfl(tile, warp), f = lane / 2;
@@ -57,7 +57,7 @@ struct StepCodes {
   DEVICE_MEMBER void take_values() {
     UNROLL_FOR (int x = 0; x < NT; x++) values[x] = next_values[x];
   }
-  // A step, as far as the L2 cache: each warp its tile.
+  // Prefetches a step to the L2 cache, one tile per warp.
   DEVICE_MEMBER void prefetch(int step) {
     look_up(step);
     const u8* from = pages + shfl(id, warp) * page_stride;
@@ -67,7 +67,7 @@ struct StepCodes {
   }
 };
 
-// Words of a lane for product i of PRODUCTS, of groups n and, if there is one, n + 1.
+// A lane's operand words for MMA i of PRODUCTS, for group n and, if it exists, n + 1.
 template <int PRODUCTS>
 DEVICE Words4 load_fragments(const u8* operands, int n, int i, int lane) {
   const u8* at = operands + fragment_offset<PRODUCTS>(n, i, lane);
@@ -94,13 +94,13 @@ DEVICE void multiply_keys(const KeyCodes& codes, const u8* shared, const LevelTa
     UNROLL_FOR (int i = 0; i < 4; i++) s[2 * n + i % 2][0][i / 2] = c[n][i];
 }
 
-// Sums of a step, and the largest of its probabilities, two halves at a time.
+// Sums of a step, and the largest of its probabilities as two halves.
 struct StepSums {
   float sum[C], shift[C];
   u32 largest;
 };
-// Probabilities times their values' scales, for all warps, from the reference there is; returns whether it must move.
-// AGAIN: it has; a column that has seen nothing yet has none.
+// Publishes probabilities times their values' scales to all warps, relative to the current running maximum. Returns
+// whether that must be updated. AGAIN: after the update; a column without visible tokens so far has no maximum.
 template <bool AGAIN>
 DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& tokens, u8* operands, int tile, int lane,
     const RunningSoftmax& acc, StepSums& sums) {
@@ -112,8 +112,8 @@ DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& to
       float p[2];
       UNROLL_FOR (int j = 0; j < 2; j++) {
         const int c = 2 * n + j;
-        const float reference = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
-        p[j] = weigh(fields, TOKEN_UNITS ? tokens.unit[0][r] : 1.0f, reference, tokens.scale[0][r], lane >> 2, 0, r,
+        const float row_max = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+        p[j] = weigh(fields, TOKEN_UNITS ? tokens.unit[0][r] : 1.0f, row_max, tokens.scale[0][r], lane >> 2, 0, r,
             s[c][0][r], sums.sum[c], sums.shift[c]);
       }
       word[n][r] = pack_f16x2(p[0], p[1]);
@@ -124,10 +124,10 @@ DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& to
     if (n % 2) *(Words4*)at = {word[n - n % 2][0], word[n - n % 2][1], word[n][0], word[n][1]};
     else if (n + 1 == NG) *(Words2*)at = {word[n][0], word[n][1]};
   }
-  return is_behind(sums.largest);
+  return exceeds_threshold(sums.largest);
 }
 
-// All steps of a range.
+// Attends all steps of a range.
 DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* shared, const TeamWarp& warp,
     const ColumnState& columns, const LevelTables& tables, int lane, StepCodes& codes, RunningSoftmax& acc,
     TeamOutput& output) {
@@ -139,7 +139,7 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
     multiply_keys(codes.keys, shared, tables, lane, s);
     cp_async_wait<0>();
     sync_warp();
-    codes.load(taken + 1);  // the last step once more behind the last: a branch would wait for what it has loaded
+    codes.load(taken + 1);  // after the last step, loads it again: a branch would wait for the loads
     codes.look_up(min_i32(step + 2, range.last - 1));
     const u8* fields = codes.fields_of_step(taken);
     const int step_token = range.s.begin + step * STEP;
@@ -150,16 +150,16 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
       if (lane < 8 * FIELDS)
         acc.largest_fields = max_u16x2(acc.largest_fields,
             *(const u32*)(fields + FIELDS_AT + FIELD_STRIDE * (lane / 8) + 4 * (lane % 8)));
-    } else hide_tokens(fields, shared, step_token + 16 * warp.member, lane, s);
+    } else mask_tokens(fields, shared, step_token + 16 * warp.member, lane, s);
 
     StepSums sums;
     const bool moves = publish<false>(s, fields, tokens, operands, warp.member, lane, acc, sums);
     if (warp.any(moves)) {
       float highest[C], *factors = (float*)(shared + FACTORS_AT);
       UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
-      find_highest(fields, g, s, tokens, highest);
+      find_max(fields, g, s, tokens, highest);
       const bool rescales =
-          move_reference(columns, g, t, highest, warp, (float*)(shared + STATE_AT), factors, nullptr, acc);
+          update_team_max(columns, g, t, highest, warp, (float*)(shared + STATE_AT), factors, nullptr, acc);
       publish<true>(s, fields, tokens, operands, warp.member, lane, acc, sums);
       warp.sync();
       if (rescales)
@@ -184,7 +184,7 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
     }
     codes.take_values();
   }
-  cp_async_wait<0>();  // of what nobody needs, before fields are copied again
+  cp_async_wait<0>();  // the redundant copy, before fields are copied again
 }
 
 KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
@@ -204,7 +204,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   while (true) {
     codes.open(args, range);
     UNROLL_FOR (int i = 0; i < QUERIES; i++) load_query(args, range, warp + i * WARPS, query[i], lane);
-    codes.prefetch(range.first);  // while queries are prepared, registers are theirs
+    codes.prefetch(range.first);  // only to L2, because queries need the registers
     prepare_queries(args, range, query, shared, warp, lane);
     codes.load(0);
     codes.take_values();
@@ -216,16 +216,16 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     ColumnState columns;
     columns.load(args, range, shared, lane & 3);
     attend_range(args, range, shared, own, columns, tables, lane, codes, acc, output);
-    sync_threads();  // nobody needs probabilities, or maxima where states go
-    leave_states(columns, acc, (float*)(shared + STATE_AT), warp, lane);
+    sync_threads();  // states and results overwrite maxima and probabilities
+    store_states(columns, acc, (float*)(shared + STATE_AT), warp, lane);
     sync_threads();
-    leave_results(output, own, shared, lane, false);
-    left -= range.last - range.first + TILE_COST;  // with what the next work tile takes
+    store_results(output, own, shared, lane, false);
+    left -= range.last - range.first + TILE_COST;  // and the cost of the next work tile
     sync_threads();
     write_rows(args, range, shared, warp, lane);
     if (left <= 0) return;
     range = DecodeRange(args, next_range(args, range, left));
-    sync_threads();  // before results and states are written again
+    sync_threads();  // results and states have been read
   }
 }
 HOST_TESTABLE(attend, DecodeArgs)

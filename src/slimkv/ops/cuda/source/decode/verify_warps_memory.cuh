@@ -1,11 +1,11 @@
-// Shared memory of a block of verify_warps.cu: levels of keys | levels of values | queries | probabilities of two
-// steps, and in their place later the output | fields of two steps | column constants | maxima, sums and shifts of the
-// warps | factors of the output | scratch
+// Shared memory of a thread block of verify_warps.cu: LUT of keys | LUT of values | queries and probabilities of two
+// steps, later the output | fields of two steps | column constants | maxima, sums and shifts of the warps | rescaling
+// factors | scratch
 #pragma once
 static_assert(!BULK && NT == WARPS, "a step is a tile of every warp");
 
-// Operands in the order of the products' fragments: a lane's two words side by side, of two groups if there are two.
-// Where those of product i of PRODUCTS are, of group n.
+// The offset of a lane's words for MMA i of PRODUCTS and group n. Operands are in fragment order: a lane's two words
+// are adjacent, and so are those of two groups.
 template <int PRODUCTS> constexpr int fragment_offset(int n, int i, int lane) {
   return n / 2 * 2 + 1 < NG ? 512 * (n / 2 * PRODUCTS + i) + 16 * lane + n % 2 * 8
                             : 256 * (n * PRODUCTS + i) + 8 * lane;
@@ -13,10 +13,10 @@ template <int PRODUCTS> constexpr int fragment_offset(int n, int i, int lane) {
 constexpr int QUERY_BYTES = 256 * NG * QI, PROBABILITY_BYTES = 256 * NG * NT;
 constexpr int QUERY_AT = LEVEL_BYTES, PROBABILITIES_AT = QUERY_AT + QUERY_BYTES;
 constexpr int OPERANDS_END = PROBABILITIES_AT + 2 * PROBABILITY_BYTES;
-// A row of 4 words more than a multiple of 16 keeps lanes in different banks.
+// Rows are padded by 4 words to avoid bank conflicts.
 constexpr int RESULT_ROW = 16 * OUT_SLICES + 4, RESULT_SUMS = 1,
               RESULTS_END = QUERY_AT + 4 * RESULT_ROW * COLUMNS * TEAM;
-constexpr int SCRATCH_END = PROBABILITIES_AT + 4 * KD * WARPS; // of queries, before there are probabilities
+constexpr int SCRATCH_END = PROBABILITIES_AT + 4 * KD * WARPS; // to rotate queries, before there are probabilities
 constexpr int PRODUCTS_END = RESULTS_END > OPERANDS_END ? RESULTS_END : OPERANDS_END;
 constexpr int RINGS_AT = PRODUCTS_END > SCRATCH_END ? PRODUCTS_END : SCRATCH_END; // fields
 constexpr int STEP_FIELDS = FIELDS * FIELD_STRIDE, COLUMN_AT = RINGS_AT + 2 * STEP_FIELDS;

@@ -1,25 +1,24 @@
-// The registers of a warp during the steps of a range.
+// The softmax state of a warp in registers.
 #pragma once
 #include "common/hopper.cuh"
 #include "decode/levels.cuh"
 #include "decode/queries.cuh"
 
 constexpr int C = NG * OWN;  // columns of a lane
-// Number c of a lane's columns in the block.
+// The column in the thread block of a lane's column c.
 DEVICE int own_column(int c, int t) { return c / OWN * GROUP + OWN * t + c % OWN; }
 
-// Narrow scores and their maximum are kept without the query's unit, which joins them inside the exponential. Wide ones
-// get it where they are used.
+// LATE_UNIT: scores are kept without the query's unit, which is multiplied inside the exponential. MAX_WITHOUT_UNIT: so
+// is the running maximum.
 constexpr bool LATE_UNIT = !SOFTCAP && !VERIFY, MAX_WITHOUT_UNIT = !WIDE && V_BYTES && LATE_UNIT;
-// 8-bit values: probabilities are relative to the largest of a step, and the output is multiplied and added step by
-// step. fp16 values: the output stays in the accumulators, and the maximum includes the values' scales.
+// Byte values: probabilities are relative to the largest of a step, and each step's product is scaled and added to the
+// output. fp16 values: the output stays in the MMA accumulators, and the running maximum includes the values' scales.
 constexpr bool OUT_IN_PRODUCTS = WIDE || !V_BYTES;
 
-// With one unit for all columns, one multiplication by it and the token's scale turns products into scores, fused into
-// the exponential.
+// All columns share one unit: a factor per token (unit x key scale), fused into the exponential, makes products scores.
 constexpr bool TOKEN_UNITS = VERIFY && !SOFTCAP && K_KIND != UNIFORM;
 
-// The running maximum is updated only when it lags by this many powers of two, so that the output is seldom rescaled.
+// The running maximum is updated only if it lags by this many powers of two, so that the output is seldom rescaled.
 constexpr float RESCALE_THRESHOLD = 8.0f;
 
 // The shift of a column's scores before the cap, times log2(e).
@@ -31,9 +30,9 @@ DEVICE float score_shift(const DecodeArgs& args, const DecodeRange& range, int c
   return args.score_shift[(i64)(range.s.start + query) * args.num_kv_heads * args.group_size + head] * LOG2E;
 }
 
-// Constants of a lane's columns, and the tokens that all columns of the block see.
+// Constants of a lane's columns, and the range of tokens that all columns of the thread block see.
 struct ColumnState {
-  float unit[VERIFY ? 1 : C], sum[C], shift[C];  // SOFTCAP: of scores before the cap
+  float unit[VERIFY ? 1 : C], sum[C], shift[C];  // shift: SOFTCAP, added to scores before the cap
   int clear_end, clear_begin;
 
   DEVICE_MEMBER float unit_of(int c) const { return unit[VERIFY ? 0 : c]; }
@@ -44,7 +43,7 @@ struct ColumnState {
       const Column column = *column_at(shared, own_column(c, t));
       float& u = unit[VERIFY ? 0 : c];
       u = column.unit * (args.scale < 0 ? -args.scale : args.scale);
-      if (u < 1e-30f) u = 1e-30f;  // zero times minus infinity would not be a number
+      if (u < 1e-30f) u = 1e-30f;  // zero times minus infinity would be NaN
       sum[c] = column.sum;
       shift[c] = SOFTCAP ? score_shift(args, range, own_column(c, t)) : 0.0f;
     }
@@ -57,7 +56,7 @@ struct ColumnState {
 // The running softmax of a lane's columns.
 struct RunningSoftmax {
   float row_max[C], row_sum[C], shift[C];
-  u32 largest_fields;  // two at a time: 0xFFFF marks a token whose K or V was not a number
+  u32 largest_fields;  // two at a time; 0xFFFF marks a token whose K or V is NaN
 
   DEVICE_MEMBER void clear() {
     largest_fields = 0;
@@ -65,5 +64,5 @@ struct RunningSoftmax {
   }
 };
 
-// Scores of a step, then probabilities: of tokens g and g + 8 of each tile.
+// Scores, later probabilities, of a step: of tokens g and g + 8 of each tile.
 typedef float StepScores[C][SCORED_TILES][2];

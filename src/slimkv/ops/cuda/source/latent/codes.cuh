@@ -1,9 +1,9 @@
-// Codes of latents to operands, for both kernels.
+// From codes of latents to operands, for all kernels.
 #pragma once
 #include "latent/format.cuh"
 
-// A slice of 16 tokens as four matrices of 8 tokens x 8 dimensions: tokens 0-7 and 8-15 of its first dimensions, then
-// of the others. Levels are OFFSET too large.
+// A slice of 16 tokens as four matrices of 8 tokens x 8 dimensions: tokens 0-7 and 8-15 of its first 8 dimensions, then
+// of the last 8. OFFSET is added to all levels.
 DEVICE void latent_matrices(u32 low, u32 high, Table table, const LevelTable& levels, u32 (&a)[4]) {
   if constexpr (IN_BYTES) {
     u32 first, second;
@@ -16,7 +16,7 @@ DEVICE void latent_matrices(u32 low, u32 high, Table table, const LevelTable& le
   }
 }
 
-// 6- and 7-bit codes of a slice of rope parts as bytes, of the first 8 tokens or of the last.
+// 6- and 7-bit codes of a slice of rope parts as bytes, of the first or of the last 8 tokens.
 DEVICE u32 rope_code_bytes(u32 low, u32 high, int half) {
   const u32 even = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4;
   const u32 odd = (low >> 4 & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);

@@ -1,11 +1,11 @@
 // Attention of 17 and more query rows (queries x heads) on packed latents, for sm_90a: scores from latents and rope
 // parts, values from the same latents.
 //
-// Query rows are the columns of products, so that a work tile has any multiple of 8 of them. A thread block has KV
-// blocks of 64 tokens. Two warpgroups score every other one: they unpack codes to levels, which halves hold exactly, in
-// registers, as an operand (tokens x dimensions) of products with the queries, and store them for values on the way.
-// Scores and probabilities are multiplied by the tokens' scales. Two warpgroups multiply values, each for half the
-// dimensions: levels, which `wgmma` reads transposed (dimensions x tokens), and probabilities.
+// Query rows are the columns of wgmmas, so that a work tile can have any multiple of 8 rows. KV blocks have 64 tokens.
+// Two score warpgroups alternate between KV blocks. They unpack codes to levels, which fp16 represents exactly, into
+// registers, as the A operand (tokens x dimensions) of products with the queries, and also store them for the values.
+// Scores and probabilities are multiplied by the tokens' scales. Two value warpgroups, each for half the dimensions,
+// multiply levels, which `wgmma` reads transposed (dimensions x tokens), by probabilities.
 #include "common/hopper.cuh"
 
 constexpr int THREADS = 512, TILE_COST = 4;
@@ -14,11 +14,11 @@ constexpr int THREADS = 512, TILE_COST = 4;
 #include "latent/columns_scores.cuh"
 #include "latent/columns_values.cuh"
 
-// With fewer for those that multiply values, the compiler makes every product wait for the one before it.
+// With fewer registers for the value warpgroups, the compiler serialises their wgmmas.
 constexpr int HELD = (OWN_CHUNKS * ROWS / 2 + 32 + 7) / 8 * 8, VALUE_REGISTERS = HELD > 96 ? HELD : 96,
               SCORE_REGISTERS = 256 - VALUE_REGISTERS;
 
-// Row n of a work tile, by one warp. Rows beyond the last are zeros and see nothing.
+// One warp: stages row n of a work tile. Rows beyond the last are zeros and see no tokens.
 DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Query& query, int n, const Place& place) {
   const Units units = stage_operand(args, query, n, place.shared + QUERIES_AT, LEVEL_UNIT);
   if (query.lane == 0) {
@@ -30,7 +30,7 @@ DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Quer
   }
 }
 
-// All queries, by all warps, each of which calls meanwhile() when its first queries have arrived.
+// All warps: stages all queries. Each warp calls meanwhile() when its first queries have arrived.
 template <class F>
 DEVICE void stage_queries(const LatentArgs& args, const WorkTile& tile, const Place& place, int warp,
     const F& meanwhile) {
@@ -42,7 +42,7 @@ DEVICE void stage_queries(const LatentArgs& args, const WorkTile& tile, const Pl
   bar_sync(ALL, THREADS);
 }
 
-// The work tile and KV blocks of the range that is in shared memory; none behind the last.
+// The work tile and the number of KV blocks of a range; none after the last range.
 struct Part {
   WorkRange range;
   WorkTile tile;
@@ -78,7 +78,7 @@ DEVICE void score_ranges(const LatentArgs& args, const Place& place) {
     own.begin(part.tile.visible_end(args, 0));
     own.attend_range(args, part.tile, range.first, part.count, before);
     before += part.count;
-    const Part again(args, broadcast(ranges.range));  // registers are few
+    const Part again(args, broadcast(ranges.range));  // recomputed to save registers
     own.store_states(Results(args, again.range, again.tile));
     bar_sync(ALL, THREADS);
     if (thread_index() == 0) ranges.advance(args);
@@ -99,7 +99,7 @@ DEVICE void multiply_ranges(const LatentArgs& args, const Place& place) {
     UNROLL_FOR (int i = 0; i < OWN_CHUNKS * ROWS / 2; i++) o[i / (ROWS / 2)][i % (ROWS / 2)] = 0.0f;
     own.attend_range(o, count, before);
     before += count;
-    const Part part(args, broadcast(place.ranges().range));  // again: registers are few
+    const Part part(args, broadcast(place.ranges().range));  // recomputed to save registers
     const Results to(args, part.range, part.tile);
     if (to.whole) own.store<true>(to, o);
     else own.store<false>(to, o);
@@ -112,7 +112,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   const int warp = shfl(thread_index() / 32, 0);
   const Place place = {shared, warp / 4 % 2, warp % 4, thread_index() & 31};
   fill_rope_levels<THREADS>(args.rope_levels, shared + ROPE_LEVELS_AT);
-  for (int i = thread_index(); i < 32 * L_LEVELS; i += THREADS)  // a copy for each lane
+  for (int i = thread_index(); i < 32 * L_LEVELS; i += THREADS)  // one copy per lane
     ((u32*)(shared + LEVELS_AT))[i] = f32_to_f16(args.latent_levels[i / 32]);
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES * (1 + OWN_CHUNKS); i++) mbarrier_init(place.full(0) + i, i < STAGES ? 4 : 8);

@@ -1,16 +1,16 @@
-// A warpgroup of columns.cu that unpacks every other KV block, scores it and makes probabilities. A warp has 16 tokens.
+// A score warpgroup of columns.cu: unpacks every other KV block and computes its probabilities. A warp has 16 tokens.
 #pragma once
 #include "latent/columns_shape.cuh"
 #include "latent/columns_tokens.cuh"
 
-// Slices that are unpacked while products of others, whose operands are in as many registers, are under way.
+// Slices that are unpacked while the products of as many others are in flight, whose operands have their own registers.
 constexpr int AT_ONCE = 4, BUFFERS = 2;
 typedef u32 Operand[AT_ONCE][4];
 
-// Sums over lanes g = 0 to 7: the row that sum i of lane (g, t) belongs to, and those of N rows of lanes t.
+// Sums over lanes g = 0 to 7: the row of sum i of lane 4 g + t, and the reduction of the N rows of lanes t.
 constexpr int OWN_SUMS = (ROWS + 31) / 32;
 DEVICE int row_of_sum(int i, int lane) {
-  const int at = lane / 4 * OWN_SUMS + i;  // of a lane's rows
+  const int at = lane / 4 * OWN_SUMS + i;  // among a lane's rows
   return at / 2 * 8 + 2 * (lane & 3) + at % 2;
 }
 template <int N> DEVICE void add_over_lanes(float (&x)[N], int distance, int lane) {
@@ -28,10 +28,10 @@ struct Scorer : Place {
   Table table;
   LevelTable levels;
   RopeLevels rope_levels;
-  int clear_end;  // tokens before it are seen by all rows
-  u64 queries;  // an operand; asked for anew for every KV block, so that it stays in uniform registers
-  int generation;  // of the maxima that sums are relative to
-  float sums[OWN_SUMS];  // of probabilities, of the rows that are the lane's
+  int clear_end;  // all rows see tokens before it
+  u64 queries;  // a descriptor, rebuilt for every KV block so that it stays in uniform registers
+  int generation;  // of the maxima to which sums are relative
+  float sums[OWN_SUMS];  // of probabilities, for the lane's rows (row_of_sum)
 
   DEVICE_MEMBER void begin(int clear) {
     clear_end = clear, generation = 0;
@@ -39,7 +39,7 @@ struct Scorer : Place {
   }
 
   // -- scores
-  // Starts products of rope parts, which pass through rows of the stage before latents are there.
+  // Issues products of rope parts, which pass through the stage's rows before latents are written there.
   DEVICE_MEMBER void start_rope_scores(Scores& s, const PackedTokens& tokens, u32 rows) const {
     u32 a[ROPE_SLICES][4];
     const u32 to = rows + operand_row(lane);
@@ -50,14 +50,14 @@ struct Scorer : Place {
     wgmma_fence_operand(s);
     wgmma_fence();
     UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) {
-      const u64 query = descriptor_behind(queries, (CHUNKS + k / 4) * QUERY_CHUNK + k % 4 * 32);
+      const u64 query = advance_descriptor(queries, (CHUNKS + k / 4) * QUERY_CHUNK + k % 4 * 32);
       if (k == 0)
         WgmmaNarrow<ROWS, BF16_ROPE>::template register_a<false>(s, a[k][0], a[k][1], a[k][2], a[k][3], query);
       else WgmmaNarrow<ROWS, BF16_ROPE>::template register_a<true>(s, a[k][0], a[k][1], a[k][2], a[k][3], query);
     }
     wgmma_commit();
   }
-  // Those in units of the latents' scales.
+  // Converts them to units of the latents' scales.
   DEVICE_MEMBER void scale_rope_scores(Scores& s, const LaneScales& scales) const {
     wgmma_fence_operand(s);
     UNROLL_FOR (int i = 0; i < ROWS / 2; i++) {
@@ -66,7 +66,7 @@ struct Scorer : Place {
     }
     wgmma_fence_operand(s);
   }
-  // Levels of some slices, to registers and to the stage, and their products.
+  // Unpacks AT_ONCE slices to registers and to the stage. start: issues their products.
   template <int FIRST> DEVICE_MEMBER void unpack(const PackedTokens& tokens, Operand& a, u32 row) const {
     UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
       const int k = FIRST + i;
@@ -79,11 +79,11 @@ struct Scorer : Place {
     UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
       const int k = FIRST + i;
       WgmmaNarrow<ROWS, false>::template register_a<true>(s, a[i][0], a[i][1], a[i][2], a[i][3],
-          descriptor_behind(queries, k / 4 * QUERY_CHUNK + k % 4 * 32));
+          advance_descriptor(queries, k / 4 * QUERY_CHUNK + k % 4 * 32));
     }
     wgmma_commit();
   }
-  // Slices from FIRST on; the products of those before may still be under way.
+  // Scores slices from FIRST on, while products of earlier ones may be in flight.
   template <int FIRST> DEVICE_MEMBER void scores_from(Scores& s, PackedTokens& tokens, const LaneScales& scales,
       u32 row, u32 turn, Operand (&a)[BUFFERS]) const {
     if constexpr (FIRST < LATENT_SLICES) {
@@ -103,7 +103,7 @@ struct Scorer : Place {
 
   // -- softmax
   DEVICE_MEMBER Words4 pair_at(int j) const { return *(const Words4*)columns().pairs[4 * j + (lane & 3)]; }
-  // Products to base-2 scores plus the logarithm of the token's scale, masked. Whether a maximum is behind.
+  // Turns products into base-2 scores plus the logarithm of the token's scale, masked. Returns whether a maximum lags.
   DEVICE_MEMBER bool scale_scores(Scores& s, const LaneScales& scales, int token) const {
     const Columns& all = columns();
     UNROLL_FOR (int i = 0; i < ROWS / 2; i++)
@@ -116,10 +116,10 @@ struct Scorer : Place {
     UNROLL_FOR (int i = 0; i < ROWS / 2; i++) most = max_f32(most, s[i] - all.pairs[i / 4 * 4 + (lane & 3)][2 + i % 2]);
     return most > RESCALE_THRESHOLD;
   }
-  // Sums relative to the maxima of now.
+  // Rescales sums to the current maxima.
   DEVICE_MEMBER void catch_up() {
     Columns& all = columns();
-    const int now = shfl(all.generation, 0);  // known to be the warp's, as descriptors in uniform registers want it
+    const int now = shfl(all.generation, 0);  // warp-uniform, so that descriptors stay in uniform registers
     if (generation == now) return;
     generation = now;
     UNROLL_FOR (int i = 0; i < OWN_SUMS; i++) {
@@ -130,7 +130,7 @@ struct Scorer : Place {
     const int n = 32 * warp + lane;
     if (n < ROWS) all.seen[group][n] = all.row_max(n);
   }
-  // Raises maxima that are behind; by a whole warpgroup.
+  // Called by a whole warpgroup: raises maxima that lag.
   DEVICE_MEMBER void raise(const Scores& s) {
     Columns& all = columns();
     UNROLL_FOR (int i = 0; i < ROWS / 4; i++) {
@@ -155,7 +155,7 @@ struct Scorer : Place {
     sync_team(SCORER + group, 128);
     catch_up();
   }
-  // Scores to probabilities in halves, times the tokens' scales, as an operand in shared memory.
+  // Turns scores into fp16 probabilities times the tokens' scales, an operand in shared memory.
   DEVICE_MEMBER void softmax(Scores& s, const LaneScales& scales, int token) {
     catch_up();
     const bool raised = shfl((u32)team_any(scale_scores(s, scales, token), SCORER + group, 128), 0);
@@ -178,9 +178,8 @@ struct Scorer : Place {
     UNROLL_FOR (int i = 0; i < OWN_SUMS; i++) sums[i] += added[i];
   }
 
-  // KV block i of a range of `count`, whose first token is `token`; `number`: of all that this thread block had. Calls
-  // scored() and, behind the softmax, done(), to prefetch codes of the next one and to load them: loads on their way
-  // would make the softmax wait for them.
+  // Processes KV block i of `count` in the range, with first token `token`; `number` counts over all ranges. Calls
+  // scored() to prefetch the next codes to L2 and, after the softmax, which loads would delay, done() to load them.
   template <class F, class G>
   DEVICE_MEMBER void attend(PackedTokens& tokens, int i, int count, int number, int token, const F& scored,
       const G& done) {
@@ -202,7 +201,7 @@ struct Scorer : Place {
     if (lane == 0) mbarrier_arrive(full(group));
     if (i + 1 < count) bar_arrive(TURN + 1 - group, 256);
   }
-  // The page of the warp's first tokens, and their way to the L2 cache while queries are staged.
+  // The warp's first token of a range, and its page.
   DEVICE_MEMBER int first_token(int first, int before) const {
     return (first + ((before + group) & 1)) * KV_BLOCK + 16 * warp;
   }
@@ -210,17 +209,17 @@ struct Scorer : Place {
     const i32* const pages = args.block_table + (i64)tile.sequence * args.table_stride;
     return ldg_i32(pages + max_i32(min_i32(first_token(first, before), tile.length - 1), 0) / BLOCK_SIZE);
   }
-  // KV blocks of a range: every other one from that on whose number is the warpgroup's.
+  // Processes every other KV block of a range, those with the warpgroup's parity.
   DEVICE_MEMBER void attend_range(const LatentArgs& args, const WorkTile& tile, int first, int count, int before) {
     int i = (before + group) & 1;
     if (i >= count) return;
     const i32* const pages = args.block_table + (i64)tile.sequence * args.table_stride;
     const int last = tile.length - 1;
-    int token = (first + i) * KV_BLOCK + 16 * warp;  // the warp's first
+    int token = (first + i) * KV_BLOCK + 16 * warp;  // the warp's first token
     auto page_of = [&](int at) { return ldg_i32(pages + min_i32(at, last) / BLOCK_SIZE); };
     PackedTokens tokens;
     tokens.load(args.pages + page_of(token) * args.page_stride, token % BLOCK_SIZE, lane);
-    i32 next = page_of(token + 2 * KV_BLOCK);  // not waited for
+    i32 next = page_of(token + 2 * KV_BLOCK);  // a load in flight
     for (; i < count; i += 2) {
       const int own = token - 16 * warp;
       token += 2 * KV_BLOCK;
@@ -232,8 +231,8 @@ struct Scorer : Place {
           [&] { tokens.load(from(), token % BLOCK_SIZE, lane); });
     }
   }
-  // Maxima and sums of what this thread block has of a work tile, by both warpgroups; units become what the output of a
-  // whole one is to be multiplied by.
+  // Called by both warpgroups: stores maxima and sums of a range. `unit` becomes the output factor of a whole work
+  // tile.
   DEVICE_MEMBER void store_states(const Results& to) {
     bar_sync(SCORERS, 256);
     catch_up();

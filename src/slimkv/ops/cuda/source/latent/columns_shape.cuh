@@ -1,4 +1,4 @@
-// Regions of shared memory of columns.cu, and what its warpgroups know of query rows, which are columns of products.
+// Shared memory of columns.cu, and the state of its query rows, which are columns of wgmmas.
 #pragma once
 #include "common/numbers.cuh"
 #include "latent/schedule.cuh"
@@ -7,23 +7,23 @@ constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64;  // of 64 dimensio
 constexpr int CHUNK = KV_BLOCK * 128, STAGE = CHUNKS * CHUNK;  // bytes
 constexpr int QUERY_CHUNK = ROWS * 128, PROBABILITIES = ROWS * 128;
 
-constexpr int OWN_CHUNKS = (CHUNKS + 1) / 2;  // of a warpgroup that multiplies values
+constexpr int OWN_CHUNKS = (CHUNKS + 1) / 2;  // per value warpgroup
 constexpr int ALL = 1, SCORERS = 2, TURN = 3, SCORER = 5, SUMS = 7;  // named barriers; TURN and SCORER have two each
-constexpr float LOWEST = -1e30f;  // the running maximum of a row that has seen nothing
+constexpr float LOWEST = -1e30f;  // the running maximum of a row without visible tokens so far
 static_assert(STAGES == 2 && ROWS % 8 == 0 && ROWS <= 32 && KV_BLOCK == 64 && CHUNKS >= ROPE_CHUNKS, "operands");
 
-typedef float Scores[ROWS / 2];  // of a lane: tokens g and g + 8, rows 8 j + 2 t and the next one
+typedef float Scores[ROWS / 2];  // of a lane: tokens g and g + 8, rows 8 j + 2 t and 8 j + 2 t + 1
 typedef float Output[OWN_CHUNKS][ROWS / 2];
 
 struct __attribute__((aligned(16))) Columns {
-  float pairs[ROWS / 2][4];  // units of two rows' scores, and their running maxima
-  float rope[ROWS];  // the unit of rope parts in units of latents
+  float pairs[ROWS / 2][4];  // for two rows: units of their scores, and running maxima
+  float rope[ROWS];  // the unit of rope parts relative to that of latents
   i32 visible_end[ROWS];
-  float seen[2][ROWS];  // maxima that the sums of a warpgroup's lanes are relative to
-  float by[STAGES][ROWS];  // what the output is to be multiplied by, where `raised`
+  float seen[2][ROWS];  // the maxima to which the sums in a warpgroup's lanes are relative
+  float by[STAGES][ROWS];  // rescaling factors of the output, valid if `raised`
   float of_warp[8][ROWS];
   i32 raised[STAGES];
-  i32 generation;  // of the maxima
+  i32 generation;  // incremented when maxima change
   i32 unused;
 
   DEVICE_MEMBER float& unit(int n) { return pairs[n / 2][n % 2]; }
@@ -37,14 +37,14 @@ constexpr int QUERIES_AT = 0, RING_AT = (CHUNKS + ROPE_CHUNKS) * QUERY_CHUNK,
 static_assert(ROPE_LEVELS_AT + 2 * R_LEVELS == SHARED_BYTES && 1 + OWN_CHUNKS <= 5 && sizeof(AnnouncedRanges) <= 48,
     "shared memory");
 
-// Shared memory and the place of a warp in it.
+// Shared memory and the position of a lane.
 struct Place {
   u8* shared;
-  int group, warp, lane;  // of the two that score or multiply values, and among its four warps
+  int group, warp, lane;  // group: 0 or 1 of the two warpgroups of a role; warp: in the warpgroup
 
   DEVICE_MEMBER Columns& columns() const { return *(Columns*)(shared + COLUMNS_AT); }
   DEVICE_MEMBER u64* full(int stage) const { return (u64*)(shared + BARRIERS_AT) + stage; }
-  // Of chunks 2 c and 2 c + 1.
+  // For chunks 2 c and 2 c + 1.
   DEVICE_MEMBER u64* empty(int stage, int c) const {
     return (u64*)(shared + BARRIERS_AT) + STAGES + stage * OWN_CHUNKS + c;
   }

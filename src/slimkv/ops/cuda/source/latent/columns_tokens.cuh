@@ -1,11 +1,11 @@
-// 16 tokens of a warp of columns.cu that scores: their codes in registers, and their scales.
+// The 16 tokens of a score warp of columns.cu: codes in registers, and scales.
 #pragma once
 #include "latent/wide_tokens.cuh"
 
 constexpr int PARTS = L_BITS > 4 && LD % 256 == 0 ? LD / 128 : 1, OF_PART = LATENT_SLICES / PARTS;  // of codes
 
-// A warp's 16 tokens as pages have them, of latents one part or two at a time. Loads have no conditions, which would
-// make them wait: what is beyond a sequence comes from any page, and no row sees it.
+// A warp's 16 packed tokens; of latents, one part or two at a time. Loads are unconditional, because conditions would
+// make them wait. Tokens beyond the sequence are from any page; no row sees them.
 struct PackedTokens {
   Codes<L_BITS, LATENT_SLICES, false, PARTS> latent[PARTS > 1 ? 2 : 1];
   RopeCodes rope;
@@ -15,7 +15,7 @@ struct PackedTokens {
   DEVICE_MEMBER void load(const u8* page, int place, int lane) {
     codes = page + place / 16 * L_TILE;
     rope.load(page + R_CODES + place / 16 * R_TILE, lane);
-    UNROLL_FOR (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
+    UNROLL_FOR (int i = 0; i < 2; i++) {  // not converted here, because that would wait for the loads
       const int token = place + (lane >> 2) + 8 * i;
       fields[i] = field_bits(page + L_FIELDS, token);
       rope_fields[i] = R_KIND == RAW ? 0 : field_bits(page + R_FIELDS, token);

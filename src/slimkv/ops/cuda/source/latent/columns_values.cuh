@@ -1,11 +1,11 @@
-// A warpgroup of columns.cu that multiplies values: every other 64 dimensions of the output.
+// A value warpgroup of columns.cu: every other 64 dimensions of the output.
 #pragma once
 #include "latent/columns_shape.cuh"
 #include "latent/results.cuh"
 #include "latent/wide_tokens.cuh"
 
 struct Multiplier : Place {
-  // Dimensions as rows, tokens 16 k and those behind it as columns.
+  // Issues the products of a KV block. A operand: dimensions x tokens 16 k .. 16 k + 15.
   DEVICE_MEMBER void start(Output& o, int number) const {
     const u64 values = smem_descriptor(stage(number % STAGES) + group * CHUNK, CHUNK);
     const u64 weights = smem_descriptor(probabilities(number % STAGES), 16);
@@ -14,12 +14,12 @@ struct Multiplier : Place {
     UNROLL_FOR (int c = 0; c < OWN_CHUNKS; c++) {
       UNROLL_FOR (int k = 0; k < KV_BLOCK / 16; k++)
         if (CHUNKS % 2 == 0 || 2 * c + group < CHUNKS)
-          WgmmaNarrow<ROWS, false>::transposed_a(o[c], descriptor_behind(values, 2 * c * CHUNK + k * 2048),
-              descriptor_behind(weights, k * 32));
+          WgmmaNarrow<ROWS, false>::transposed_a(o[c], advance_descriptor(values, 2 * c * CHUNK + k * 2048),
+              advance_descriptor(weights, k * 32));
       wgmma_commit();
     }
   }
-  // Gives back chunks from C on as their products end.
+  // Releases chunks from C on as their products finish.
   template <int C = 0> DEVICE_MEMBER void release(Output& o, int stage) const {
     if constexpr (C < OWN_CHUNKS) {
       wgmma_wait<OWN_CHUNKS - 1 - C>();
@@ -39,16 +39,16 @@ struct Multiplier : Place {
     for (int number = before; number < before + count; number++) {
       const int stage = number % STAGES;
       mbarrier_wait(full(stage), (u32)(number / STAGES & 1));
-      fence_proxy_async();  // between stores of those that score, which the barrier has ordered before it, and products
+      fence_proxy_async();  // orders the score warpgroups' stores, after the barrier, before wgmma
       if (shfl(columns().raised[stage], 0)) rescale(o, columns().by[stage]);
       start(o, number);
       release(o, stage);
     }
   }
-  // 8 dimensions side by side; of a whole work tile behind the sums of those that score.
+  // Stores the output, 8 adjacent dimensions at a time; WHOLE: after the score warpgroups have stored the normalisers.
   template <bool WHOLE> DEVICE_MEMBER void store(const Results& to, const Output& o) const {
     if (WHOLE) bar_sync(SUMS, 512);
-    const int lane = read_laneid();  // nothing that depends on it is computed before the products
+    const int lane = read_laneid();  // keeps dependent computations after the products
     UNROLL_FOR (int i = 0; i < ROWS / 2; i++) {
       const int n = i / 4 * 8 + 2 * (lane & 3) + i % 2;
       if (n >= to.tile.count) continue;

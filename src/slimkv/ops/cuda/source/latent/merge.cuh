@@ -1,17 +1,17 @@
-// Merges the partial results of work tiles that several thread blocks have and writes the output, as its own kernel.
+// A kernel that merges the partial results of work tiles that several thread blocks share, and writes the output.
 //
-// A thread block takes MERGE_DIMS dimensions of some rows of one work tile. args.merge_warps of its warps (a power of
-// two), as many as the device has room for, share the partial results of a row. A row waits for memory several times
-// and reads little: few blocks of many rows do that less often, and many warps go through a long row together.
+// A thread block merges MERGE_DIMS dimensions of some rows of one work tile. args.merge_warps of its warps (a power of
+// two, as many as fit the device) share the partial results of a row. Merging a row is bound by latency, not by
+// bandwidth, so a thread block has several rows, and several warps share rows with many partial results.
 //
-// Compile-time: MERGE_DIMS, MIN_MERGE_WARPS and MAX_MERGE_WARPS (of a thread block).
+// Defines: MERGE_DIMS, MIN_MERGE_WARPS and MAX_MERGE_WARPS (of a thread block).
 #pragma once
 #include "latent/results.cuh"
 
-constexpr int MERGE_AHEAD = 4;  // partial results that a warp has in flight
+constexpr int MERGE_AHEAD = 4;  // partial results that a warp prefetches
 static_assert(ROWS % MIN_MERGE_WARPS == 0, "rows of a thread block belong to one work tile");
 
-// Four dimensions of a lane, and those 128 further on.
+// A lane's dimensions of a partial result: four of each 128.
 struct PartialRow {
   static constexpr int WORDS = MERGE_DIMS / 128;
   Words4 words[WORDS];
@@ -28,13 +28,12 @@ struct PartialRow {
   }
 };
 
-// What makes a partial result relative to `highest`; one without a maximum is empty, or not a number.
+// The factor that rescales a partial result to maximum `highest`. One without a maximum is empty or NaN.
 DEVICE float factor_of(u32 row_max, float highest) {
   return as_float(row_max) == MINUS_INFINITY ? 1.0f : exp2_approx(as_float(row_max) - highest);
 }
 
-// The highest maximum of a row and its sum of probabilities; `states` gets every maximum and sum. All warps of a row
-// write the same.
+// The maximum and sum of a row; `states` receives those of all partial results. All its warps write the same values.
 struct RowState { float highest, row_sum; };
 DEVICE RowState merge_states(const float* from, Words2* states, int count, int lane) {
   RowState row = {MINUS_INFINITY, 0.0f};
@@ -55,14 +54,14 @@ KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
   const int warp = thread_index() / 32, lane = thread_index() & 31, warps_of_row = args.merge_warps;
   const int warps = max_i32(warps_of_row, MIN_MERGE_WARPS), rows = warps / warps_of_row;
   float* const sums = (float*)scratch;  // [warp, dimension]
-  float* const factors = sums + warps * MERGE_DIMS;  // [warp]: what a row's sums are multiplied by
+  float* const factors = sums + warps * MERGE_DIMS;  // [warp]: the normaliser of its row
   const int number = block_index() * rows * args.merge_rounds / ROWS, turn = warp % warps_of_row;
   Words2* const states = (Words2*)(factors + warps) + warp / warps_of_row * args.blocks;
   const int dim = MERGE_DIMS * block_index_y(), dims = min_i32(LD - dim, MERGE_DIMS);
   pdl_wait();
-  const TileParts parts = ((const TileParts*)args.tiles)[number];  // of work tiles that no query has, anything
+  const TileParts parts = ((const TileParts*)args.tiles)[number];  // undefined for work tiles without queries
   const bool by_block = merges_by_block(args);
-  if (args.direct && parts.count < 2) return;  // a whole work tile is in the output
+  if (args.direct && parts.count < 2) return;  // the output of a whole work tile is complete
   const WorkTile tile(args, by_block ? parts.sequence : number / args.row_tiles,
       by_block ? parts.tile : number % args.row_tiles);
 
@@ -73,7 +72,7 @@ KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
     const i64 first = (i64)parts.first * ROWS + n;
     const float* next = args.parts + (first + turn * ROWS) * LD + dim;
     int left = count - turn;
-    PartialRow ahead[MERGE_AHEAD];  // in flight while maxima are compared
+    PartialRow ahead[MERGE_AHEAD];  // loads in flight while maxima are compared
     auto load = [&](PartialRow& row) {
       row.load(next, lane, left > 0 ? dims : 0);
       next += warps_of_row * ROWS * LD, left -= warps_of_row;

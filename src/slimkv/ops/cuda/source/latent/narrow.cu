@@ -1,24 +1,23 @@
 // Attention of few query rows (queries x heads) on packed latents: scores from latents and rope parts, values from the
 // same latents.
 //
-// A thread block has up to 16 rows of a sequence and part of its tokens. Eight warps attend in two teams that alternate
-// between KV blocks. The warps of a third warpgroup issue bulk copies of the KV blocks into each team's ring in shared
-// memory. The warps of a team share the latent's dimensions equally, for scores and for values: each unpacks its codes
-// once, in the operand order of the scores, and transposes them for the values. A warp's scores are partial sums over
-// its own dimensions. They are added up in shared memory, 8 tokens per warp, and that warp computes the probabilities
-// for all.
+// A work tile has up to 16 rows of a sequence. Eight consumer warps form two teams that alternate between KV blocks. A
+// producer warpgroup issues bulk copies of KV blocks into each team's ring in shared memory. The warps of a team divide
+// the latent's dimensions equally, for scores and for values: each unpacks its codes once, in the operand order of the
+// scores, and transposes them for the values. A warp's scores are partial sums over its own dimensions. They are added
+// up in shared memory, 8 tokens per warp, and that warp computes these tokens' probabilities for the team.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 
 constexpr int TEAMS = 2, WARPS = 4;  // WARPS: of a team
-constexpr int CONSUMER_WARPS = TEAMS * WARPS, THREADS = 32 * (CONSUMER_WARPS + 4);  // one more warpgroup: the producer
+constexpr int CONSUMER_WARPS = TEAMS * WARPS, THREADS = 32 * (CONSUMER_WARPS + 4);  // and the producer warpgroup
 constexpr int TILE_COST = 4;
 #include "latent/merge.cuh"
 #include "latent/queries.cuh"
 #include "latent/narrow_consumer.cuh"
 
 constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
-constexpr int CONSUMERS = 1 + TEAMS;  // a named barrier; each team has one before it
+constexpr int CONSUMERS = 1 + TEAMS;  // a named barrier; those before it belong to the teams
 static_assert(ROWS == 16 && KV_BLOCK == 32, "operands");
 static_assert(sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT, "shared memory");
 
@@ -26,7 +25,7 @@ DEVICE void sync_consumers() { bar_sync(CONSUMERS, 32 * CONSUMER_WARPS); }
 
 // ---- queries --------------------------------------------------------------------------------------------------------
 
-// Row n of a work tile, by one warp, to fragments. Rows beyond the last are zeros and see nothing.
+// One warp: stages row n of a work tile in fragment order. Rows beyond the last are zeros and see no tokens.
 DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Query& query, int n, u8* shared) {
   auto place = [&](int at) {
     return at / 16 * 512 + (4 * (n % 8) + at % 8 / 2) * 16 + (n / 8 + 2 * (at % 16 / 8)) * 4 + at % 2 * 2;
@@ -53,10 +52,10 @@ DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Quer
 
 // ---- the ring -------------------------------------------------------------------------------------------------------
 
-// A region of the pages that one lane copies: codes of latents, of rope parts, then their scales.
+// The region of a page that one lane copies: codes of latents, codes of rope parts, or either's scales.
 struct Region {
   int from, to;  // offsets in a page and in a stage
-  int bytes;  // of a token
+  int bytes;  // per token
 };
 DEVICE Region region_of(int lane) {
   return {lane == 0   ? 0
@@ -72,7 +71,7 @@ DEVICE Region region_of(int lane) {
                       : 2};
 }
 
-// A warp that copies the KV blocks of a team to its ring.
+// One warp: copies the KV blocks of a team to its ring.
 DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* empty, int team, int lane) {
   constexpr int GRAIN = BLOCK_SIZE % KV_BLOCK ? 16 : KV_BLOCK;  // tokens that are contiguous in a page
   constexpr int REGIONS = R_KIND == RAW ? 3 : 4, GRAINS = KV_BLOCK / GRAIN, AHEAD = 32 / GRAINS;
@@ -112,7 +111,7 @@ DEVICE void copy_kv_blocks(const LatentArgs& args, u8* ring, u64* full, u64* emp
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
-// Both teams' results relative to the higher of their maxima; the first one adds up the output.
+// Rescales both teams' results to the higher of their maxima. Team 0 receives the sum of the outputs.
 DEVICE void combine_teams(Consumer& own, float (&highest)[2], float (&total)[2]) {
   const int g = own.g, t = own.t;
   UNROLL_FOR (int n = 0; n < 2; n++) {
@@ -126,7 +125,7 @@ DEVICE void combine_teams(Consumer& own, float (&highest)[2], float (&total)[2])
     float& most = highest[n];
     most = own.row_max[n], total[n] = 0.0f;
     UNROLL_FOR (int i = 0; i < TEAMS; i++) most = max_f32(most, memory_of(i, ROW_MAX_AT)[g + 8 * n]);
-    // Without a maximum there is nothing, or not a number.
+    // A team without a maximum has seen no tokens, or NaN.
     auto factor_of = [&](float row_max) { return row_max == LOWEST ? 1.0f : exp2_approx(row_max - most); };
     UNROLL_FOR (int i = 0; i < TEAMS; i++) {
       const float* all = memory_of(i, WARP_MAX_AT) + g + 8 * n;
@@ -155,7 +154,7 @@ DEVICE void combine_teams(Consumer& own, float (&highest)[2], float (&total)[2])
   sync_consumers();
 }
 
-// What this thread block has of a work tile.
+// Stores the results of a range.
 DEVICE void store_results(const Results& to, Consumer& own) {
   float highest[2], total[2];
   combine_teams(own, highest, total);
@@ -202,7 +201,7 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int team, int warp
     own.take_rows(tile);
     for (int i = range.first + team; i < last; i += TEAMS) own.attend(i);
     store_results(Results(args, range, tile), own);
-    sync_consumers();  // before the next range, and its queries
+    sync_consumers();  // before the next range and its queries
     if (thread_index() == 0) common->advance(args);
   }
 }

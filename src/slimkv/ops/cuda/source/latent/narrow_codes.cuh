@@ -1,12 +1,12 @@
-// Codes of latents and rope parts in narrow.cu: a KV block in shared memory to operands of products.
+// From codes of latents and rope parts in shared memory to MMA operands, for narrow.cu.
 #pragma once
 #include "latent/codes.cuh"
 
 constexpr int OWN = LATENT_SLICES / WARPS;  // slices of a warp
-constexpr bool BY_PAIRS = L_KIND == LLOYD && L_BITS == 4;  // levels are looked up, those of two codes at a time
-// Entries of the table of levels: of two 4-bit codes, of a byte with a 6-bit code and anything above it, of a code.
+constexpr bool BY_PAIRS = L_KIND == LLOYD && L_BITS == 4;  // levels are looked up in pairs
+// Entries of the LUT: for pairs of 4-bit codes, for bytes with a 6-bit code and undefined upper bits, or for codes.
 constexpr int ENTRIES = BY_PAIRS ? PAIR_ENTRIES : L_LEVELS && L_BITS == 6 ? 256 : L_LEVELS;
-constexpr int COPIES = 32;  // of a level, so that lanes do not wait for one another
+constexpr int COPIES = 32;  // one per lane, to avoid bank conflicts
 constexpr int TOKEN_TILES = KV_BLOCK / 16, OCTETS = KV_BLOCK / 8;
 
 // Regions of shared memory, one after the other: of a KV block, of a team, and of the thread block.
@@ -23,7 +23,7 @@ constexpr int QUERIES_AT = 0, ROPE_QUERIES_AT = 2 * ROWS * LD, ROWS_AT = ROPE_QU
               TEAMS_AT = OUTPUT_AT + 64 * LD;
 static_assert(TEAMS_AT + TEAMS * TEAM_BYTES == SHARED_BYTES, "shared memory");
 
-// Levels of the rope part, a copy for every lane.
+// The LUT of the rope part, one copy per lane.
 struct RopeLevels {
   u32 address;
   DEVICE_MEMBER u32 at(u32 word, int i) const {
@@ -31,19 +31,19 @@ struct RopeLevels {
   }
 };
 
-// Word i of a lane, of N in a plane.
+// Word i of the N words of a lane in a plane.
 template <int N> DEVICE u32 plane_word(const u8* plane, int lane, int i) {
   constexpr int QUADS = N & ~3, PAIRS = N & ~1;
   if (i < QUADS) return *(const u32*)(plane + 16 * (32 * (i / 4) + lane) + 4 * (i % 4));
   if (i < PAIRS) return *(const u32*)(plane + 128 * QUADS + 8 * lane + 4 * (i - QUADS));
   return *(const u32*)(plane + 128 * PAIRS + 4 * lane);
 }
-// Slice s in a plane of W bits, value n in the low bits of nibble n.
+// Slice s of a plane of W bits: value n is in the low bits of nibble n.
 template <int W, int SLICES> DEVICE u32 plane_nibbles(const u8* plane, int lane, int s) {
   const u32 word = plane_word<SLICES * W / 4>(plane, lane, s * W / 4);
   return W == 4 ? word : word >> (s * W % 4) & (W == 2 ? 0x33333333u : 0x11111111u);
 }
-// What Codes has as low(s) and high(s), from memory.
+// low(s) and high(s) of Codes, read from memory.
 template <int BITS, int SLICES> DEVICE void read_codes(const u8* tile, int lane, int s, u32& low, u32& high) {
   constexpr int FIRST = BITS >= 4 ? 4 : (BITS >= 2 ? 2 : 1), REST = BITS - FIRST;
   constexpr int TWO_AT = 32 * SLICES * FIRST, ONE_AT = TWO_AT + (REST >= 2 ? 64 * SLICES : 0);
@@ -66,7 +66,7 @@ constexpr bool WHOLE_WORDS = L_BITS == 8 ||
                                                   : 4) *
                 WARPS) ==
         0;
-// Codes of 16 tokens, in the slices of a warp.
+// The codes of 16 tokens in the slices of a warp.
 struct OwnCodes {
   Codes<L_BITS, LATENT_SLICES, false, WHOLE_WORDS ? WARPS : 1> codes;
   const u8* tile;
@@ -103,7 +103,7 @@ struct OwnCodes {
   }
 };
 
-// Rope parts of 8 tokens, the first or the last of 16 (`half`), as an operand. Pages have them dimensions x tokens.
+// Rope parts of the first or the last 8 of 16 tokens (`half`) as an operand. In pages they are dimensions x tokens.
 struct RopeOperand {
   Words4 quads[R_KIND != RAW && R_BITS == 8 ? ROPE_SLICES / 2 : 1];
   const u8* tile;
@@ -127,7 +127,7 @@ struct RopeOperand {
         codes.load(tile, lane);
         word = rope_code_bytes(codes.low(s), codes.high(s), half);
       }
-      // The bytes of a token's dimensions g and g + 8 move together: the lane gets 2 t, 2 t + 8, 2 t + 1, 2 t + 9.
+      // Transposes pairs of bytes, a token's dimensions g and g + 8: the lane gets 2 t, 2 t + 8, 2 t + 1, 2 t + 9.
       word = movmatrix_trans(word);
       if constexpr (R_KIND == FP8) {
         u32 v[4];
@@ -141,7 +141,7 @@ struct RopeOperand {
   }
 };
 
-// ---- tables of levels, by all threads of a block --------------------------------------------------------------------
+// ---- LUTs, filled by all threads of a block -------------------------------------------------------------------------
 
 DEVICE void fill_rope_levels(const float* levels, u8* to) {
   for (int i = thread_index(); i < R_LEVELS * COPIES; i += THREADS) ((u32*)to)[i] = f32_to_f16(levels[i / COPIES]);

@@ -1,17 +1,16 @@
-// A warp of narrow.cu that attends: a part of the latent's dimensions, for scores and for values.
+// A consumer warp of narrow.cu: scores and values for its part of the latent's dimensions.
 #pragma once
 #include "latent/narrow_codes.cuh"
 
-constexpr float SHIFT = BY_PAIRS ? 0.0f : OFFSET;  // what the operands have too much
-constexpr bool HELD = BY_PAIRS;  // queries stay in registers, of which other formats leave too few
-// Done between a barrier and the answer whether a maximum is raised, by measurement: slices transposed, probabilities
-// read.
+constexpr float SHIFT = BY_PAIRS ? 0.0f : OFFSET;  // the offset of levels in operands
+constexpr bool HELD = BY_PAIRS;  // queries stay in registers; other formats have too few
+// Work that hides the latency of reading whether a maximum is raised (measured): transposing slices, reading p.
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 constexpr int TRANSPOSED_EARLY = L_LEVELS ? 0 : min_of(R_KIND == RAW ? 3 : 4, OWN);
 constexpr bool READ_EARLY = !L_LEVELS && R_KIND != RAW;
-constexpr float MOST_PROBABILITY = 256.0f;  // by the running maximum so far
+constexpr float MOST_PROBABILITY = 256.0f;  // relative to the current running maximum
 constexpr float LEAST_SCALE = 9.094947e-13f;  // 2^-40
-constexpr float LOWEST = -1e30f;  // the maximum before the first score: any score is far above it
+constexpr float LOWEST = -1e30f;  // the initial maximum, far below any score
 
 struct __attribute__((aligned(16))) Row {
   float start, unit, rope_unit;
@@ -19,9 +18,9 @@ struct __attribute__((aligned(16))) Row {
 };
 
 typedef float Fragment[4];
-typedef u32 Levels[TOKEN_TILES][OWN][4];  // of 16 tokens each: tokens x dimensions, transposed later
+typedef u32 Levels[TOKEN_TILES][OWN][4];  // of 16 tokens each: tokens x dimensions, later transposed
 
-// Two tokens that a lane turns into probabilities, for rows g and g + 8: their fields, and what these mean.
+// The two tokens for which a lane computes probabilities of rows g and g + 8: as fields, and decoded.
 struct Fields { u32 latent, rope; };
 struct TokenPair {
   int token;
@@ -33,16 +32,15 @@ struct Consumer {
   u8* const shared;  // of the block
   u8* const mine;    // of the team
   const int team, warp, lane, g, t;
-  // Its 8 tokens: even lanes have those of their warp, odd ones those of the next, so that 16-byte units of
-  // the lanes fill the banks.
+  // The lane's group of 8 tokens: its warp's for even lanes, the next warp's for odd ones, to avoid bank conflicts.
   const int octet;
   const LevelTable levels;
   const RopeLevels rope_levels;
   int slot;
   u32 phase;
 
-  // Of a work tile: rows g and g + 8.
-  Words4 queries[OWN];  // of the own dimensions
+  // Per work tile, for rows g and g + 8.
+  Words4 queries[OWN];  // in the warp's dimensions
   float unit[2], rope_unit[2], start[2];
   int visible_end[2], clear_end, length;
   float row_max[2], row_sum[2];
@@ -57,7 +55,7 @@ struct Consumer {
   DEVICE_MEMBER void sync() const { bar_sync(1 + team, 32 * WARPS); }
   DEVICE_MEMBER u64* full() const { return (u64*)(mine + BARRIERS_AT) + slot; }
   DEVICE_MEMBER u64* empty() const { return full() + STAGES; }
-  // What warp w has of the scores of 8 tokens and rows 8 n to 8 n + 7.
+  // Warp w's partial scores of 8 tokens and rows 8 n to 8 n + 7.
   DEVICE_MEMBER Words2* scores(int eight, int w, int n) const {
     return (Words2*)(mine + SCORES_AT) + ((eight * WARPS + w) * 2 + n) * 32 + lane;
   }
@@ -69,7 +67,7 @@ struct Consumer {
     return mine + PROBABILITIES_AT + token_tile * 512 + 16 * lane;
   }
 
-  // Begins a work tile whose queries are in shared memory.
+  // Starts a work tile whose queries are in shared memory.
   DEVICE_MEMBER void take_rows(const WorkTile& work) {
     if constexpr (HELD)
       UNROLL_FOR (int i = 0; i < OWN; i++) queries[i] = query_of(i);
@@ -90,7 +88,7 @@ struct Consumer {
 
   // ---- scores -------------------------------------------------------------------------------------------------------
 
-  // Of the rope parts of the warp's 8 tokens.
+  // Scores of the rope parts of the warp's 8 tokens.
   DEVICE_MEMBER void score_rope(const u8* stage, Fragment& r) const {
     const RopeOperand rope(stage + ROPE_CODES_AT + warp / 2 * R_TILE, lane, octet % 2);
     UNROLL_FOR (int i = 0; i < ROPE_SLICES; i++) {
@@ -101,7 +99,7 @@ struct Consumer {
       else mma_f16(r, q.x, q.y, q.z, q.w, b[0], b[1]);
     }
   }
-  // Of the own dimensions, to shared memory; `kept`: the levels.
+  // Partial scores of the warp's dimensions, to shared memory; `kept` receives the levels.
   DEVICE_MEMBER void score_latents(const OwnCodes (&codes)[TOKEN_TILES], Levels& kept) const {
     Fragment s[OCTETS];
     UNROLL_FOR (int j = 0; j < OCTETS; j++) s[j][0] = 0.0f, s[j][1] = 0.0f, s[j][2] = 0.0f, s[j][3] = 0.0f;
@@ -117,7 +115,7 @@ struct Consumer {
     UNROLL_FOR (int j = 0; j < OCTETS; j++)
       UNROLL_FOR (int n = 0; n < 2; n++) *scores(j, warp, n) = {as_bits(s[j][2 * n]), as_bits(s[j][2 * n + 1])};
   }
-  DEVICE_MEMBER int place() const { return 8 * octet + 2 * t; }  // of the lane's tokens
+  DEVICE_MEMBER int place() const { return 8 * octet + 2 * t; }  // of the lane's tokens in the KV block
   DEVICE_MEMBER Fields read_fields(const u8* stage) const {
     return {*(const u32*)(stage + LATENT_FIELDS_AT + 2 * place()),
         R_KIND == RAW ? 0 : *(const u32*)(stage + ROPE_FIELDS_AT + 2 * place())};
@@ -133,15 +131,15 @@ struct Consumer {
   }
   DEVICE_MEMBER static float marked_scale(u32 field) { return field == INVALID_FIELD ? NOT_A_NUMBER : scale_of(field); }
 
-  // Frees the stage.
+  // Releases the stage.
   DEVICE_MEMBER void release() {
     if (warp == 0 && lane == 0) mbarrier_arrive(empty());
     slot++;
     if (slot == STAGES) slot = 0, phase ^= 1;
   }
 
-  // Adds up what the warps have of the lane's scores x, of two rows and two tokens, and masks them. Additions wait for
-  // one another: meanwhile levels of the last 16 tokens are transposed.
+  // Sums the warps' partial scores for the lane's two rows and two tokens, and masks them (x). Transposing levels of
+  // the last 16 tokens hides the latency of the additions.
   DEVICE_MEMBER void sum_scores(const Fragment& r, const TokenPair& pair, bool clear, Levels& kept,
       float (&x)[4]) const {
     UNROLL_FOR (int n = 0; n < 2; n++) {
@@ -167,20 +165,20 @@ struct Consumer {
 
   // ---- softmax ------------------------------------------------------------------------------------------------------
 
-  // Probabilities by the running maximum so far, which seldom rises. False if one is large.
+  // Probabilities relative to the current running maximum, which seldom rises. Returns false if one is too large.
   DEVICE_MEMBER bool exponentiate(const float (&x)[4], const TokenPair& pair, float (&sum)[2]) const {
     bool fine = true;
     UNROLL_FOR (int n = 0; n < 2; n++) {
       const float p = exp2_approx(x[2 * n] - row_max[n]), q = exp2_approx(x[2 * n + 1] - row_max[n]);
       sum[n] = p + q;
-      // What is not seen has probability zero, even if it is not a number.
+      // Masked tokens have probability zero, even if their scale is NaN.
       const float first = p > 0.0f ? p * pair.scale[0] : p, second = q > 0.0f ? q * pair.scale[1] : q;
       fine = fine && first <= MOST_PROBABILITY && second <= MOST_PROBABILITY;
       *(u32*)(probabilities(warp / 2) + octet % 2 * 8 + 4 * n) = pack_f16x2(first, second);
     }
     return fine;
   }
-  // Agrees with the other warps on a higher maximum and rescales.
+  // Raises the team's running maximum and rescales.
   DEVICE_MEMBER void raise_max(const float (&x)[4], const Fields& fields, int kv_block, float (&sum)[2]) {
     const TokenPair pair = token_pair(fields, kv_block);
     UNROLL_FOR (int n = 0; n < 2; n++) {
@@ -217,11 +215,11 @@ struct Consumer {
     OwnCodes codes[TOKEN_TILES];
     UNROLL_FOR (int i = 0; i < TOKEN_TILES; i++) codes[i].load(stage + i * L_TILE, lane, warp);
     Fragment r = {0.0f, 0.0f, 0.0f, 0.0f};
-    score_rope(stage, r);  // first: these products wait for one another
+    score_rope(stage, r);  // first, because these MMAs are dependent
     Levels kept;
     score_latents(codes, kept);
     const Fields fields = read_fields(stage);
-    sync();  // the stage has been read and all scores are there
+    sync();  // the stage has been read, and all partial scores are written
     release();
     const TokenPair pair = token_pair(fields, kv_block);
     float x[4], sum[2];
@@ -241,7 +239,7 @@ struct Consumer {
     UNROLL_FOR (int n = 0; n < 2; n++) row_sum[n] += sum[n];
     add_values(kept, p);
   }
-  // The own dimensions of all tokens, times probabilities; p: those of the first 16, if READ_EARLY.
+  // Adds probabilities times values in the warp's dimensions; p: probabilities of the first 16 tokens, if READ_EARLY.
   DEVICE_MEMBER void add_values(const Levels& kept, Words4 p) {
     UNROLL_FOR (int half = 0; half < TOKEN_TILES; half++) {
       if (half || !READ_EARLY) p = *(const Words4*)probabilities(half);

@@ -1,20 +1,20 @@
-// A query row from global memory to operands: halves scaled by a power of two (bfloat16 beside a bfloat16 rope part).
+// From a query row in global memory to operands: fp16 scaled by a power of two (bfloat16 for a bfloat16 rope part).
 #pragma once
 #include "common/rotation.cuh"
 #include "latent/codes.cuh"
 #include "latent/schedule.cuh"
 
-constexpr int LEAST = 60;  // exponent: what is smaller than 2^-67 counts as that
+constexpr int LEAST = 60;  // the exponent field of 2^-67, a lower bound
 
-// The exponent, as floats have it, of the largest of a row's numbers, lane, lane + 32, ...; LEAST at least.
+// The exponent field of a row's largest magnitude; at least LEAST. A lane has numbers lane, lane + 32, ...
 template <int DIM> DEVICE int exponent_of_row(const float (&x)[DIM / 32]) {
   float most = 0.0f;
   UNROLL_FOR (int i = 0; i < DIM / 32; i++) most = max_f32(most, as_float(as_bits(x[i]) & 0x7FFFFFFF));
   return min_i32(max_i32((int)(warp_max(as_bits(most)) >> 23), LEAST), 253);
 }
 
-// Row n of a work tile as it is in memory, in flight to a warp: two numbers of the latent side by side for every lane,
-// then 64 further on; of the rope part, numbers lane, lane + 32, ... Rows beyond the last are zeros.
+// Row n of a work tile as loaded: a lane has numbers 2 lane, 2 lane + 1 of every 64 of the latent, and numbers lane,
+// lane + 32, ... of the rope part. Rows beyond the last are zeros.
 struct RawQuery {
   static constexpr int PER_PAIR = Q_TYPE == FLOAT32 ? 2 : 1;  // words
   u32 latent[PER_PAIR * LD / 64], rope[RD / 32];
@@ -44,7 +44,7 @@ DEVICE float number_of(u32 bits, int type) {
   return type == FLOAT32 ? as_float(bits) : type == BFLOAT16 ? as_float(bits << 16) : f16_to_f32(bits & 0xFFFF);
 }
 
-// The same as numbers.
+// The same, converted to floats.
 struct Query {
   float x[LD / 32], y[RD / 32];
   int exponent, rope_exponent, lane;
@@ -58,13 +58,13 @@ struct Query {
                                         : number_of(raw.latent[i / 2] >> 16 * (i % 2), Q_TYPE);
     UNROLL_FOR (int i = 0; i < RD / 32; i++) y[i] = number_of(raw.rope[i], ROPE_TYPE);
     if (R_ROTATED) rotate<RD, 1>(y, args.rope_sign_bits, nullptr, nullptr, args.rope_norm, nullptr, lane);
-    // What is 2^40 times smaller than the rope part makes no difference; so one unit is in the range of the other.
+    // A latent part 2^40 times smaller than the rope part makes no difference. The bound limits the units' ratio.
     rope_exponent = exponent_of_row<RD>(y), exponent = max_i32(exponent_of_row<LD>(x), rope_exponent - 40);
   }
-  // What operands are to be multiplied by.
+  // The factors from operands to numbers.
   DEVICE_MEMBER float latent_unit() const { return as_float((u32)exponent << 23) * L_UNIT; }
   DEVICE_MEMBER float rope_unit() const { return BF16_ROPE ? R_UNIT : as_float((u32)rope_exponent << 23) * R_UNIT; }
-  // Calls put(column, bits), or put_pair(column, bits of that one and the next).
+  // Calls put(column, bits), or put_pair(column, bits of two columns).
   template <class F, class G> DEVICE_MEMBER void latent_operand(const F& put, const G& put_pair) const {
     const float down = as_float((u32)(254 - exponent) << 23);
     UNROLL_FOR (int i = 0; i < LD / 64; i++) {
@@ -74,7 +74,7 @@ struct Query {
       else put(place_of(d), pair & 0xFFFF), put(place_of(d + 1), pair >> 16);
     }
   }
-  // `by`: a power of two that bfloat16 is multiplied by.
+  // `by`: a power of two, the factor for bfloat16.
   template <class F> DEVICE_MEMBER void rope_operand(const F& put, float by = 1.0f) const {
     const float down = as_float((u32)(254 - rope_exponent) << 23);
     UNROLL_FOR (int i = 0; i < RD / 32; i++)
@@ -82,11 +82,11 @@ struct Query {
   }
 };
 
-// Row n of ROWS as an operand of WGMMA at `to`, by one warp: 64 dimensions side by side, those of the rope part behind
-// the latent's. Returns units of scores: of latents, in levels of `level_unit`, and of rope parts in units of those.
+// One warp: writes row n of ROWS as a wgmma operand at `to`, in chunks of 64 dimensions, first the latent's, then the
+// rope part's. Returns the units of scores: of latents with levels in `level_unit`, and of rope parts relative to that.
 struct Units { float latent, rope; };
 DEVICE Units stage_operand(const LatentArgs& args, const Query& query, int n, u8* to, float level_unit) {
-  const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // so that units are positive
+  const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // makes units positive
   const float latent = query.latent_unit() * (level_unit / L_UNIT), ratio = query.rope_unit() / latent;
   auto place = [&](int at) { return at / 64 * ROWS * 128 + n * 128 + ((at % 64 / 8 ^ (n & 7)) << 4) + at % 8 * 2; };
   query.latent_operand([&](int at, u32 bits) { *(u16*)(to + place(at)) = (u16)(bits ^ sign); },
@@ -95,8 +95,8 @@ DEVICE Units stage_operand(const LatentArgs& args, const Query& query, int n, u8
   return {latent * as_float(as_bits(args.scale) & 0x7FFFFFFF), ratio};
 }
 
-// Calls stage(query, n) for rows first, first + STRIDE, ..., with loads of COUNT rows in flight. They pass through the
-// registers of one row: unrolled code would run once and wait for its instructions.
+// Calls stage(query, n) for rows first, first + STRIDE, ..., with loads of COUNT rows in flight. Rows shift through the
+// registers of one row in a rolled loop, because unrolled code would run once and wait for instruction fetches.
 template <int STRIDE, int COUNT, class F>
 DEVICE void each_query(const LatentArgs& args, const WorkTile& tile, int first, int lane, const F& stage) {
 #pragma unroll 1

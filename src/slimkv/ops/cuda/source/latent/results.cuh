@@ -1,4 +1,4 @@
-// Where results of a range go: partial ones, which `merge` adds up, or the output, if the range is a whole work tile.
+// Stores the results of a range: to the output if the range is a whole work tile, otherwise as partial results.
 #pragma once
 #include "latent/format.cuh"
 #include "latent/schedule.cuh"
@@ -7,12 +7,12 @@ DEVICE void store_output(const LatentArgs& args, i64 at, float x) {
   if (OUT_TYPE == FLOAT32) ((float*)args.out)[at] = x;
   else ((u16*)args.out)[at] = (u16)(OUT_TYPE == BFLOAT16 ? f32_to_bf16(x) : f32_to_f16(x));
 }
-// Row n of a work tile in the output.
+// The offset of row n of a work tile in the output.
 DEVICE i64 output_row(const LatentArgs& args, const WorkTile& tile, int n) {
   const int query = (tile.first_row + n) / args.num_heads, head = tile.first_row + n - query * args.num_heads;
   return (tile.start + query) * args.out_stride + head * args.out_head_stride;
 }
-// What the sums of a row are to be multiplied by, and its log-sum-exp.
+// The normalising factor of a row's sums; and storing its log-sum-exp.
 DEVICE float normaliser(float row_sum) { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
 DEVICE void store_lse(const LatentArgs& args, const WorkTile& tile, int n, float row_max, float row_sum) {
   if (args.lse)
@@ -34,7 +34,7 @@ struct Results {
     if (whole) store_lse(args, tile, n, row_max, row_sum);
     else args.states[2 * (part + n)] = row_max, args.states[2 * (part + n) + 1] = row_sum;
   }
-  // Row n, and numbers of it, which are multiplied by its factor: one, or N = 2 or 4 side by side.
+  // The offset of row n; storing one number of a row, or N = 2 or 4 adjacent ones, already multiplied by its factor.
   DEVICE_MEMBER i64 row(int n) const {
     return whole ? ((i64)tile.start * args.num_heads + tile.first_row + n) * args.out_head_stride : (part + n) * LD;
   }

@@ -1,21 +1,21 @@
-// 16 single tokens of a warp of wide.cu, anywhere in pages of token rows (sparse attention): 4-bit codes and rope parts
-// of 16 bits in registers, and as rows of operands (tokens x 64 dimensions) in shared memory. A token is a row of
-// ROW_STRIDE bytes; the block table has its slot, and none where it is negative.
+// 16 single tokens per warp of wide.cu, anywhere in pages of token rows (sparse attention): 4-bit codes and 16-bit rope
+// parts in registers, then as rows of operands (tokens x 64 dimensions) in shared memory. A token is a row of
+// ROW_STRIDE bytes; the block table has its slot, or a negative number for no token.
 //
-// Halves of the dimensions are loaded as those of Tokens are.
+// As in Tokens, the two halves of the dimensions are loaded separately.
 #pragma once
 #include "latent/args.cuh"
 #include "latent/wide_tokens.cuh"
 
-// A lane has tokens g and g + 8 of the 16, and of every quarter of their dimensions the quarter number t.
+// Lane 4 g + t has tokens g and g + 8, and the t-th quarter of every quarter of their dimensions.
 struct RowTokens {
-  static constexpr int WORDS = LD / 128;  // of a quarter: 8 codes each, which make 16 bytes of an operand
-  static constexpr u32 SKIPPED = 0x10000;  // instead of a field
+  static constexpr int WORDS = LD / 128;  // per quarter: 8 codes each, which become 16 bytes of an operand
+  static constexpr u32 SKIPPED = 0x10000;  // in place of a field
   u32 latent[2][4][WORDS];
   Words4 rope[2][2];
   u32 fields[2];
   const u8* rows[2];  // of the tokens to load
-  i32 slots[2], ahead[2];  // theirs, and those of the tokens after them
+  i32 slots[2], ahead[2];  // of these tokens, and of the next ones
 
   DEVICE_MEMBER void look_ahead(const i32* table, int token, int length, int lane) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -23,7 +23,7 @@ struct RowTokens {
       ahead[i] = at < length ? ldg_i32(table + at) : -1;
     }
   }
-  // A skipped token has the codes of some other one, and its score is minus infinity.
+  // A skipped token loads the codes of slot 0, and its score is minus infinity.
   DEVICE_MEMBER void aim(const LatentArgs& args) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
       slots[i] = ahead[i];
@@ -32,7 +32,7 @@ struct RowTokens {
     }
   }
   DEVICE_MEMBER void load_rope(int lane) {
-    // The first half of an even token's rope part beside the second half of an odd one's: no bank is used twice.
+    // Even tokens load the first half of the rope part first, odd ones the second half, to avoid bank conflicts.
     const int at = 16 * ((lane & 3) + (lane & 4));
     UNROLL_FOR (int i = 0; i < 2; i++) {
       const int position = slots[i] % BLOCK_SIZE;
@@ -58,7 +58,7 @@ struct RowTokens {
   }
   DEVICE_MEMBER void load_second(int lane) { load_latents<2>(lane), load_latents<3>(lane); }
 
-  // In shared memory, 16 bytes are number (in their 128) ^ g of a row; rows of token i begin 1024 i behind the first.
+  // In shared memory, 16-byte unit u of a row is at u ^ g. The lane's second row is 1024 bytes after its first.
   DEVICE_MEMBER void unpack_rope(Table, const RopeLevels&, u32 to, TokenScales& scales, int first, int lane) {
     const int second = lane % 4;
     if (second < 2) {
@@ -69,19 +69,19 @@ struct RowTokens {
     }
     const u32 own = to + lane / 4 * 128 + (((lane & 3) + (lane & 4) ^ (lane >> 2)) << 4);
     UNROLL_FOR (int i = 0; i < 2; i++) {
-      if (fields[i] == SKIPPED) rope[i][0] = rope[i][1] = {0, 0, 0, 0};  // numbers, whatever the bytes are
+      if (fields[i] == SKIPPED) rope[i][0] = rope[i][1] = {0, 0, 0, 0};  // not NaN, whatever the bytes are
       if (i == 0) st_shared_words4<0>(own, rope[i][0]), st_shared_words4<0>(own ^ 64, rope[i][1]);
       else st_shared_words4<1024>(own, rope[i][0]), st_shared_words4<1024>(own ^ 64, rope[i][1]);
     }
   }
-  // Quarter Q: of token g (piece 0) and of token g + 8 (piece 1).
+  // Unpacks quarter Q of token g (piece 0) and of token g + 8 (piece 1).
   template <int Q, int FROM = 0, int TO = 2> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
     if constexpr (FROM == 0) unpack_token<Q, 0>(table, to, lane);
     if constexpr (TO == 2) unpack_token<Q, 1>(table, to, lane);
   }
   template <int Q, int I> DEVICE_MEMBER void unpack_token(Table table, u32 to, int lane) const {
     constexpr int UNIT = Q * (LD / 32), OFFSET = UNIT / 8 * 8192 + 1024 * I;
-    // Of four words, lanes 2 and 3 take the others of a pair first: they are 128 bytes behind lanes 0 and 1.
+    // With four words, lanes 2 and 3, which store 128 bytes after lanes 0 and 1, swap pairs to avoid bank conflicts.
     const int t = lane & 3, g = lane >> 2;
     const bool turned = WORDS == 4 && t >= 2;
     const u32 first = to + t * WORDS / 8 * 8192 + g * 128 + ((t * WORDS % 8 ^ g ^ (turned ? 2 : 0)) << 4);

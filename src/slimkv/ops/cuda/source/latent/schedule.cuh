@@ -4,7 +4,7 @@
 #pragma once
 #include "latent/args.cuh"
 
-// Query rows (query, head) from first_row on.
+// A work tile: `count` query rows (query, head) from first_row on.
 struct WorkTile {
   int sequence, first_row, start, queries, length;
   int count;  // of rows
@@ -26,7 +26,7 @@ struct WorkTile {
   }
 };
 
-// All work tiles of a sequence count as many KV blocks as its last one, and one at least: somebody writes its output.
+// All work tiles of a sequence count as many KV blocks as the last one, and at least one, so that outputs are written.
 struct Sequence { int tiles, kv_blocks; };
 DEVICE Sequence sequence_at(const LatentArgs& args, int b) {
   const int queries = ldg_i32(args.cu_seqlens_q + b + 1) - ldg_i32(args.cu_seqlens_q + b);
@@ -36,43 +36,43 @@ DEVICE Sequence sequence_at(const LatentArgs& args, int b) {
 }
 DEVICE Sequence from_lane(const Sequence& s, int lane) { return {shfl(s.tiles, lane), shfl(s.kv_blocks, lane)}; }
 
-// Fewer KV blocks of a thread block leave more to merge than they save.
+// With fewer KV blocks per thread block, merging costs more than splitting saves.
 constexpr int MIN_SHARE = KV_BLOCK < 64 ? 5 : 2;
 constexpr bool PAD_TILES = false;
 #include "common/schedule.cuh"
 DEVICE WorkCosts costs_of(const LatentArgs&) { return {TILE_COST, TILE_COST, MIN_SHARE, TILE_COST + 2}; }
 
-// Which work tiles `merge` looks at: that one, if any, which a thread block begins and others end, where work tiles are
-// more than thread blocks; otherwise all.
+// Whether `merge` visits only the work tiles that a thread block begins and another one ends, at most one per block: if
+// there are more work tiles than thread blocks. Otherwise it visits all work tiles.
 DEVICE bool merges_by_block(const LatentArgs& args) {
   return args.direct && args.num_seqs * args.row_tiles > args.blocks;
 }
 // An entry of args.tiles: a work tile and its partial results, `count` of them from `first` on.
 struct __attribute__((aligned(16))) TileParts { i32 sequence, tile, first, count; };
 
-// The ranges of a thread block, one after the other; range.b is -1 behind the last one.
+// The successive ranges of a thread block; range.b is -1 after the last one.
 struct WorkRanges {
   WorkRange range;
-  int left;  // positions from its first KV block on
+  int left;  // positions from the range's first KV block on
 
   DEVICE_MEMBER WorkRanges() {}
   DEVICE_MEMBER WorkRanges(const LatentArgs& args, int lane) {
     WorkPartition partition;
     take_first(args, lane, partition);
   }
-  // By a whole warp.
+  // Called by a whole warp.
   DEVICE_MEMBER void take_first(const LatentArgs& args, int lane, WorkPartition& partition) {
     range = first_range(args, block_index(), args.blocks, lane, partition, left);
     if (left <= 0) range.b = -1;
   }
   DEVICE_MEMBER void advance(const LatentArgs& args) {
-    left -= range.last - range.first + TILE_COST;  // with what the next work tile costs
+    left -= range.last - range.first + TILE_COST;  // and the cost of the next work tile
     if (left > 0) range = next_range(args, range, left);
     else range.b = -1;
   }
 };
 
-// The same; one thread of the block (`tells`) tells `merge` which work tiles the ranges begin.
+// The same; one thread of the block (`tells`) announces to `merge` the work tiles that the ranges begin.
 struct AnnouncedRanges : WorkRanges {
   int share;  // positions of a thread block
   bool tells;
@@ -89,7 +89,7 @@ struct AnnouncedRanges : WorkRanges {
     announce(args);
   }
   DEVICE_MEMBER void announce(const LatentArgs& args) const {
-    const int rest = range.s.kv_blocks - range.last;  // KV blocks of the thread blocks behind this one
+    const int rest = range.s.kv_blocks - range.last;  // KV blocks of later thread blocks
     const bool by_block = merges_by_block(args);
     if (!tells || range.b < 0 || range.first > 0 || (by_block && rest == 0)) return;
     TileParts* const entries = (TileParts*)args.tiles;
@@ -98,8 +98,8 @@ struct AnnouncedRanges : WorkRanges {
   }
 };
 
-// A range in shared memory, which one thread advances for all: the others have no registers to spare. Values broadcast
-// from one lane are known to be uniform, so descriptors stay in uniform registers.
+// Reads a range in shared memory, which one thread advances for all to save registers. The compiler knows that values
+// broadcast from one lane are uniform, so descriptors stay in uniform registers.
 DEVICE WorkRange broadcast(const WorkRange& range) {
   return {shfl(range.b, 0), shfl(range.tile, 0), shfl(range.number, 0), shfl(range.first, 0), shfl(range.last, 0),
       from_lane(range.s, 0)};

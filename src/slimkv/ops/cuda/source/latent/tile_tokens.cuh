@@ -1,13 +1,13 @@
-// 16 tokens of a tile, of a warp of wide.cu: their codes in registers, and as rows of operands (tokens x 64 dimensions)
+// 16 tokens of a tile per warp of wide.cu: their codes in registers, then as rows of operands (tokens x 64 dimensions)
 // in shared memory.
 //
-// Codes come in two halves of the dimensions; rope parts and scales belong to the first. While one half is unpacked,
-// the other is loaded into registers that were unpacked before. The compiler counts all loads together: what waits for
-// one waits for all, so loads of one half are issued when none of the other is under way.
+// Codes are loaded in two halves of the dimensions; rope parts and scales belong to the first. While one half is
+// unpacked, the other is loaded. All loads share a scoreboard, so waiting for one waits for all: loads of one half are
+// issued when none of the other is in flight.
 #pragma once
 #include "latent/wide_tokens.cuh"
 
-constexpr int QUARTER = LATENT_SLICES / 4;  // slices that are handed over together
+constexpr int QUARTER = LATENT_SLICES / 4;  // slices signalled together
 
 struct Tokens {
   Codes<L_BITS, LATENT_SLICES, false, 2> latent[2];
@@ -16,12 +16,11 @@ struct Tokens {
   const u8* codes;
   int left;  // tokens of the sequence from the first one on
 
-  // Loads have no conditions, which would make them wait: what is beyond a sequence comes from any page, and no row
-  // sees it.
+  // Loads are unconditional: conditions would make them wait. Tokens beyond the sequence, from any page, are masked.
   DEVICE_MEMBER void load_first(const u8* page, u32 place, int left_, int lane) {
     codes = page + place / 16 * L_TILE, left = left_;
     rope.load(page + R_CODES + place / 16 * R_TILE, lane);
-    UNROLL_FOR (int i = 0; i < 2; i++) {  // not converted here, which would wait for them
+    UNROLL_FOR (int i = 0; i < 2; i++) {  // not converted here, because that would wait for the loads
       const int token = place + (lane >> 2) + 8 * i;
       fields[i] = field_bits(page + L_FIELDS, token);
       rope_fields[i] = R_KIND == RAW ? 0 : field_bits(page + R_FIELDS, token);
@@ -30,19 +29,19 @@ struct Tokens {
   }
   DEVICE_MEMBER void load_second(int lane) { latent[1].load(codes, lane, 1); }
 
-  // Levels of rope parts to rows at `to` (shared memory), where 8 KiB have 64 dimensions of 64 tokens; and the scales
-  // of tokens `first` and those behind it.
+  // Writes levels of rope parts to rows at `to` (shared memory), where each 8 KiB has 64 dimensions of 64 tokens, and
+  // the scales of tokens from `first` on.
   DEVICE_MEMBER void unpack_rope(Table table, const RopeLevels& levels, u32 to, TokenScales& scales, int first,
       int lane) const {
     const int second = lane % 2, token = lane / 4 + 8 * second;
     const bool real = token < left;
-    // By all lanes, though two of four store it: a branch would have everything wait for it.
+    // All lanes compute the scale, though only two of four store it, because a branch would stall the warp.
     const TokenScale own(real ? second ? fields[1] : fields[0] : 0,
         real ? second ? rope_fields[1] : rope_fields[0] : 0);
     UNROLL_FOR (int s = 0; s < ROPE_SLICES; s++) rope.store(s, table, levels, to, lane);
     if (lane % 4 < 2) scales.put(first + token, own);
   }
-  // Levels of latents likewise: of quarter Q of the dimensions, the first slice (piece 0) and the others (piece 1).
+  // The same for latents: of quarter Q of the dimensions, the first slice (piece 0) and the rest (piece 1).
   template <int Q, int FROM = 0, int TO = 2> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
     const u32 row = operand_row(lane);
     UNROLL_FOR (int s = Q * QUARTER + FROM; s < Q * QUARTER + (TO == 2 ? QUARTER : TO); s++) {

@@ -1,11 +1,11 @@
 // Attention of many query rows (queries x heads) on packed latents, for sm_90a: scores from latents and rope parts,
 // values from the same latents.
 //
-// A thread block has up to 64 rows of a sequence and some of its tokens, in KV blocks of 64. One warpgroup unpacks a KV
-// block into shared memory as levels, which halves hold exactly, once for scores (tokens x dimensions) and for values,
-// which `wgmma` reads transposed; scores and probabilities are multiplied by the tokens' scales. Two warpgroups
-// multiply: each has half the dimensions of the output, and they take turns with the scores of KV blocks. Probabilities
-// go to the other one through shared memory.
+// A work tile has up to 64 rows of a sequence; KV blocks have 64 tokens. A producer warpgroup unpacks KV blocks into
+// shared memory as levels, which fp16 represents exactly. The same levels serve scores (tokens x dimensions) and
+// values, which `wgmma` reads transposed; scores and probabilities are multiplied by the tokens' scales. Each of two
+// consumer warpgroups has half the dimensions of the output. They alternate in computing the scores of KV blocks, and
+// exchange probabilities through shared memory.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 
@@ -14,12 +14,12 @@ constexpr int THREADS = 384, TILE_COST = 4;
 #include "latent/queries.cuh"
 #include "latent/wide_consumer.cuh"
 
-// With fewer registers for those that multiply, the compiler makes every product wait for the one before it.
+// With fewer registers for the consumers, the compiler serialises their wgmmas.
 constexpr int PRODUCER_REGISTERS = 104, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 static_assert(ROWS == 64 && KV_BLOCK == 64, "operands");
 static_assert(L_LEVELS == 0 && (HALF == 64 || HALF == 128 || HALF == 256), "latents that are not looked up");
 
-// Row n of a work tile, by one warp. Rows beyond the last are zeros and see nothing.
+// One warp: stages row n of a work tile. Rows beyond the last are zeros and see no tokens.
 DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Query& query, int n, u8* shared) {
   const Units units = stage_operand(args, query, n, shared + QUERIES_AT, LEVEL_UNIT);
   if (query.lane == 0) {
@@ -30,8 +30,9 @@ DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Quer
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
-// 16 rows of the output, from row `first` on, multiplied by `by`: through shared memory, in whole cache lines.
-constexpr int PASS = 32, PITCH = 4 * PASS + 32;  // dimensions at a time, and bytes of a row, for different banks
+// Stores 16 rows of the output, from row `first` on, multiplied by `by`: through shared memory, in whole cache lines.
+constexpr int PASS = 32,
+              PITCH = 4 * PASS + 32;  // dimensions per pass, and bytes per row, padded against bank conflicts
 static_assert(8 * 16 * PITCH <= STAGE, "queries leave room for passes of all warps");
 template <bool WHOLE>
 DEVICE void store_rows(const Results& to, const Output& o, int first, int dim, const float (&by)[2], u8* scratch,
@@ -58,7 +59,7 @@ DEVICE void store_rows(const Results& to, const Output& o, int first, int dim, c
   }
 }
 
-// What this thread block has of a work tile.
+// Stores the results of a range.
 DEVICE void store_results(const Results& to, Consumer& own, const Output& o) {
   const int thread = thread_index() % 128, t = own.lane & 3;
   UNROLL_FOR (int r = 0; r < 2; r++)
@@ -75,7 +76,8 @@ DEVICE void store_results(const Results& to, Consumer& own, const Output& o) {
     by[r] = to.factor(total) * LEVEL_UNIT;
   }
   const int first = 16 * own.warp, dim = own.group * HALF;
-  u8* const scratch = own.shared + QUERIES_AT + (4 * own.group + own.warp) * 16 * PITCH;  // all scores are there
+  u8* const scratch =
+      own.shared + QUERIES_AT + (4 * own.group + own.warp) * 16 * PITCH;  // no more scores read the queries
   if (to.whole) store_rows<true>(to, o, first, dim, by, scratch, own.lane);
   else store_rows<false>(to, o, first, dim, by, scratch, own.lane);
 }

@@ -1,14 +1,14 @@
-// A warpgroup of wide.cu that attends: scores of every other KV block, probabilities, and half of the output.
+// A consumer warpgroup of wide.cu: scores and probabilities of every other KV block, and half of the output dimensions.
 #pragma once
 #include "latent/wide_producer.cuh"
 
-constexpr int HALF = LD / 2;  // dimensions of a warpgroup
+constexpr int HALF = LD / 2;  // output dimensions of a warpgroup
 constexpr int PROBABILITIES_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the second warpgroup's probabilities have 2
 
 typedef float Output[HALF / 2];
 typedef u32 Probabilities[4][4];  // an operand for every 16 tokens
 
-// What makes scores of products of latents, the unit of rope parts in units of those, and which tokens a row sees.
+// A row's factor from products of latents to scores, the unit of rope parts relative to it, and the visible tokens.
 struct __attribute__((aligned(16))) Row {
   float unit, rope;
   i32 visible_end;
@@ -22,7 +22,7 @@ struct Consumer {
   int group, warp, lane;
   int before;  // KV blocks of earlier ranges
   int first, count;  // KV blocks of this range
-  int clear_end;  // tokens before it are seen by all rows
+  int clear_end;  // all rows see tokens before it
   float unit[2], rope[2];
   int visible_end[2];
   float row_max[2], row_sum[2];
@@ -38,25 +38,25 @@ struct Consumer {
   DEVICE_MEMBER const TokenScales& scales_of(int stage) const {
     return ((const TokenScales*)(shared + SCALES_AT))[stage];
   }
-  // Of the lane's tokens 8 j + 2 t and the next one.
+  // The scales of the lane's tokens 8 j + 2 t and 8 j + 2 t + 1.
   DEVICE_MEMBER Words2 pair_of(const float* scales, int j) const {
     return *(const Words2*)(scales + 8 * j + 2 * (lane & 3));
   }
 
-  // -- operands: queries and keys `bytes` behind their first, values of the own dimensions
+  // -- descriptors of operands, advanced by `bytes`; values: in the warpgroup's dimensions
   DEVICE_MEMBER u64 queries_at(int bytes) const {
-    return descriptor_behind(smem_descriptor(shared_address(shared + QUERIES_AT), 16), bytes);
+    return advance_descriptor(smem_descriptor(shared_address(shared + QUERIES_AT), 16), bytes);
   }
   DEVICE_MEMBER u64 keys_at(int stage, int bytes) const {
-    return descriptor_behind(smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE, 16), bytes);
+    return advance_descriptor(smem_descriptor(shared_address(shared + RING_AT) + stage * STAGE, 16), bytes);
   }
   DEVICE_MEMBER u64 values_at(int stage, int bytes) const {
     const u32 own = shared_address(shared + RING_AT) + stage * STAGE + group * (CHUNKS / 2) * CHUNK;
-    return descriptor_behind(smem_descriptor(own, CHUNK), bytes);
+    return advance_descriptor(smem_descriptor(own, CHUNK), bytes);
   }
 
   // -- scores
-  // Starts products of queries with the rope parts.
+  // Issues products of queries and rope parts.
   DEVICE_MEMBER void start_rope_scores(float (&s)[32], int stage) const {
     UNROLL_FOR (int i = 0; i < 32; i++) s[i] = 0.0f;
     wgmma_fence_operand(s);
@@ -67,7 +67,7 @@ struct Consumer {
     }
     wgmma_commit();
   }
-  // Those in units of the latents' scales.
+  // Converts them to units of the latents' scales.
   DEVICE_MEMBER void scale_rope_scores(float (&s)[32], int stage) const {
     const TokenScales& scales = scales_of(stage);
     wgmma_fence_operand(s);
@@ -79,7 +79,7 @@ struct Consumer {
     wgmma_fence_operand(s);
     wgmma_fence();
   }
-  // Starts products with quarter Q of the latents' dimensions, added to them.
+  // Issues products with quarter Q of the latents' dimensions, which are added to s.
   template <int Q> DEVICE_MEMBER void start_scores(float (&s)[32], int stage) const {
     UNROLL_FOR (int k = Q * QUARTER; k < (Q + 1) * QUARTER; k++) {
       const int at = k / 4 * CHUNK + k % 4 * 32;
@@ -89,7 +89,7 @@ struct Consumer {
   }
 
   // -- softmax
-  // Products to base-2 scores plus the logarithm of the token's scale, masked.
+  // Turns products into base-2 scores plus the logarithm of the token's scale, masked.
   DEVICE_MEMBER void scale_scores(float (&s)[32], const TokenScales& scales, int token) const {
     const int t = lane & 3;
     UNROLL_FOR (int j = 0; j < 8; j++) {
@@ -102,7 +102,7 @@ struct Consumer {
     UNROLL_FOR (int i = 0; i < 32; i++)
       if (token + 8 * (i / 4) + 2 * t + i % 2 >= visible_end[i / 2 % 2]) s[i] = MINUS_INFINITY;
   }
-  // Raises the running maxima of rows that are behind; `by`: what their output is to be multiplied by. Whether one is.
+  // Raises running maxima that lag; `by`: the rescaling factors of the output. Returns whether any was raised.
   DEVICE_MEMBER bool raise_max(const float (&s)[32], float (&by)[2]) {
     float wanted[2] = {MINUS_INFINITY, MINUS_INFINITY};
     UNROLL_FOR (int i = 0; i < 32; i++) wanted[i / 2 % 2] = max_f32(wanted[i / 2 % 2], s[i]);
@@ -117,7 +117,7 @@ struct Consumer {
     }
     return true;
   }
-  // Scores to probabilities in halves, times the tokens' scales. Whether a maximum was raised.
+  // Turns scores into fp16 probabilities times the tokens' scales. Returns whether a maximum was raised.
   DEVICE_MEMBER bool softmax(float (&s)[32], int stage, int token, float (&by)[2], Probabilities& p) {
     const TokenScales& scales = scales_of(stage);
     scale_scores(s, scales, token);
@@ -150,7 +150,7 @@ struct Consumer {
     fence_proxy_async();
     bar_arrive(PROBABILITIES_OF_FIRST + group, 256);
   }
-  // Waits for the other's probabilities and maxima; true if one of the maxima differs from ours.
+  // Waits for the other warpgroup's probabilities and maxima. Returns whether any maximum differs from ours.
   DEVICE_MEMBER bool receive(float (&by)[2]) {
     bar_sync(PROBABILITIES_OF_FIRST + 1 - group, 256);
     const float* maxima = (const float*)(shared + ROW_MAX_AT);
@@ -164,7 +164,7 @@ struct Consumer {
   }
 
   // -- output
-  // Starts products of the own probabilities, or of the other's, with the own dimensions of values.
+  // Issue products of this, or of the other warpgroup's probabilities with values in this warpgroup's dimensions.
   DEVICE_MEMBER void start_values(Output& o, const Probabilities& p, int stage) const {
     wgmma_fence_operand(o);
     wgmma_fence();
@@ -177,7 +177,7 @@ struct Consumer {
     wgmma_fence_operand(o);
     wgmma_fence();
     UNROLL_FOR (int k = 0; k < 4; k++)
-      Wgmma<HALF>::shared_a_across(o, descriptor_behind(probabilities, k * 32), values_at(stage, k * 2048));
+      Wgmma<HALF>::shared_a_across(o, advance_descriptor(probabilities, k * 32), values_at(stage, k * 2048));
     wgmma_commit();
   }
 
@@ -185,22 +185,22 @@ struct Consumer {
   DEVICE_MEMBER int stage_of(int i) const { return (before + i) % STAGES; }
   DEVICE_MEMBER void await(int stage, u32 turn, int part) const {
     mbarrier_wait(full + 5 * stage + part, turn);
-    fence_proxy_async();  // between stores of the producer, which the barrier has ordered before it, and products
+    fence_proxy_async();  // orders the producer's stores, after the barrier, before wgmma
   }
-  // The own dimensions; their other reader, of scores, was done before.
+  // Releases this warpgroup's dimensions of a stage; scores no longer read them.
   DEVICE_MEMBER void release(Output& o, int i) const {
     wgmma_fence_operand(o);
     if (lane == 0) mbarrier_arrive(empty + 3 * stage_of(i) + group);
   }
-  // Starts values of a KV block whose scores are the other's.
+  // Issues the value products of a KV block that the other warpgroup scored.
   DEVICE_MEMBER void attend_others(Output& o, int i) {
     float by[2];
     const bool raised = receive(by);
     rescale(o, raised, by);
     start_others_values(o, stage_of(i));
   }
-  // Half of an own KV block's scores; values of the other's, whose probabilities arrive meanwhile; the other half and
-  // own values. No product with the output is in flight when the output is rescaled.
+  // Issues half of the scores of an own KV block, then the values of the other warpgroup's, whose probabilities arrive
+  // meanwhile, then the other half and the own values. The output is rescaled only when no product adds to it.
   template <bool AFTER_OTHER> DEVICE_MEMBER void attend_own(Output& o, int i) {
     const int stage = stage_of(i), token = (first + i) * KV_BLOCK;
     const u32 turn = (u32)((before + i) / STAGES & 1);
@@ -245,7 +245,7 @@ struct Consumer {
     int i = group;
     if (group == 0 && count > 0) attend_own<false>(o, 0), i = 2;
     for (; i < count; i += 2) attend_own<true>(o, i);
-    if (i == count && count) {  // the last one is the other's
+    if (i == count && count) {  // the other warpgroup scores the last one
       attend_others(o, count - 1);
       wgmma_wait<0>();
       release(o, count - 1);

@@ -1,4 +1,4 @@
-// The warpgroup of wide.cu that unpacks KV blocks into stages of shared memory, for those that attend.
+// The producer warpgroup of wide.cu, which unpacks KV blocks into stages of shared memory.
 #pragma once
 #include "latent/row_tokens.cuh"
 #include "latent/schedule.cuh"
@@ -25,20 +25,20 @@ struct Producer {
   const RopeLevels rope_levels;
   const int warp, lane;
 
-  // The proxy fence is on the side of those that multiply: here it would wait for loads.
+  // The consumers execute the proxy fence, because here it would wait for loads.
   DEVICE_MEMBER void report(u64* to) const {
     sync_warp();
     if (lane == 0) mbarrier_arrive(to);
   }
 
-  // Stage `number` of all that this block fills. load_next() loads the first half of the next tokens.
+  // Unpacks KV block `number` of this thread block to its stage. load_next() loads the first half of the next tokens.
   template <class T, class F, class G>
   DEVICE_MEMBER void unpack(T& tokens, int number, const F& prefetch_next, const G& load_next) const {
     const int stage = number % STAGES;
     const u32 to = shared_address(ring) + stage * STAGE + warp * 2048, turn = (u32)(number / STAGES & 1) ^ 1;
     u64* const quarters = full + 5 * stage;
     u64* const free = empty + 3 * stage;
-    mbarrier_wait(free + ROPE_FREE, turn);  // long before the dimensions are free
+    mbarrier_wait(free + ROPE_FREE, turn);  // free long before the dimensions
     tokens.unpack_rope(args.table, rope_levels, to + CHUNKS * CHUNK, scales[stage], 16 * warp, lane);
     report(quarters + ROPE);
     mbarrier_wait(free, turn);
@@ -58,7 +58,7 @@ struct Producer {
     report(quarters + 3);
   }
 
-  // A range of single tokens; slots are looked up one KV block before.
+  // A range of single tokens (token rows). Slots are looked up one KV block ahead.
   DEVICE_MEMBER void run_rows(const i32* table, int length, int first, int last, int& number) const {
     RowTokens tokens;
     auto look_ahead = [&](int i) { tokens.look_ahead(table, i * KV_BLOCK + 16 * warp, length, lane); };
@@ -74,7 +74,7 @@ struct Producer {
   }
 
   DEVICE_MEMBER void run() const {
-    int number = 0;  // of the stages
+    int number = 0;  // of the KV block, over all ranges
     for (AnnouncedRanges ranges(args, lane, warp == 0 && lane == 0); ranges.range.b >= 0; ranges.advance(args)) {
       const WorkRange& range = ranges.range;
       const WorkTile tile(args, range.b, range.tile);
@@ -93,7 +93,7 @@ struct Producer {
         tokens.load_first(args.pages + page * args.page_stride, place_at(i), tile.length - token_of(i), lane);
       };
       load(page_of(first), first);
-      i32 page = page_of(first + 1);  // of the next KV block; not waited for
+      i32 page = page_of(first + 1);  // of the next KV block; a load in flight
       for (int i = first; i < last; i++, number++)
         unpack(
             tokens, number, [&] { prefetch_tokens(args.pages + page * args.page_stride, place_at(i + 1), lane); },

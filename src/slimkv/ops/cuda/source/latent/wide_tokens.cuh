@@ -1,11 +1,11 @@
-// 16 tokens of a warp of wide.cu and columns.cu: their scales, and what their codes mean.
+// The 16 tokens of a warp of wide.cu and columns.cu: their scales, and their levels.
 #pragma once
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 #include "latent/args.cuh"
 #include "latent/codes.cuh"
 
-// Levels of the rope part as halves side by side, one copy.
+// The LUT of the rope part: fp16 levels, one copy.
 struct RopeLevels {
   u32 address;
   DEVICE_MEMBER u32 at(u32 word, int i) const { return ld_shared_constant_half(dp4a_u8(word, 2u << (8 * i), address)); }
@@ -14,8 +14,8 @@ template <int THREADS> DEVICE void fill_rope_levels(const float* levels, u8* to)
   for (int i = thread_index(); i < R_LEVELS; i += THREADS) ((u16*)to)[i] = (u16)f32_to_f16(levels[i]);
 }
 
-// Of a token: the scale of the latent, its reciprocal and its base-2 logarithm, and the scale of the rope part in units
-// of the latent's. A scale of zero counts as a very small one; a marked token has the scale NaN.
+// A token's latent scale, its reciprocal and base-2 logarithm, and the rope part's scale relative to the latent's. A
+// scale of zero counts as a very small one; a marked token has scale NaN.
 struct TokenScale {
   float scale, inverse, log, rope;
 
@@ -28,7 +28,7 @@ struct TokenScale {
     scale = marked ? NOT_A_NUMBER : least, rope = rope_scale * inverse;
   }
 };
-// Those of a KV block.
+// The same for a KV block.
 struct __attribute__((aligned(16))) TokenScales {
   float scale[KV_BLOCK], inverse[KV_BLOCK], log[KV_BLOCK], rope[R_KIND == RAW ? 4 : KV_BLOCK];
 
@@ -38,13 +38,13 @@ struct __attribute__((aligned(16))) TokenScales {
   }
 };
 
-// Bytes of codes 0-3 and 4-7 of a slice, level + 63.5. The permutation makes zero of a 4-bit code with the highest bit
-// set, so that one table has the levels of codes without it and one those with it, and a byte is a sum. The sum runs as
-// a multiplication, which leaves more of the logic units to the permutations.
+// The levels of codes 0-3 and 4-7 of a slice as bytes, level + 63.5. The permutation yields zero for a 4-bit code with
+// the highest bit set (its sign mode), so a byte is the sum of two lookups: of codes without that bit and of codes with
+// it. The sum is computed as a multiply-add, which leaves the logic units to the permutations.
 DEVICE void level_bytes(u32 codes, Table table, u32& first, u32& second) {
   if constexpr (L_BITS == 4) {
     const Table negative = {table.low ^ table.signs, table.high ^ table.signs}, positive = {~table.low, ~table.high};
-    const u32 one = (table.signs & 0xFF) - 127, others = codes ^ 0x88888888u;  // one: not known to the compiler
+    const u32 one = (table.signs & 0xFF) - 127, others = codes ^ 0x88888888u;  // one: unknown to the compiler
     auto bytes = [&](int from) {
       return prmt(negative.low, negative.high, codes >> from) * one + prmt(positive.low, positive.high, others >> from);
     };
@@ -54,8 +54,8 @@ DEVICE void level_bytes(u32 codes, Table table, u32& first, u32& second) {
   }
 }
 
-// A slice of 16 tokens as latent_matrices makes it, in units of LEVEL_UNIT and without OFFSET. Bytes as halves are
-// denormal: such a number of 2^-24, less 63.5 of them, times 2^15.
+// A slice of 16 tokens like latent_matrices, in units of LEVEL_UNIT and without OFFSET. A byte x in a half is the
+// denormal number 2^-24 x; the result is 2^15 * 2^-24 (x - 63.5).
 constexpr float LEVEL_UNIT = IN_BYTES ? 512.0f * L_UNIT : L_UNIT;
 DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4], const LevelTable& levels = {0}) {
   if constexpr (IN_BYTES) {
@@ -69,7 +69,7 @@ DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4], const Le
   }
 }
 
-// Of a lane, in an operand of 16 rows; slice s of 64 dimensions is at this ^ 32 s.
+// A lane's offset in an operand of 16 rows; slice s of 64 dimensions is at operand_row ^ 32 s.
 DEVICE u32 operand_row(int lane) { return lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4); }
 
 struct RopeCodes {
@@ -85,8 +85,8 @@ struct RopeCodes {
       UNROLL_FOR (int i = 0; i < WORDS; i++) words[i] = rope_code_bytes(codes.low(i / 2), codes.high(i / 2), i % 2);
     }
   }
-  // Slice s to rows of an operand at `to` (shared memory), where 8 KiB have 64 dimensions of 64 tokens. Pages have it
-  // dimensions x tokens; a word of raw ones has dimensions g and g + 8 of a token, which are two rows of a matrix.
+  // Stores slice s to rows of an operand at `to` (shared memory), where each 8 KiB has 64 dimensions of 64 tokens. In
+  // pages it is dimensions x tokens; a raw word has dimensions g and g + 8 of a token, which are two rows of a matrix.
   DEVICE_MEMBER void store(int s, Table table, const RopeLevels& levels, u32 to, int lane) const {
     const u32* const w = words + (R_KIND == RAW ? 4 : 2) * s;
     to += s / 4 * 8192;
@@ -102,7 +102,7 @@ struct RopeCodes {
   }
 };
 
-// 16 tokens of a page from `place` on, to the L2 cache.
+// Prefetches 16 tokens of a page, from `place` on, to L2.
 DEVICE void prefetch_tokens(const u8* page, u32 place, int lane) {
   if (128 * lane < L_TILE) prefetch_l2(page + place / 16 * L_TILE + 128 * lane);
   if (128 * lane < R_TILE) prefetch_l2(page + R_CODES + place / 16 * R_TILE + 128 * lane);

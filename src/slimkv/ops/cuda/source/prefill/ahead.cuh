@@ -1,14 +1,14 @@
-// Unpacks the tiles of later blocks into the workspace, with warps that have nothing else to do (AHEAD).
+// Unpacks the tiles of later thread blocks into the workspace, in otherwise idle warps (AHEAD).
 //
-// A launch before this one (unpack.cu) unpacks the first `lead` items (args.cuh). Each other item is unpacked by the
-// blocks of the item `lead` before it, each block taking a share of the tiles. The workspace holds `slots` items, more
-// than `lead`: the tiles of an item replace those of the item `slots` before it, once all blocks have attended these. A
-// block therefore waits only for blocks of lower number, which have already started.
+// An earlier launch (unpack.cu) unpacks the first `lead` items (args.cuh). Item i + lead is unpacked by the blocks of
+// item i, each of which takes a share of the tiles. The workspace holds `slots` items, more than `lead`: an item
+// replaces the item `slots` before it, once all blocks of that have finished. A block therefore waits only for blocks
+// of lower index, which have already started.
 #pragma once
 #include "prefill/unpacker.cuh"
 #include "prefill/work.cuh"
 
-// How many blocks attend the queries of a sequence.
+// The number of blocks that attend the queries of a sequence.
 DEVICE int blocks_of(const PrefillArgs& args, const Work& w) {
   const int queries_of_block = ROWS / args.group_size;
   return (w.s.queries + queries_of_block - 1) / queries_of_block;
@@ -18,7 +18,7 @@ DEVICE void wait_until(const i32* count, int enough) {
   while (ld_acquire(count) < enough) sleep_ns(200);
 }
 
-// Warp `warp` of three unpacks its part of the block's share of a later item.
+// Warp `warp` of three: unpacks its part of the block's share of a later item.
 DEVICE void unpack_share(const PrefillArgs& args, const Work& block, const Levels& levels, int warp, int lane) {
   const int shares = blocks_of(args, block), share = block.first / (ROWS / args.group_size),
             item = item_of(block) + args.lead;
@@ -28,7 +28,7 @@ DEVICE void unpack_share(const PrefillArgs& args, const Work& block, const Level
     wait_until(args.attended + item - args.slots, blocks_of(args, before));
   }
   const Work w = find_item(args, item, block.present, lane);
-  // Groups of 16 tokens, side by side, so that the warps of all shares have as many.
+  // Work is divided in groups of 16 tokens, so that all warps have equally much.
   const int first = GROUPS_OF_TILE * w.origin, groups = GROUPS_OF_TILE * end_tile_of(w) - first;
   const int of_share = (groups + shares - 1) / shares, begin = min_i32(groups, share * of_share),
             count = min_i32(of_share, groups - begin);
@@ -43,14 +43,13 @@ DEVICE void unpack_share(const PrefillArgs& args, const Work& block, const Level
   }
 }
 
-// One thread: until all tiles of the block's item are there, for the copy engine.
+// One thread: waits until all tiles of the block's item are visible to bulk copies.
 DEVICE void wait_for_tiles(const PrefillArgs& args, const Work& w, int item) {
   wait_until(args.unpacked + item, GROUPS_OF_TILE * (end_tile_of(w) - w.origin));
   fence_proxy_async_global();
 }
 
-// Runs in the same thread after it has issued all copies: waits until the tiles are in shared memory, and then frees
-// them in the workspace.
+// The same thread, after issuing all copies: waits until tiles are in shared memory, then releases the workspace.
 DEVICE void release_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, int item) {
   for (int i = max_i32(0, w.count - STAGES); i < w.count; i++) {
     mbarrier_wait(rings.keys_full + i % STAGES, i / STAGES & 1);

@@ -1,14 +1,14 @@
 // The argument of the prefill kernels, and the items of the workspace.
 //
-// An item is a sequence and a KV head. Items of a pass are numbered in the order in which blocks attend them: head by
-// head, the last sequence first.
+// An item is a KV head of a sequence. Items of a pass are numbered in the order in which thread blocks attend them:
+// head by head, the last sequence first.
 #pragma once
 #include "common/codes.cuh"
 #include "prefill/tiles.cuh"
 
 enum Aligned { ALIGNED_OUTPUT = 1, ALIGNED_QUERIES = 2 };
 
-// FUSED: what `merge` adds up, from block x of `attend` on: `splits` blocks of these queries and this head, or none.
+// FUSED: for block x of `attend`, the states that `merge` merges: `splits` blocks from x on (0: none), for one head.
 struct MergedSplits { i32 start, queries, head, first, splits; };
 
 struct PrefillArgs {
@@ -18,55 +18,55 @@ struct PrefillArgs {
   TileScale* tile_scales;
   const i32* seq_lens;
   const i32* cu_seqlens_q;
-  const float* sinks;  // of heads, or of queries and heads for centred keys; or null
-  const float* score_shift;  // SCORE_SHIFT: of queries and heads
+  const float* sinks;  // per head or, for centred keys, per query and head; or null
+  const float* score_shift;  // SCORE_SHIFT: per query and head
   void* out;
   float* lse;  // or null
-  float* state;  // HANDS_ON, between passes, or of splits: [PLACES / 2 + 4, blocks, 2 ROWS]
-  MergedSplits* merged;  // of each of `blocks`
+  float* state;  // softmax state, HANDS_ON between passes or of splits: [PLACES / 2 + 4, blocks, 2 ROWS]
+  MergedSplits* merged;  // one per block
   i64 query_stride, query_head_stride, out_stride, out_head_stride;
-  i64 sink_stride;  // from query to query: 0, or heads
-  float scale;  // of scores, times log2(e)
+  i64 sink_stride;  // between queries: 0 or the number of heads
+  float scale;  // softmax scale times log2(e)
   float softcap;  // times log2(e)
   float key_norm, value_norm;
   u32 key_sign_bits[8], value_sign_bits[8];
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
-  i32 query_blocks, section;  // of the grid: blocks of queries, and KV heads that are attended at the same time
-  i32 first_tile, tiles;  // of this pass, likewise
-  i32 first_rank, ranks;  // of this pass: sequences, of those that are prefilled
+  i32 query_blocks, section;  // of the grid: query blocks, and KV heads attended concurrently
+  i32 first_tile, tiles;  // of this pass: the first tile of each sequence, and their number
+  i32 first_rank, ranks;  // of this pass: the first prefilled sequence, and their number
   i32 first_pass, last_pass;  // HANDS_ON
-  i32 blocks;  // FUSED: that share the keys of all work tiles (split.cuh); 0: one for each work tile
-  i32 aligned;  // Aligned: what can be loaded, or stored, 16 bytes at a time
-  i32 slots;  // items that the workspace has room for
-  // To unpack:
+  i32 blocks;  // FUSED: thread blocks of split-KV (split.cuh); 0: one per work tile
+  i32 aligned;  // enum Aligned: tensors that allow 16-byte accesses
+  i32 slots;  // items that fit the workspace
+  // For unpacking:
   const u8* pages;
   const i32* block_table;
   const float* key_levels;  // by code
   const float* value_levels;
   i64 page_stride, page_head_stride, table_stride;
   Table key_table, value_table;  // twice the magnitudes of levels of up to 4 bits; EIGHT_BIT: see unpack_bytes.cuh
-  float value_factor;  // EIGHT_BIT: what levels of values were multiplied by
+  float value_factor;  // EIGHT_BIT: the factor in the table of values' levels
   const u16* key_signs;  // bf16 [D, D], the rotation's entries +-1
   const u16* value_signs;
   // AHEAD:
   i32* unpacked;  // groups of 16 tokens of each item
-  i32* attended;  // blocks that have attended each item
-  i32 lead;  // items that are unpacked before the first block
+  i32* attended;  // blocks that have finished each item
+  i32 lead;  // items unpacked before the first block
 };
 
-// The work of a block.
+// The work tile of a thread block.
 struct Work {
   PrefillSequence s;
   int sequence, head, first;  // query
-  int tile, count;  // the last tile and how many there are
-  int origin;  // the first tile that a query of the sequence sees
-  int clear_begin, clear_end;  // tokens that all queries see
-  int end;  // of those that some query sees
+  int tile, count;  // the last tile, and the number of tiles
+  int origin;  // the first tile that any query of the sequence sees
+  int clear_begin, clear_end;  // tokens that all queries of the block see
+  int end;  // of the tokens that some query of the block sees
   int present;  // sequences of this pass
-  int split, splits;  // FUSED: which part of the keys this is, and of how many
+  int split, splits;  // FUSED: the split of the keys, and the number of splits
 };
 
-// How many of the sequences that are prefilled are of this pass.
+// The number of prefilled sequences in this pass.
 DEVICE int present_of(const PrefillArgs& args, int lane) {
   return min_i32(args.ranks,
       prefilled_before(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, lane) - args.first_rank);
@@ -78,12 +78,12 @@ DEVICE int origin_of(const PrefillArgs& args, const PrefillSequence& s) {
 
 DEVICE int item_of(const Work& w) { return w.head * w.present + w.present - 1 - w.s.rank; }
 
-// Where the workspace would have tile 0 of an item.
+// The index in the workspace of tile 0 of the sequence, which may precede the stored tiles.
 DEVICE i64 tiles_of(const PrefillArgs& args, const Work& w) {
   return (i64)(item_of(w) % args.slots) * args.tiles - w.origin - args.first_tile;
 }
 
-// The sequence and the head of an item that there is.
+// The sequence and the head of an existing item.
 DEVICE Work find_item(const PrefillArgs& args, int item, int present, int lane) {
   Work w;
   w.head = item / present, w.present = present;

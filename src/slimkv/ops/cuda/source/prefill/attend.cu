@@ -1,10 +1,10 @@
 // Attention of many queries per sequence on unpacked keys and values (tiles.cuh), for sm_90a.
 //
-// A block has 64 CONSUMERS ROW_BLOCKS query rows (queries x heads of a group) of one KV head and visits its tiles from
-// last to first. One warp copies tiles into two rings in shared memory, or (FUSED) warpgroups unpack them there from
-// their pages. Warpgroups of 64 rows each multiply, and keep scores, probabilities and output in registers. A warpgroup
-// issues the scores of the next tile and the output of this one before the softmax of the next, which overlaps the
-// output's products.
+// A thread block has 64 CONSUMERS ROW_BLOCKS query rows (queries x heads of a group) of one KV head and visits its
+// tiles from last to first. One thread copies tiles into two rings in shared memory, or (FUSED) producer warpgroups
+// unpack them there from their pages. Consumer warpgroups of 64 rows per row block keep scores, probabilities and
+// output in registers. As in FlashAttention-3, a warpgroup issues the scores of the next tile and the output of the
+// current one before the softmax of the next tile, which overlaps the products of the output.
 #include "common/hopper.cuh"
 #include "prefill/rows.cuh"
 #if EIGHT_BIT
@@ -13,7 +13,7 @@
 #include "prefill/sixteen_bit.cuh"
 #endif
 
-// Operands of the warpgroup's products.
+// Makes the queries visible to the warpgroup's wgmmas.
 DEVICE void queries_are_written(int warpgroup) {
   fence_proxy_async();
   bar_sync(1 + warpgroup, 128);
@@ -26,7 +26,7 @@ DEVICE void queries_are_written(int warpgroup) {
 #endif
 
 #if !FUSED
-// One thread: copies every tile, in the order in which they are used.
+// One thread: copies all tiles in the order of their use.
 DEVICE void copy_tiles(const PrefillArgs& args, const Work& w, const Rings& rings) {
   const i64 row = tiles_of(args, w);
 #if AHEAD

@@ -1,9 +1,9 @@
-// The rows of a warpgroup, before, between and after their tiles. Include it after the header of the products, whose
+// The query rows of a warpgroup: prologue, tiles, epilogue. Include it after the header with the products, whose
 // softmax and attend_tiles it uses.
 #pragma once
 #include "prefill/rows.cuh"
 
-// A lane's state of rows g and g + 8 of a block of 64.
+// A lane's state of rows g and g + 8 of a row block.
 struct LaneRows {
   Visible visible;
   Softmax softmax;
@@ -31,10 +31,10 @@ DEVICE LaneRows prepare_lane_rows(const PrefillArgs& args, const Work& w, u8* op
   return lane_rows;
 }
 
-// Number i of a lane's in row r of its two.
+// The accumulator index of a lane's output i in row r.
 constexpr int output_of(int i, int r) { return 4 * (i / 2) + 2 * r + i % 2; }
 
-// A row of output that a lane's quad has. `row_sum`: of the lane; `scratch`: of the warp.
+// Normalises and stores the output row of a lane's quad. `row_sum`: of the lane; `scratch`: of the warp.
 DEVICE void store_lane_row(const PrefillArgs& args, const Row& row, float (&x)[OWN], float row_max, float row_sum,
     u8* scratch, int lane) {
   float by = 1.0f;
@@ -49,10 +49,10 @@ DEVICE void store_lane_row(const PrefillArgs& args, const Row& row, float (&x)[O
     args.lse[row.query * args.num_kv_heads * args.group_size + row.head] = log_sum_exp(row_max, row_sum);
 }
 
-// Both rows of a lane, of products that have ended.
+// Stores both output rows of a lane.
 DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softmax& softmax, const float (&o)[OUTPUTS],
     u8* operand, int row_block, int warpgroup, int warp, int lane) {
-  if (!POWER_OF_TWO_D) bar_sync(1 + warpgroup, 128);  // nobody needs queries any more, whose place rows go through
+  if (!POWER_OF_TWO_D) bar_sync(1 + warpgroup, 128);  // rows pass through the memory of queries
   UNROLL_FOR (int r = 0; r < 2; r++) {
     float x[OWN];
     UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = o[output_of(i, r)] * softmax.output_factor();
@@ -61,8 +61,8 @@ DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softma
   }
 }
 
-// Output, maximum and sum of rows, handed on from pass to pass (HANDS_ON), or of a split: a lane's numbers lie a stride
-// apart.
+// The state (output, maximum and sum) of rows, handed on between passes (HANDS_ON) or of a split. A lane's numbers are
+// `stride` apart.
 struct PassState {
   float* mine;
   i64 stride;
@@ -80,7 +80,7 @@ struct PassState {
     UNROLL_FOR (int r = 0; r < 2; r++)
       mine[(OUTPUTS + r) * stride] = softmax.row_max[r], mine[(OUTPUTS + 2 + r) * stride] = softmax.row_sum[r];
   }
-  // Row r of `splits` blocks from this one on, added up.
+  // Merges row r of `splits` blocks from this one on.
   DEVICE_MEMBER void add_splits(int splits, int r, float (&x)[OWN], float& row_max, float& row_sum) const {
     const float* from = mine + 2 * r * stride;
     row_max = MINUS_INFINITY, row_sum = 0.0f;
@@ -98,8 +98,8 @@ struct PassState {
   }
 };
 
-// Block of rows b of a warpgroup is its share of the b-th CONSUMERS blocks, so that few rows leave the last blocks of
-// all warpgroups empty.
+// Attends the rows of a warpgroup. Its row block b is row block CONSUMERS b + warpgroup of the thread block, so that
+// few rows leave the last row blocks of all warpgroups empty.
 DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operands, int warpgroup,
     int lane) {
   const int warp = thread_index() / 32 % 4;

@@ -1,9 +1,9 @@
-// Rows of head sizes that are a small core size (ROTATION_CORE) times a power of two: dimension ROTATION_CORE v + b is
-// element b of vector v. The tensor cores multiply by the core, 8 rows at a time; additions do the rest.
+// Query and output rows for head sizes that are a small core size (ROTATION_CORE) times a power of two: dimension
+// ROTATION_CORE v + b is element b of vector v. Tensor cores multiply 8 rows by the core, and additions do the rest.
 #pragma once
 #include "prefill/work.cuh"
 
-// Where a dimension is among the places of keys and of values (tiles.cuh).
+// The place of a dimension in keys and in values (tiles.cuh).
 DEVICE int key_place(int d) {
   const int in_slice = (d & 8) >> 1 | (d & 1) << 1 | (d & 16) >> 4, t = (d & 6) >> 1;
   return d / 64 * 64 + in_slice + (!FUSED ? 8 * t + (d & 32) : d / 64 < WHOLE_HALVES ? 16 * t + (d & 32) / 4 : 8 * t);
@@ -15,7 +15,7 @@ DEVICE int value_place(int d) {
 
 DEVICE float sign_of(float x, const u32* bits, int d) { return signed_by(x, bits[d / 32], d % 32); }
 
-// A lane's part of a row: values 8 n + 2 t and 8 n + 2 t + 1 of every vector, where they exist.
+// A lane's part of a row: elements 8 n + 2 t and 8 n + 2 t + 1 of every vector, if they exist.
 constexpr int VECTORS = D / ROTATION_CORE, CORE_TILES = (ROTATION_CORE + 7) / 8, CORE_STEPS = (ROTATION_CORE + 15) / 16;
 struct CoreRow {
   float x[VECTORS][CORE_TILES][2];
@@ -25,11 +25,11 @@ struct CoreRow {
   }  // the number of entries is even
   DEVICE_MEMBER static int dimension(int v, int n, int t) { return ROTATION_CORE * v + 8 * n + 2 * t; }
 
-  // Multiplies by the core, or its transpose. Rows g of the first operand are values rounded to bfloat16, rows g + 8
-  // the remainders.
+  // Multiplies by the core or (`back`) its transpose. Rows g of the first operand are values rounded to bfloat16, rows
+  // g + 8 the remainders.
   DEVICE_MEMBER void rotate(const u16* signs, const u32* bits, bool back, int g, int t) {
     u32 b[CORE_TILES][CORE_STEPS][2];
-    auto entry = [&](int k, int n) -> u32 {  // without the sign of its row, which dimensions have
+    auto entry = [&](int k, int n) -> u32 {  // without the sign of its row, which sign_of applies
       const int row = back ? n : k, column = back ? k : n;
       return k < ROTATION_CORE && n < ROTATION_CORE ? signs[row * D + column] ^ (bits[row / 32] >> (row % 32) & 1) << 15
                                                     : 0;
@@ -64,7 +64,7 @@ struct CoreRow {
   }
 };
 
-// The two rows of a quad to the operand of their warpgroup; what each is to be multiplied by after the product.
+// Writes the two query rows of a quad to the operand of their warpgroup. Returns the factors from products to scores.
 DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first,
     int t, float (&factor)[2], float (&)[2]) {
 #pragma unroll 1
@@ -103,8 +103,8 @@ DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const 
   }
 }
 
-// Writes a row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), times the rotation's factor.
-// `staged`: room for 64 places of 8 rows of the warp, and as much in each further half of the operand.
+// Writes a row's output from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), already multiplied by the
+// rotation's norm. `staged`: room for 64 places of 8 rows of the warp, and as much in each further half of the operand.
 DEVICE void store_row(const PrefillArgs& args, const float (&x)[OWN], i64 at, bool valid, u8* staged, int lane) {
   const int g = lane >> 2, t = lane & 3;
   auto place = [&](int i) { return (float*)(staged + i / 64 * 128 * GROUP_ROWS + 256 * g) + i % 64; };

@@ -1,24 +1,22 @@
-// 8-bit tensor cores: int8 scores, e4m3 probabilities and the output of a warpgroup's rows, half a tile (TOKENS) at a
-// time.
+// 8-bit wgmmas: int8 scores, e4m3 probabilities and output of a warpgroup's rows, half a tile (TOKENS) at a time.
 #pragma once
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
-// Limits of probabilities, as exponents. 432 and more round to the largest e4m3. A tile with such a probability is
-// computed again, from a running maximum that brings its largest below 2^FRESH_WEIGHT. LARGE ones are valid, but those
-// of the next tile may not be: the running maximum is raised by LIFT for them. A LIFT of 2 recomputes a third less
-// often than 1.
+// Limits of probabilities, as exponents. Probabilities from 432 on round to the largest e4m3. A tile with one of these
+// is recomputed with a running maximum that brings its largest below 2^FRESH_WEIGHT. LARGE ones are valid, but those of
+// the next tile may not be, so the running maximum is raised by LIFT. A LIFT of 2 recomputes a third less often than 1.
 constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 7.0f, LIFT = 2.0f;
 constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u,
-              TOP_BITS = 0x80808080u;  // to bit 7 of a byte: from 0x7E, from 2^7
-// Sums of bytes: scores before their scales.
+              TOP_BITS = 0x80808080u;  // sets bit 7 of a byte: from 0x7E on; from 2^7 on
+// Integer scores, without scales.
 using Sums = u32[SCORES];
 
 typedef Constant<1> Yes;
 typedef Constant<0> No;
 
-// Queries of a warpgroup, and the rings of keys and values, as operands. Beyond head size 64 the compiler recomputes
-// descriptors in the loop instead of keeping them; there they are sums with one of them, which take fewer instructions.
+// Descriptors of a warpgroup's queries and of the rings. Beyond head size 64, the compiler recomputes descriptors in
+// the loop; as sums with one common descriptor, they take fewer instructions.
 struct Operands {
   u64 queries, keys, values;
   DEVICE_MEMBER Operands(u32 own_queries, const Rings& rings, int warpgroup) {
@@ -33,7 +31,7 @@ struct Operands {
   }
 };
 
-// Scores of half `half` of the tile at `slot`.
+// Issues the scores of half `half` of the tile in `slot`.
 DEVICE void start_sums(Sums& s, const Operands& operands, int slot, int half) {
   const u64 a = operands.queries, tile = operands.keys + (u64)(u32)slot * (KEYS_BYTES >> 4);
   wgmma_fence();
@@ -45,7 +43,7 @@ DEVICE void start_sums(Sums& s, const Operands& operands, int slot, int half) {
   wgmma_commit();
 }
 
-// Two sums over tokens: of the values, and of the digits behind them.
+// Issues two products with probabilities: of the values, and of the digits that follow them (tiles.cuh).
 DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)[WORDS], const Operands& operands,
     int slot, int half, bool add) {
   const u64 b = operands.values + (u64)(u32)slot * (VALUES_BYTES >> 4) + (half * TOKENS >> 4),
@@ -58,9 +56,9 @@ DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)
   wgmma_commit();
 }
 
-// The output so far, promoted from the tensor cores' short sums: per thread, with the running maxima it is relative to.
+// Output totals in fp32, to which the tensor cores' 14-bit sums are promoted, and the running maxima they refer to.
 struct Totals {
-  float* mine;  // by fours, those of all threads side by side
+  float* mine;  // this thread's groups of four, interleaved with those of all threads
   float row_max[2];
 
   DEVICE_MEMBER void clear() {
@@ -69,7 +67,7 @@ struct Totals {
   DEVICE_MEMBER float factor(int r, float now) const {
     return row_max[r] == MINUS_INFINITY ? 0.0f : exp2_approx(row_max[r] - now);
   }
-  // Adds them and o, which is relative to `now`: to the totals, or to o.
+  // Adds the totals and o, which is relative to maxima `now`. The sum replaces the totals or o.
   template <bool TO_TOTALS> DEVICE_MEMBER void add(float (&o)[OUTPUTS], const float (&now)[2]) {
     const float by[2] = {factor(0, now[0]), factor(1, now[1])};
     UNROLL_FOR (int i = 0; i < D / 2; i += 4) {
@@ -85,20 +83,20 @@ struct Totals {
   }
 };
 
-// The running softmax of the rows of a lane. row_max is an integer: it leaves mantissas as they are.
+// The online softmax of a lane's rows. row_max is an integer, so that rescaling is exact.
 struct Softmax : RowState {
-  float rescale[2];  // what the output so far is to be multiplied by
+  float rescale[2];  // the factors for the output so far
 
-  // Score i of a tile, relative to `from`, whose key has this scale.
+  // Score i of a tile plus `from`; `key` is the key's scale.
   DEVICE_MEMBER float score(const Sums& sums, int i, float key, float from, float softcap, u32 none) const {
     const int r = i / 2 % 2;
     const float x = i32_to_f32_rn((i32)(sums[i] + none)) * key;
     return SOFTCAP ? capped(x, r, 1.0f, softcap) + from : fma_rn(x, factor[r], from);
   }
 
-  // Raises the running maximum of rows whose largest probability would be too large; returns whether there were any.
+  // Raises the running maximum of rows whose largest probability would be too large. Returns whether there are any.
   template <bool MASKED>
-  DEVICE_MEMBER bool follow(const Sums& sums, const u8* numbers, const Visible& visible, int first, int t,
+  DEVICE_MEMBER bool update_max(const Sums& sums, const u8* numbers, const Visible& visible, int first, int t,
       float softcap, u32 none) {
     float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
     UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {
@@ -108,14 +106,14 @@ struct Softmax : RowState {
       UNROLL_FOR (int k = 0; k < 8; k++) {
         const int i = 8 * j + k, token = 2 * (k / 4) + k % 2;
         const float x = score(sums, i, of.key[token], logs[token], softcap, none);
-        most[i / 2 % 2] = max_f32(most[i / 2 % 2], MASKED && visible.hides(first, i, t) ? MINUS_INFINITY : x);
+        most[i / 2 % 2] = max_f32(most[i / 2 % 2], MASKED && visible.masks(first, i, t) ? MINUS_INFINITY : x);
       }
     }
     bool behind = false;
     UNROLL_FOR (int r = 0; r < 2; r++) {
       const float m = quad_max(most[r]);
       const bool raise = m > MINUS_INFINITY && m >= row_max[r] + MOST_WEIGHT;
-      const float wanted = -floor_of(FRESH_WEIGHT - m);  // an integer, FRESH_WEIGHT below m or a little more
+      const float wanted = -floor_of(FRESH_WEIGHT - m);  // an integer, FRESH_WEIGHT or a little less below m
       if (raise) rescale[r] *= exp2_approx(row_max[r] - wanted);
       row_max[r] = raise ? wanted : row_max[r];
       behind = behind || raise;
@@ -123,9 +121,8 @@ struct Softmax : RowState {
     return warp_any(behind);
   }
 
-  // Probabilities as e4m3, four per word, in operand order; `scales`: of the first four tokens. `large` gets one of
-  // TOP_BITS if one of the lane's probabilities of a row is LARGE, or NaN, as all are in a row without a running
-  // maximum.
+  // Probabilities as e4m3, four per word, in operand order; `scales`: of the first four tokens. Sets one of TOP_BITS in
+  // `large` if a probability in the lane's row is LARGE, or NaN, which all are in a row without a running maximum.
   DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, int t, float softcap,
       u32 none, u32 (&p)[WORDS], u32 (&large)[2]) const {
     const float from[2] = {-row_max[0], -row_max[1]};
@@ -143,26 +140,26 @@ struct Softmax : RowState {
     }
   }
 
-  // Clears the probabilities of tokens that their rows do not see.
-  DEVICE_MEMBER static void hide(u32 (&p)[WORDS], const Visible& visible, int first, int t) {
+  // Clears the probabilities of masked tokens.
+  DEVICE_MEMBER static void apply_mask(u32 (&p)[WORDS], const Visible& visible, int first, int t) {
     UNROLL_FOR (int i = 0; i < SCORES; i++)
-      if (visible.hides(first, i, t)) p[2 * (i / 8) + i / 2 % 2] &= ~(0xFFu << 8 * (i / 4 % 2 * 2 + i % 2));
+      if (visible.masks(first, i, t)) p[2 * (i / 8) + i / 2 % 2] &= ~(0xFFu << 8 * (i / 4 % 2 * 2 + i % 2));
   }
 
-  // `large` as weigh leaves it, of given probabilities.
+  // Sets `large` as `weigh` does, from given probabilities.
   DEVICE_MEMBER static void find_large(const u32 (&p)[WORDS], u32 (&large)[2]) {
     large[0] = large[1] = 0;
     UNROLL_FOR (int i = 0; i < WORDS; i++) large[i % 2] |= p[i] + TO_LARGE;
   }
 
-  // Whether some probability of the warp is the largest e4m3, or NaN.
+  // Whether any probability of the warp is the largest e4m3, or NaN.
   DEVICE_MEMBER static bool too_large(const u32 (&p)[WORDS]) {
     u32 most = 0;
     UNROLL_FOR (int i = 0; i < WORDS; i++) most |= p[i] + TO_MOST;
     return warp_any(most & TOP_BITS);
   }
 
-  // The amounts to raise the running maxima by for the next tile; returns whether some row of the warp has one.
+  // The amounts by which to raise the running maxima for the next tile. Returns whether any row of the warp has one.
   DEVICE_MEMBER static bool find_lift(const u32 (&large)[2], int lane, float (&lift)[2]) {
     u32 lanes[2];
     UNROLL_FOR (int r = 0; r < 2; r++) {
@@ -172,8 +169,8 @@ struct Softmax : RowState {
     return lanes[0] | lanes[1];
   }
 
-  // Raises the running maxima by `lift`, resets it, and starts the rescaling factors of the output.
-  DEVICE_MEMBER void raise_references(float (&lift)[2]) {
+  // Raises the running maxima by `lift`, clears `lift`, and sets the rescaling factors of the output.
+  DEVICE_MEMBER void raise_row_max(float (&lift)[2]) {
     UNROLL_FOR (int r = 0; r < 2; r++) {
       row_max[r] += lift[r];
       rescale[r] = lift[r] > 0.0f ? 1.0f / (1 << (int)LIFT) : 1.0f;
@@ -186,14 +183,14 @@ struct Softmax : RowState {
     UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[i] *= rescale[i / 2 % 2];
   }
 
-  // Adds the products with a tile's digits to the sums: they count the rounded probabilities, which then sum to 1.
+  // Adds the products with a tile's digits to the row sums. These then consist of the rounded probabilities.
   DEVICE_MEMBER void add_sums(const float* digits, float inverse) {
     UNROLL_FOR (int r = 0; r < 2; r++)
       row_sum[r] = fma_rn(fma_rn(digits[2 * r + 1], 0.03125f, digits[2 * r]), inverse, row_sum[r]);
   }
 };
 
-// Waits for the products with values and their digits. RELEASE: frees the values' place.
+// Waits for the products with values and digits. RELEASE: releases the values' slot.
 template <bool RELEASE>
 DEVICE void end_output(Softmax& softmax, const Rings& rings, const Place& place, float (&o)[OUTPUTS],
     float (&digits)[4], int lane) {

@@ -1,10 +1,10 @@
-// The loop over a block's tiles on 8-bit tensor cores, half a tile at a time. Scores of 64 tokens leave enough
-// registers for three warpgroups, and the probabilities of a tile's halves have registers of their own, so that none
+// The loop over the tiles of a thread block with 8-bit wgmmas, half a tile at a time. Scores of only 64 tokens leave
+// enough registers for three warpgroups. The probabilities of a tile's two halves have separate registers, so that none
 // are copied.
 //
-// All halves but the first run through one loop. Its exceptions (masks, large probabilities, totals, the end) are
-// behind one branch per half: the warp's vote also carries the bits that are known beforehand. Work that needs no
-// scores (ring positions, barriers) overlaps their products.
+// All halves but the first run through one loop. Exceptions (masks, large probabilities, promotion, the end) are behind
+// one branch per half: the warp vote on large probabilities also includes the exceptions known beforehand. Work that
+// needs no scores (ring positions, barriers) overlaps the score products.
 #pragma once
 #include "prefill/eight_bit.cuh"
 
@@ -19,61 +19,61 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   Sums sums;
   u32 p[2][WORDS], large[2];  // of the first and of the second half of a tile
   float digits[4], lift[2] = {0.0f, 0.0f};
-  bool add = true;  // what products find in o
+  bool add = true;  // whether products add to o
   bool lifted = false, needs_rescale = false;
   Totals totals = {(float*)(rings.totals) + 4 * (thread_index() - 128 * PRODUCERS), {MINUS_INFINITY, MINUS_INFINITY}};
   if (w.count > PROMOTE) totals.clear();
   Place place = {0, 0};
   const Operands operands(queries, rings, warpgroup);
-  // Zero, which the compiler does not know: what has it added is computed again instead of being held in registers.
+  // Zero, unknown to the compiler. What it is added to is recomputed instead of being kept in registers.
   const u32 none = (u32)args.num_seqs >> 31;
-  // Without a window, what has masks is among the tiles before this one.
+  // Without a window, only tiles before this one have masks.
   const int clear_from = max_i32(2, w.tile + 1 - w.clear_end / STEP);
-  int special = 0;  // the next tile that may have masks, that totals are added up after, or that is the last
+  int special = 0;  // the next tile that may have masks, precedes a promotion, or is the last
   auto add_output = [&](auto release) { end_output<decltype(release)::value>(softmax, rings, place, o, digits, lane); };
   auto first_token = [&](int i, int half) { return tile_at(w, i) * STEP + half * TOKENS; };
   auto is_clear = [&](int first) { return first + TOKENS <= w.clear_end && (!WINDOW || first >= w.clear_begin); };
   auto numbers_of = [&](const Place& at, int half) { return rings.keys + at.slot * KEYS_BYTES + half * TOKENS * 4; };
-  // Finished scores to probabilities, overlapping products of the output; returns whether they need a look.
+  // Turns finished scores into probabilities, overlapping products of the output. Returns whether look_at is needed.
   auto weigh = [&](int i, const Place& at, int half, u32(&to)[WORDS], auto release) {
     const u8* numbers = numbers_of(at, half);
     const TokenScales scales(numbers, 4 * t);  // before the wait
     wgmma_wait<1>();
     wgmma_fence_operand(sums);
     needs_rescale = lifted;
-    softmax.raise_references(lift);
+    softmax.raise_row_max(lift);
     lifted = false;
     large[0] = i >= special || (WINDOW && !is_clear(first_token(i, half))) ? TOP_BITS : 0, large[1] = 0;
     softmax.weigh(sums, scales, numbers, t, args.softcap, 0, to, large);
     const bool look = warp_any((large[0] | large[1]) & TOP_BITS);
-    add_output(release);  // while the vote is on its way
+    add_output(release);  // hides the latency of the vote
     return look;
   };
-  // Masks probabilities; computes them again (the FIRST: for the first time) where one is too large. Raises the running
-  // maximum for large ones.
+  // Masks probabilities, recomputes them if one is too large (FIRST: computes them), and sets the lift for large ones.
   auto look_at = [&](auto very_first, int i, const Place& at, int half, u32(&to)[WORDS]) {
     constexpr bool FIRST = decltype(very_first)::value;
     const u8* numbers = numbers_of(at, half) + none;
     const int first = first_token(i + none, half);
     const bool masked = !is_clear(first);
     if (!FIRST) {
-      if (masked) Softmax::hide(to, visible, first, t);
+      if (masked) Softmax::apply_mask(to, visible, first, t);
       Softmax::find_large(to, large);
     }
     if (FIRST || Softmax::too_large(to)) {
-      if (masked) needs_rescale |= softmax.template follow<true>(sums, numbers, visible, first, t, args.softcap, none);
-      else needs_rescale |= softmax.template follow<false>(sums, numbers, visible, first, t, args.softcap, none);
+      if (masked)
+        needs_rescale |= softmax.template update_max<true>(sums, numbers, visible, first, t, args.softcap, none);
+      else needs_rescale |= softmax.template update_max<false>(sums, numbers, visible, first, t, args.softcap, none);
       softmax.weigh(sums, TokenScales(numbers, 4 * t), numbers, t, args.softcap, none, to, large);
-      if (masked) Softmax::hide(to, visible, first, t);
+      if (masked) Softmax::apply_mask(to, visible, first, t);
       Softmax::find_large(to, large);
     }
     lifted = softmax.find_lift(large, lane, lift);
   };
-  // To the running maxima of the current probabilities, before their products; overlaps products of the next scores.
+  // Rescales the output to the current running maxima before its next products; overlaps the products of next scores.
   auto rescale_output = [&] {
     if (needs_rescale) softmax.rescale_output(o);
   };
-  // After the second half of a tile that needed a look; returns whether it was the last.
+  // After the second half of a tile that needed look_at: promotes if due. Returns whether the tile was the last.
   auto end_tile = [&](int i) {
     special = i + 1 < clear_from ? i + 1 : min_i32((i / PROMOTE + 1) * PROMOTE, w.count - 1);
     if (i > 0 && i % PROMOTE == 0) {
@@ -87,10 +87,10 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   start_sums(sums, operands, place.slot, 0);
   wgmma_wait<0>();
   wgmma_fence_operand(sums);
-  softmax.raise_references(lift);
+  softmax.raise_row_max(lift);
   look_at(Yes{}, 0, place, 0, p[0]);
   for (int i = 0;; i++) {
-    // The second half of tile i, beside the output of the first.
+    // The scores of the second half of tile i, overlapping the output of the first half.
     start_sums(sums, operands, place.slot, 1);
     rescale_output();
     mbarrier_wait(rings.values_full + place.slot, place.parity);
@@ -104,7 +104,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     }
     sync_warp();
     if (lane == 0) mbarrier_arrive(rings.keys_empty + place.slot);
-    // The first half of the next tile, beside the output of the second half of this one.
+    // The scores of the first half of the next tile, overlapping the output of the second half of this one.
     start_sums(sums, operands, next.slot, 0);
     rescale_output();
     start_output(o, digits, p[1], operands, place.slot, 1, add);

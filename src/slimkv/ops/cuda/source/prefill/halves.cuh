@@ -1,12 +1,12 @@
-// The codes and fields of tokens as fp16.
-// Compile-time: BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), K_LEVELS, V_LEVELS
-// (table entries), ONE_TABLE (one table for both).
+// The conversion of codes and fields to fp16.
+// Defines: BLOCK_SIZE, K_KIND, K_BITS, K_FIELDS, V_KIND, V_BITS, V_CODES, V_FIELDS (the pages), K_LEVELS, V_LEVELS (LUT
+// entries), ONE_TABLE (one LUT for both).
 #pragma once
 #include "common/codes.cuh"
 #include "prefill/args.cuh"
 
 constexpr int S = D / 16, GROUPS = FUSED ? STEP / 64 / PRODUCERS : 1;
-constexpr int PER_LANE = STEP < 64 ? 2 : STEP / 32;  // tokens whose fields a lane has
+constexpr int PER_LANE = STEP < 64 ? 2 : STEP / 32;  // tokens whose fields a lane holds
 DEVICE int first_of_lane(int lane) { return STEP < 64 ? PER_LANE * lane % STEP : PER_LANE * lane; }
 // Exponents of fields: the bias that is subtracted, the exponent of FIELD_UNIT, and a lower bound, so that nothing
 // overflows.
@@ -14,19 +14,19 @@ constexpr int FIELD_BIAS = 40, FIELD_SHIFT = 87, LEAST_FIELD = 16;
 constexpr int K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 constexpr int FIELD_ARRAYS = 2 + (K_KIND == UNIFORM) + (V_KIND == UNIFORM), FIELD_BYTES = 2 * STEP;
 
-// How the codes of a format become fp16: a token's values are its scale times those of `halves` plus, for uniform
-// codes, its zero. BY_ROW: tokens that a row does not see have a say in the tile's unit, which must not show in the
-// result. Numbers come from a table, because products of denormal numbers would round by the unit.
+// The conversion of a format's codes to fp16: level times scale plus, for uniform codes, zero. BY_ROW: the tile's unit
+// depends on tokens that a row does not see, yet must not affect its result. Levels then come from a LUT, because the
+// rounding of products of denormal numbers would depend on the unit.
 template <int KIND, int BITS> struct Format {
   static constexpr bool BY_MAGNITUDE = KIND == LLOYD && BITS <= 4 && !BY_ROW,
                         LOOKED_UP = KIND == LLOYD && !BY_MAGNITUDE;
-  // The exponent of the largest scale of a tile, as a half: of its largest number if codes are uniform.
+  // The exponent that the tile's largest scale gets in fp16; for uniform codes, its largest number.
   static constexpr int TOP = LOOKED_UP ? 7 : KIND == FP8 ? 14 : 15;
-  // Powers of two that `halves` leaves out: twice a level is a denormal number, fp8 has 2^8 less.
+  // Powers of two that `halves` leaves out: twice a level is a denormal number, and fp8 numbers are 2^-8 times theirs.
   static constexpr int BELOW = BY_MAGNITUDE ? 23 : KIND == FP8 ? 8 : 0;
 
-  // 8 codes of a token: nibble i of `low` and its upper bits in `high` (at 8 bits: even and odd codes). Word n holds
-  // codes n and n + 4.
+  // Converts 8 codes of a token: nibble i of `low`, with its upper bits in `high` (at 8 bits: even and odd codes). Word
+  // n of the result holds codes n and n + 4.
   DEVICE_MEMBER static void halves(u32 low, u32 high, const Table& table, const LevelTable& levels, u32 scale, u32 zero,
       u32 (&a)[4]) {
     if constexpr (BY_MAGNITUDE) {
@@ -35,7 +35,7 @@ template <int KIND, int BITS> struct Format {
       UNROLL_FOR (int n = 0; n < 4; n++) {
         constexpr int SIGN = 16 - BITS;  // bits from the sign of code 0 to that of a half
         const u32 signs = SIGN >= 4 * n ? low << (SIGN - 4 * n) : low >> (4 * n - SIGN);
-        // The permutation's sign mode makes zeros of bytes that have no top bit.
+        // The permutation's sign mode turns bytes with a clear top bit into zeros.
         a[n] = mul_f16x2(prmt(first, second, 0xC480u + 0x1111u * n) | (~signs & 0x80008000u), scale);
       }
     } else {
@@ -49,7 +49,7 @@ template <int KIND, int BITS> struct Format {
         const int at = n / 2;
         if (KIND == LLOYD) {
           a[n] = mul_f16x2(prmt(levels.at(of, at), levels.at(of, at + 2), 0x5410), scale);
-        } else if (KIND == UNIFORM) {  // behind an exponent: 1024 and the code
+        } else if (KIND == UNIFORM) {  // the bits of 1024 + code in fp16
           const u32 x = prmt(of, 0x64646464u, 0x4240u + 0x0101u * at);
           a[n] = fma_f16x2(sub_f16x2(x, 0x64006400u), scale, zero);
         } else {
@@ -63,8 +63,7 @@ template <int KIND, int BITS> struct Format {
 typedef Format<K_KIND, K_BITS> KeyFormat;
 typedef Format<V_KIND, V_BITS> ValueFormat;
 
-// The fields of PER_LANE tokens, two per word: scales and zeros of keys and of values. First as stored in pages, then
-// as fp16.
+// The fields (scales and zeros of keys and values) of PER_LANE tokens, two per word: as stored in pages, later as fp16.
 struct Fields {
   u32 key[PER_LANE / 2], value[PER_LANE / 2], key_zero[PER_LANE / 2], value_zero[PER_LANE / 2];
 
@@ -76,7 +75,7 @@ struct Fields {
       to[0] = *(const u32*)(fields + 2 * place);
     }
   }
-  // From arrays side by side or, IN_PAGE, where a page has them.
+  // Loads from adjacent arrays or, IN_PAGE, from a page.
   template <bool IN_PAGE> DEVICE_MEMBER void load(const u8* from, int place) {
     auto array = [&](int i) { return from + (IN_PAGE ? in_page(i) : i * FIELD_BYTES); };
     load_side(array(0), place, key);
@@ -84,13 +83,13 @@ struct Fields {
     if (K_KIND == UNIFORM) load_side(array(2), place, key_zero);
     if (V_KIND == UNIFORM) load_side(array(FIELD_ARRAYS - 1), place, value_zero);
   }
-  // Where a page has array `i` of them.
+  // The offset of array `i` in a page.
   DEVICE_MEMBER static int in_page(int i) {
     if (i < 2) return i ? V_FIELDS : K_FIELDS;
     return (i == 2 && K_KIND == UNIFORM ? K_FIELDS : V_FIELDS) + 2 * BLOCK_SIZE;
   }
 
-  // Two tokens, a bit each: whether one of its fields marks it as NaN.
+  // One bit for each of two tokens: whether a field marks it as NaN.
   DEVICE_MEMBER u32 marks(int i) const {
     auto of = [](u32 x) { return ((x & 0xFFFF) == INVALID_FIELD ? 1u : 0u) | (x >> 16 == INVALID_FIELD ? 2u : 0u); };
     u32 found = of(key[i]) | of(value[i]);
@@ -104,7 +103,7 @@ struct Fields {
     if (V_KIND == UNIFORM) value_zero[i] &= others;
   }
 
-  // The largest field of a side, or of uniform codes an exponent that numbers stay below.
+  // The largest field of keys or values; for uniform codes, an exponent that bounds their numbers.
   template <int KIND, int BITS> DEVICE_MEMBER static u32 most_of(const u32 (&scales)[PER_LANE / 2],
       const u32 (&zeros)[PER_LANE / 2]) {
     u32 most = scales[0], most_zero = zeros[0] & 0x7FFF7FFFu;
@@ -122,7 +121,7 @@ struct Fields {
   }
 };
 
-// Two fields, times `up`, which has the fields' unit in it, as halves.
+// Two fields times `up`, which includes FIELD_UNIT, as halves.
 DEVICE u32 half_scales(u32 x, float up) {
   return pack_f16x2(small_scale_of(x & 0xFFFF) * up, small_scale_of(x >> 16) * up);
 }
@@ -130,7 +129,7 @@ DEVICE u32 half_zeros(u32 x, float up) {
   return pack_f16x2(small_zero_of(x & 0xFFFF) * up, small_zero_of(x >> 16) * up);
 }
 
-// Levels as halves, an entry for each lane, which threads fill before they meet.
+// LUTs of levels as halves, with one copy per lane. Call sync_threads after filling.
 struct Levels { LevelTable key, value; };
 DEVICE Levels fill_levels(const PrefillArgs& args, u8* to, int threads, int lane) {
   auto fill = [&](const float* levels, u32* table, int entries) {

@@ -1,18 +1,18 @@
-// Warpgroups that unpack tiles from their pages into the rings of shared memory, for others that multiply (FUSED).
-// Compile-time: PACKED_STAGES (tiles' pages that are in shared memory at a time), PACKED_BYTES (of one).
+// Producer warpgroups, which unpack tiles from pages into the rings of shared memory for the consumers (FUSED).
+// Defines: PACKED_STAGES (tiles whose pages are in shared memory at a time), PACKED_BYTES (per tile).
 #pragma once
 #include "common/hopper.cuh"
 #include "prefill/unpacker.cuh"
 #include "prefill/work.cuh"
 
-// A warp copies of a tile the codes of its own tokens and the fields of all tokens, scales and then zeros.
+// A warp copies the codes of its own tokens of a tile, and the fields of all tokens: scales, then zeros.
 constexpr int PACKED_OF_WARP = PACKED_BYTES / (4 * PRODUCERS);
 
 struct Producer : Unpacker {
   const Rings& rings;
   u8* packed;  // of this warp, in the first stage
 
-  // A lane's pages of tile `tile` to a stage.
+  // Copies the warp's part of the pages of a tile to a stage. `page`: the lane's page (page_of).
   DEVICE_MEMBER void copy(int tile, i32 page, u8* to) const {
     auto copy_codes = [&](const u8* from, int bytes, u8* at) {
       UNROLL_FOR (int i = 0; i < bytes; i += 512)
@@ -33,8 +33,8 @@ struct Producer : Unpacker {
     }
   }
 
-  // Pages pass through shared memory, several tiles ahead: register loads in flight across tiles would all be waited
-  // for together, including the one just issued.
+  // Pages pass through shared memory, several tiles ahead. With loads to registers, waiting for one tile would also
+  // wait for the loads just issued for later tiles.
   DEVICE_MEMBER void run() const {
     constexpr int IN_FLIGHT = PACKED_STAGES - 1;
     if (w.count == 0) return;

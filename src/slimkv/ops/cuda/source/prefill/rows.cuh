@@ -1,4 +1,4 @@
-// Rows of queries on their way in and of output on its way out: rotated by the four lanes of a warp that have them.
+// Loading query rows and storing output rows, each rotated by the four lanes that hold it (a quad).
 #pragma once
 #include "prefill/work.cuh"
 #include "common/numbers.cuh"
@@ -8,7 +8,7 @@ DEVICE float largest_of_quad(const float (&x)[OWN]) {
   UNROLL_FOR (int i = 0; i < OWN; i++) most = max_f32(most, as_float(as_bits(x[i]) & 0x7FFFFFFF));
   return quad_max(most);
 }
-// Powers of two that scale numbers up to `most` into fp16 and back without loss.
+// Powers of two that scale numbers of magnitude up to `most` into fp16 and back, exactly.
 struct HalfScale {
   float down, up;
   DEVICE_MEMBER HalfScale(float most, bool negative) {
@@ -16,13 +16,13 @@ struct HalfScale {
     down = as_float((254 - exponent) << 23 | (negative ? 0x80000000u : 0)), up = as_float(exponent << 23);
   }
 };
-// The factor from products of a row, whose operand was divided by `up`, to scores.
+// The factor from products to scores of a row whose operand was divided by `up`.
 DEVICE float row_factor(const PrefillArgs& args, float up) {
   return up * (K_ROTATED ? args.key_norm : 1.0f) * (args.scale < 0 ? -args.scale : args.scale);
 }
 
 #if (D & (D - 1)) == 0
-// The Hadamard transform of a row of D numbers in the 4 lanes of its quad, whichever of them each has.
+// The Hadamard transform of a row of D numbers in a quad. Any distribution over the lanes gives the same transform.
 DEVICE void hadamard_of_lane(float (&x)[OWN], int first) {
   UNROLL_FOR (int d = first; d < OWN; d <<= 1)
     UNROLL_FOR (int i = 0; i < OWN; i++)
@@ -39,8 +39,8 @@ DEVICE void hadamard_of_quad(float (&x)[OWN], int t) {
   }
 }
 
-// The dimensions of a query that lane t of its quad holds: two bits of the dimension's index are those of t. The other
-// bits index the lane's values.
+// The dimension of a query that lane t of its quad holds at index `held`: two bits of the dimension are those of t, the
+// other bits are `held`.
 constexpr int LANE_LOW = EIGHT_BIT ? 4 : D == 64 ? 2 : 5, LANE_HIGH = EIGHT_BIT || D == 64 ? 5 : 6;
 constexpr int BELOW = (1 << LANE_LOW) - 1, BETWEEN = (1 << (LANE_HIGH - 1)) - 1 - BELOW;
 DEVICE int dimension_of(int held, int t) {
@@ -50,7 +50,7 @@ DEVICE int dimension_of(int held, int t) {
 DEVICE int held_of(int dimension) {
   return (dimension & BELOW) | (dimension >> 1 & BETWEEN) | (dimension >> 2 & ~(BELOW | BETWEEN));
 }
-// The rotation's signs of up to 8 dimensions side by side, of which the first is a multiple of their number.
+// The rotation's signs of up to 8 adjacent dimensions, aligned to their number.
 struct Signs {
   u32 bits;
   DEVICE_MEMBER Signs(const u32* words, int first) : bits(words[first / 32] >> (first % 32) & 0xFF) {}
@@ -58,7 +58,7 @@ struct Signs {
   DEVICE_MEMBER u32 pair(int k) const { return bits * (0x40008000u >> (2 * k)) & 0x80008000u; }
 };
 
-// A row of queries, as it is but for the rotation's factor.
+// Loads and rotates a query row, without the rotation's norm.
 DEVICE void load_row(const PrefillArgs& args, bool valid, i64 at, int t, float (&x)[OWN]) {
   UNROLL_FOR (int i = 0; i < OWN; i++) {
     const int dim = dimension_of(i, t);
@@ -68,8 +68,8 @@ DEVICE void load_row(const PrefillArgs& args, bool valid, i64 at, int t, float (
   if (K_ROTATED) hadamard_of_quad(x, t);
 }
 
-// Two rows of 16-bit queries of a quad. The tensor cores transform four bits of the dimension's index (the lowest, the
-// two lane bits, and another): products with +-1 are exact, and lanes exchange nothing.
+// Loads and rotates two rows of 16-bit queries in a quad. Tensor cores transform four bits of the dimension's index
+// (the lowest, the two lane bits, and one more): products with +-1 are exact and replace shuffles.
 DEVICE void load_rows_by_products(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], int g, int t,
     float (&x)[2][OWN]) {
   u32 words[2][OWN / 2];
@@ -95,13 +95,13 @@ DEVICE void load_rows_by_products(const PrefillArgs& args, const bool (&valid)[2
       }
     }
   }
-  constexpr int RUN = LANE_LOW > 2 ? 4 : 2;  // words side by side
+  constexpr int RUN = LANE_LOW > 2 ? 4 : 2;  // adjacent words
   UNROLL_FOR (int i = 0; i < OWN / 2; i += RUN) {
     const Signs signs(args.key_sign_bits, dimension_of(2 * i, t));
     UNROLL_FOR (int k = 0; k < RUN; k++) words[0][i + k] ^= signs.pair(k), words[1][i + k] ^= signs.pair(k);
   }
-  // Entry (k, n) of the 16-point transform is -1 to the number of ones that k and n share; here k = 2 t and 2 t + 1, n
-  // = g.
+  // Entry (k, n) of the 16-point transform is -1 to the number of set bits that k and n share. Here, n = g, and k is 2
+  // t or 2 t + 1.
   constexpr u32 ONES = Q_TYPE == BFLOAT16 ? 0x3F803F80u : 0x3C003C00u;
   const u32 shared_ones = (u32)(t & g >> 1), even = (shared_ones ^ shared_ones >> 1) & 1, odd = even ^ (u32)(g & 1);
   const u32 b = ONES ^ (even << 15 | odd << 31);
@@ -133,7 +133,7 @@ DEVICE float store_operand(const float (&x)[OWN], bool negative, u8* operand, in
       *(u32*)(operand + unit_at(k / 4, row, 2 * (k % 4) + h, GROUP_ROWS) + 4 * t) =
           prmt(prmt(bytes[0], bytes[1], 0x0040), prmt(bytes[2], bytes[3], 0x0040), 0x5410);
     }
-  bad = x[0] * 0.0f;  // a row that is not a number, all of it once rotated, has no integers
+  bad = x[0] * 0.0f;  // integers cannot represent a row with NaN, which the rotation has spread over the row
   return div_rn(most, 127.0f);
 }
 #else
@@ -155,7 +155,7 @@ DEVICE float store_operand(const float (&x)[OWN], bool negative, u8* operand, in
 }
 #endif
 
-// The two rows of a quad to the operand of their warpgroup; what each is to be multiplied by after the product.
+// Writes the two query rows of a quad to the operand of their warpgroup. Returns the factors from products to scores.
 DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first,
     int t, float (&factor)[2], float (&bad)[2]) {
   float x[2][OWN];
@@ -168,8 +168,8 @@ DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const 
     factor[r] = row_factor(args, store_operand(x[r], args.scale < 0, operand, first + 8 * r, t, bad[r]));
 }
 
-// Writes a row's result from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), times the rotation's factor:
-// two runs of 8 dimensions in each 64.
+// Writes a row's output from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), already multiplied by the
+// rotation's norm. A lane has two runs of 8 dimensions in each 64.
 DEVICE void store_row(const PrefillArgs& args, float (&x)[OWN], i64 at, bool valid, u8*, int lane) {
   const int t = lane & 3;
   if (V_ROTATED) hadamard_of_quad(x, t);

@@ -1,4 +1,4 @@
-// 16-bit products of a warpgroup: scores and output of its rows, and the loop over a block's tiles.
+// fp16 wgmmas: scores and output of a warpgroup's rows, and the loop over the tiles of a thread block.
 #pragma once
 #include "common/hopper.cuh"
 #include "prefill/softmax.cuh"
@@ -21,8 +21,8 @@ DEVICE void start_output(float (&o)[OUTPUTS], const u32 (&p)[N / 2], u32 values)
   wgmma_commit();
 }
 
-// The loop over a block's tiles, for the first BLOCKS blocks of 64 rows of a warpgroup. A step is one tile for one of
-// them: its scores and softmax overlap the output of the previous step, so a tile in shared memory serves all of them.
+// The loop over tiles, for the first BLOCKS row blocks (of 64 rows) of a warpgroup. A step is one tile for one row
+// block: its scores and softmax overlap the output of the previous step. A tile in shared memory serves all row blocks.
 template <int BLOCKS>
 DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& rings,
     const Visible (&visible)[ROW_BLOCKS], u32 queries, Softmax (&softmax)[ROW_BLOCKS], float (&o)[ROW_BLOCKS][OUTPUTS],
@@ -34,13 +34,13 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   u32 p[N / 2], next_p[N / 2];
   Place place = {0, 0};  // of values
   const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
-  // Zero, which the compiler does not know: without it, it would write to the registers that products read.
+  // Zero, unknown to the compiler. Without it, the compiler would write to registers that wgmmas still read.
   const u32 none = (u32)args.num_seqs >> 31;
-  // Warpgroups take turns in starting products, if both have as many blocks of rows.
+  // Warpgroups take turns in issuing wgmmas (ping-pong) if they have equally many row blocks.
   const bool takes_turns = ROW_BLOCKS == 1 || rows_of(args, w) > (ROW_BLOCKS * CONSUMERS - 1) * GROUP_ROWS ||
       rows_of(args, w) <= CONSUMERS * GROUP_ROWS;
   bool needs_rescale;
-  // From products that have ended to probabilities of rows `block`.
+  // From finished products to probabilities of row block `block`.
   auto take = [&](auto block, int tile, int at, bool follow, u32(&to)[N / 2]) {
     constexpr int b = decltype(block)::value;
     wgmma_fence_operand(s);
@@ -56,8 +56,8 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     if (needs_rescale)
       UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[b][i] *= softmax[b].rescale[i / 2 % 2];
   };
-  // The output of rows `before`, with the values at `place`, overlapping the scores of rows `block`, with the keys of
-  // tile `tile` at `next`.
+  // The output of row block `before`, with the values at `place`, overlapping the scores of row block `block`, with the
+  // keys of tile `tile` at `next`.
   auto step = [&](auto before, auto block, int tile, const Place& next, bool last) {
     constexpr int a = decltype(before)::value, b = decltype(block)::value;
     if (b == 0) mbarrier_wait(rings.keys_full + next.slot, next.parity);

@@ -1,15 +1,15 @@
-// Thread blocks that share the keys of a work tile, a block of queries and a KV head of a sequence (FUSED): where
-// multiprocessors would be idle, work tiles are cut into equal splits. A block leaves its state in device memory, and
-// `merge` adds up those of a work tile. The device finds the cuts: a CUDA graph replays whatever the lengths are.
+// Split-KV for FUSED: if multiprocessors would be idle, work tiles (a block of queries and a KV head of a sequence) are
+// divided into equal splits. Each thread block writes its softmax state to device memory, and `merge` merges those of a
+// work tile. Splits are computed on the device, so a CUDA graph can be replayed with other lengths.
 #pragma once
 #include "prefill/args.cuh"
 
-constexpr int LEAST_SHARE = 512 / STEP;  // tiles; with fewer, blocks take longer to start and to be merged
+constexpr int LEAST_SHARE = 512 / STEP;  // tiles; with fewer, the start and the merge of blocks dominate
 
 struct SplitSequence {
   PrefillSequence s;
   int work_tiles;
-  int tiles;  // of keys that each of them sees
+  int tiles;  // of keys, per work tile
   DEVICE_MEMBER int splits(int share) const { return max_i32(1, quotient(tiles + share - 1, share)); }
 };
 DEVICE SplitSequence split_sequence_at(const PrefillArgs& args, int i) {
@@ -23,9 +23,9 @@ DEVICE SplitSequence split_sequence_at(const PrefillArgs& args, int i) {
   return found;
 }
 
-// The fewest tiles of a block for which there are blocks for all.
+// The smallest number of tiles per block for which the blocks suffice.
 DEVICE int share_of(const PrefillArgs& args, int lane) {
-  if (!args.blocks) return 1 << 20;  // one for each work tile
+  if (!args.blocks) return 1 << 20;  // one block per work tile
   u32 longest = LEAST_SHARE;
 #pragma unroll 1
   for (int i = lane; i < args.num_seqs; i += 32) longest = max_i32(longest, split_sequence_at(args, i).tiles);
@@ -45,7 +45,7 @@ DEVICE int share_of(const PrefillArgs& args, int lane) {
   return low;
 }
 
-// The queries of a block, and its split of their keys, if it has some.
+// Finds the queries of a thread block and its split of their keys; false if it has none.
 DEVICE bool find_queries(const PrefillArgs& args, int lane, Work& w) {
   const int share = share_of(args, lane);
   int left = block_index();

@@ -1,11 +1,11 @@
 // Unpacks the pages of prefilled sequences into the tiles of attend.cu (tiles.cuh): all items of a pass or, for AHEAD,
-// the first ones. A block has one tile of an item, a warp 16 of its tokens.
+// the first ones. A thread block unpacks one tile of an item, each warp 16 of its tokens.
 //
-// Compile-time: D, STEP, EIGHT_BIT, INTEGERS, BY_ROW (work.cuh), KEYS_BYTES, VALUES_BYTES (tiles.cuh), and those of
-// halves.cuh or unpack_bytes.cuh. WINDOW is 1: without one, sliding_window is longer than any sequence.
+// Defines: D, STEP, EIGHT_BIT, INTEGERS, BY_ROW (work.cuh), KEYS_BYTES, VALUES_BYTES (tiles.cuh), and those of
+// halves.cuh or unpack_bytes.cuh. WINDOW is 1: without a window, sliding_window is longer than any sequence.
 #if EIGHT_BIT
 #include "prefill/unpack_bytes.cuh"
-constexpr int BLOCKS_PER_SM = 512 / STEP;  // with a fifth of 256 threads, registers spill
+constexpr int BLOCKS_PER_SM = 512 / STEP;  // a fifth block of 256 threads would cause spills
 #else
 #include "prefill/unpacker.cuh"
 constexpr int BLOCKS_PER_SM = 3;

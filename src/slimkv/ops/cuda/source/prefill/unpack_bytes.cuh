@@ -1,12 +1,10 @@
 // Unpacks the codes of pages, Lloyd-Max of up to 4 bits, into a tile of bytes (tiles.cuh).
 //
-// A warp takes 16 tokens of a tile, whose codes its lanes hold in the order of docs/design/page-format.md. It has 16
-// tokens of each row of values, half a sector: rows are put together in shared memory. Tokens that no query sees become
-// zeros: their pages may hold anything.
-// Compile-time: BLOCK_SIZE, K_BITS, K_FIELDS, V_BITS, V_CODES, V_FIELDS (the pages), STAGED_AT (where shared memory has
-// the rows of values, after a word for each warp).
-// Tables: for keys as in code_bytes; for values the magnitudes of levels, times value_factor, as e4m3 (INTEGERS: twice
-// them).
+// A warp unpacks 16 tokens of a tile, whose codes its lanes hold in the order of docs/design/page-format.md. Its 16
+// tokens of each row of values are only half a sector, so rows are assembled in shared memory. Tokens that no query
+// sees become zeros, since their pages may hold anything. Defines: BLOCK_SIZE, K_BITS, K_FIELDS, V_BITS, V_CODES,
+// V_FIELDS (the pages), STAGED_AT (offset of the value rows in shared memory, after a word per warp). Tables: for keys
+// as in code_bytes; for values the magnitudes of levels, times value_factor as e4m3 (INTEGERS: times 2).
 #pragma once
 #include "common/numbers.cuh"
 #include "prefill/args.cuh"
@@ -14,10 +12,10 @@
 constexpr int S = D / 16, WARPS = STEP / 16, K_TILE = 2 * D * K_BITS, V_TILE = 2 * D * V_BITS;
 static_assert(K_KIND == LLOYD && K_BITS <= 4 && V_KIND == LLOYD && V_BITS <= 4, "levels are bytes");
 
-// Where unit `unit` of row `row` of the values is in shared memory. Rows that lanes store to at a time are 8 apart.
+// The offset in shared memory of unit `unit` of row `row` of the values. Lanes store concurrently to rows 8 apart.
 DEVICE int staged_unit(int row, int unit) { return row * STEP + ((unit ^ (row >> 3 & 7)) << 4); }
 
-// Two digits of unit / scale of a value, as e4m3 (tiles.cuh), and the number that they are.
+// Two e4m3 digits of unit / scale of a value (tiles.cuh), and the number that they represent.
 struct Digits {
   u32 first, second;
   float number;
@@ -32,36 +30,36 @@ struct Digits {
   }
 };
 
-// 16 tokens of a tile, from token `begin` of the sequence on, at `place` of their page.
+// 16 tokens of a tile: from token `begin` of the sequence on, at index `place` of their page.
 struct TokenBytes {
   const PrefillArgs& args;
   const u8* page;
   int begin, place, seen_begin, seen_end, warp, lane;
   float value_limit;  // smaller scales of values count as zero
   float most_value;  // INTEGERS: the largest scale of the tile
-  bool uneven;  // INTEGERS: another is much smaller
+  bool uneven;  // INTEGERS: another scale is much smaller
 
   DEVICE_MEMBER bool sees(int i) const { return begin + i >= seen_begin && begin + i < seen_end; }
   DEVICE_MEMBER u32 key_field(int i) const { return field_bits(page + K_FIELDS, place + i); }
   DEVICE_MEMBER u32 value_field(int i) const { return field_bits(page + V_FIELDS, place + i); }
   DEVICE_MEMBER bool marked(int i) const { return key_field(i) == INVALID_FIELD || value_field(i) == INVALID_FIELD; }
-  // 0 where K or V is marked.
+  // 0 if K or V is marked as NaN.
   DEVICE_MEMBER float value_scale(int i) const { return marked(i) ? 0.0f : scale_of(value_field(i)); }
   DEVICE_MEMBER Digits digits(int i) const {
     return Digits(div_rn(value_limit * MOST_QUOTIENT, max_f32(value_scale(i), value_limit)));
   }
 
-  // 2^-12 of the power of two above the largest scale of the whole tile. `fields`: a word of each warp.
+  // Sets value_limit: 2^-12 of the power of two above the tile's largest scale. `fields`: a shared word per warp.
   DEVICE_MEMBER void find_value_limit(u32* fields) {
     const bool counts = sees(lane % 16) && value_field(lane % 16) != INVALID_FIELD;
     u32 most = warp_max(counts ? value_field(lane % 16) : 0);
-    most |= warp_max(counts ? 0xFFFF - value_field(lane % 16) : 0) << 16;  // and the least
+    most |= warp_max(counts ? 0xFFFF - value_field(lane % 16) : 0) << 16;  // and the smallest
     if (lane == 0) fields[warp] = most;
     sync_threads();
     UNROLL_FOR (int i = 0; i < WARPS; i++) most = max_u16x2(most, fields[i]);
     const float least = scale_of(0xFFFF - (most >> 16));
     most &= 0xFFFF;
-    // An exponent of 40 is a scale of at least 1.
+    // An exponent field of 40 is a scale of at least 1.
     value_limit = INTEGERS ? 0.0f : as_float((127 - 51 + (most >> 10)) << 23);
     most_value = scale_of(max_u32(most, 1 << 10));  // not 0
     uneven = least < UNEVEN * most_value;
@@ -87,8 +85,8 @@ struct TokenBytes {
     }
   }
 
-  // Lanes 0-15 write the tokens' factors and the rows of digits. NaN shows in the scores of rows that see
-  // the token. In its values it would show everywhere: a hidden token's probability is 0, and 0 times NaN is not 0.
+  // Lanes 0-15 write the tokens' factors and the rows of digits. A marked token gets a NaN key, which affects only rows
+  // that see it. A NaN value would affect all rows, since even a probability of 0 times NaN is NaN.
   DEVICE_MEMBER void store_scales(u8* keys, u8* staged) const {
     if (lane >= 16) return;
     float key = 0.0f, value = 1.0f;
@@ -119,14 +117,14 @@ struct TokenBytes {
     UNROLL_FOR (int s = 0; s < S; s++) {
       u32 words[2] = {0, 0};
       if (some) {
-        // Value 4 m + 2 b + a of a slice is token 8 m + 2 t + b, dimension g + 8 a. This puts the nibbles of a
-        // dimension's four tokens side by side.
+        // Value 4 m + 2 b + a of a slice is token 8 m + 2 t + b, dimension g + 8 a. This makes the nibbles of a
+        // dimension's four tokens adjacent.
         const u32 low = codes.low(s), both = (low ^ low >> 4) & 0x00F000F0u;
         const u32 magnitudes = prmt(low ^ both ^ both << 4, 0, 0x3120) & MAGNITUDE * 0x11111111u;
-        // By the code without its sign, which is the top bit, set for positive levels.
+        // Looks up the code without its sign, the top bit, which is set for positive levels.
         UNROLL_FOR (int a = 0; a < 2; a++) {
           const u32 negative = ~(low << (8 - 4 * a - V_BITS)) & 0x80808080u;
-          // Of an odd integer, minus it differs in all bits but the lowest.
+          // The negative of an odd integer differs from it in all bits but the lowest.
           words[a] = real &
               (prmt(args.value_table.low, args.value_table.high, magnitudes >> 16 * a) ^
                   (INTEGERS ? negative | (negative - (negative >> 6)) : negative));
@@ -140,7 +138,7 @@ struct TokenBytes {
   }
 };
 
-// A tile, by all warps of the block.
+// Unpacks a tile, with all warps of the block.
 DEVICE void unpack_bytes(const PrefillArgs& args, const Work& w, int tile, u8* shared, int warp, int lane) {
   const int begin = tile * STEP + 16 * warp, place = begin % BLOCK_SIZE;
   const bool some = begin < w.s.length;

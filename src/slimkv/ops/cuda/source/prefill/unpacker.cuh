@@ -1,35 +1,35 @@
 // Unpacks the codes of pages into a tile of fp16 (tiles.cuh).
 //
-// A warp takes 16 GROUPS tokens of a tile at a time, whose codes its lanes hold in the order of
-// docs/design/page-format.md. A lane unpacks whole 16-byte units of the tile. Tokens that no query sees become zeros:
-// their pages may hold anything. Every warp reads the fields of all tokens itself, because they determine the tile's
-// powers of two.
+// A warp unpacks 16 GROUPS tokens of a tile at a time, whose codes its lanes hold in the order of
+// docs/design/page-format.md. A lane writes whole 16-byte units of the tile. Tokens that no query sees become zeros,
+// since their pages may hold anything. Every warp reads the fields of all tokens, because they determine the tile's
+// units (powers of two).
 #pragma once
 #include "prefill/halves.cuh"
 
-// A warp that has codes of a tile, in the order in which its lanes hold them.
+// A warp that unpacks tokens of a tile.
 struct Unpacker {
   const PrefillArgs& args;
   const Work& w;
   Levels levels;
-  int warp;  // whose 16 GROUPS tokens of a tile are these
+  int warp;  // index of its 16 GROUPS tokens in the tile
   int lane;
 
-  // The page of a lane's tokens, or of the whole tile if it lies in one.
+  // The page of the tokens whose fields the lane reads, or of the whole tile if it lies in one page.
   static constexpr bool ONE_PAGE = BLOCK_SIZE % STEP == 0;
   DEVICE_MEMBER i32 page_of(int tile) const {
     const int token = tile * STEP + (ONE_PAGE ? 0 : first_of_lane(lane));
     return token < w.s.length ? ldg_i32(args.block_table + (i64)w.sequence * args.table_stride + token / BLOCK_SIZE)
                               : 0;
   }
-  // The page of the tile's token `token`, from lanes' pages.
+  // The page of the tile's token `token`, from the lanes' pages.
   DEVICE_MEMBER static i32 page_with(i32 page, int token) { return ONE_PAGE ? page : shfl(page, token / PER_LANE); }
   DEVICE_MEMBER const u8* page_at(i32 page) const {
     return args.pages + page * args.page_stride + w.head * args.page_head_stride;
   }
 
-  // Clears the fields of hidden tokens, whose pages may hold anything, and of marked tokens. Returns which of the
-  // lane's tokens are marked.
+  // Clears the fields of hidden tokens, whose pages may hold anything, and of tokens marked as NaN. Returns which of
+  // the lane's visible tokens are marked.
   DEVICE_MEMBER u32 clear_hidden(Fields& f, int first) const {
     const int begin = WINDOW ? first_seen(w.s, args.sliding_window) : 0;
     u32 bad = 0;
@@ -42,8 +42,8 @@ struct Unpacker {
     return bad;
   }
 
-  // Converts stored fields to fp16 in units of the tile, and returns these units. NaN shows in the scores of rows that
-  // see the token. In its values it would show everywhere: a hidden token's probability is 0, and 0 times NaN is not 0.
+  // Converts fields to fp16 in units of the tile, and returns these units. A marked token gets a NaN key, which affects
+  // only rows that see it. A NaN value would affect all rows, since even a probability of 0 times NaN is NaN.
   DEVICE_MEMBER TileScale scale(Fields& f, int tile) const {
     const int first = tile * STEP;
     u32 bad = 0, most = f.most();
@@ -63,7 +63,7 @@ struct Unpacker {
               value_most = (int)(V_KIND == UNIFORM ? most >> 16 : most >> 26);
     const int key_exponent = max_i32(key_most, LEAST_FIELD) - FIELD_BIAS;
     int value_exponent = max_i32(value_most, LEAST_FIELD) - FIELD_BIAS;
-    if (BY_ROW) value_exponent += value_exponent & 1;  // units seldom change
+    if (BY_ROW) value_exponent += value_exponent & 1;  // so that units seldom change
     const float key_up = as_float((u32)(127 + FIELD_SHIFT + KeyFormat::TOP - key_exponent) << 23);
     const float value_up = as_float((u32)(127 + FIELD_SHIFT + ValueFormat::TOP - value_exponent) << 23);
     UNROLL_FOR (int i = 0; i < PER_LANE / 2; i++) {
@@ -79,7 +79,7 @@ struct Unpacker {
     return {as_float((u32)(127 + key_unit) << 23), (float)value_unit, as_float((u32)(127 - value_unit) << 23), 0.0f};
   }
 
-  // Halves of PER_LANE tokens, from the lane that holds them. twice(i): number i in both halves of a word.
+  // Halves of PER_LANE tokens, from the lane that holds them. twice(i): half i, duplicated into both halves of a word.
   struct Halves {
     u32 low, high;
     DEVICE_MEMBER u32 twice(u32 i) const { return prmt(low, high, 0x1010u + 0x2222u * i); }
@@ -89,11 +89,11 @@ struct Unpacker {
   }
 
   DEVICE_MEMBER void store_keys(const Codes<K_BITS, S, false> (&codes)[GROUPS], const Fields& f, u8* keys) const {
-    const int own = read_laneid(), g = own >> 2, t = own & 3;  // what derives from it is not kept from tile to tile
+    const int own = read_laneid(), g = own >> 2, t = own & 3;  // recomputed, so that it occupies no registers
     const int first = FUSED ? 2 * t : t, second = FUSED ? 2 * t + 1 : t + 4;  // units of 32 dimensions and of the next
     u8* const units[2] = {keys + unit_at(0, 16 * GROUPS * warp + g, first, STEP),
         keys + unit_at(0, 16 * GROUPS * warp + g, second, STEP)};
-    u8* const rest = keys + unit_at(0, 16 * GROUPS * warp + g, t, STEP);  // of half as many dimensions
+    u8* const rest = keys + unit_at(0, 16 * GROUPS * warp + g, t, STEP);  // of a remainder of 32 dimensions
     UNROLL_FOR (int q = 0; q < GROUPS; q++) {
       u32 scale[2], zero[2] = {0, 0};
       UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -103,7 +103,7 @@ struct Unpacker {
         if (K_KIND == UNIFORM) zero[i] = halves_from(f.key_zero, from).twice(which);
       }
       UNROLL_FOR (int j = 0; j < PLACES / 32; j++) {
-        const bool both = 2 * j + 1 < S;  // slices that there are
+        const bool both = 2 * j + 1 < S;  // whether both slices exist
         const u32 low[2] = {codes[q].low(2 * j), both ? codes[q].low(2 * j + 1) : 0};
         const u32 high[2] = {codes[q].high(2 * j), both ? codes[q].high(2 * j + 1) : 0};
         UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -134,7 +134,7 @@ struct Unpacker {
   }
 
   DEVICE_MEMBER void store_values(const Codes<V_BITS, S, true> (&codes)[GROUPS], const Fields& f, u8* values) const {
-    const int own = read_laneid(), g = own >> 2, t = own & 3;  // what derives from it is not kept from tile to tile
+    const int own = read_laneid(), g = own >> 2, t = own & 3;  // recomputed, so that it occupies no registers
     u8* const units[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g, STEP),
         values + unit_at(0, 16 * GROUPS * warp + 2 * t + 1, g, STEP)};
     u8* const rest[2] = {values + unit_at(0, 16 * GROUPS * warp + 2 * t, g / 2, STEP) + g % 2 * 8,
@@ -183,7 +183,7 @@ struct Unpacker {
 
 constexpr int GROUPS_OF_TILE = STEP / 16;
 
-// Groups `group` to `end_group` of 16 tokens of a tile to the workspace, by a warp.
+// One warp: unpacks groups `group` to `end_group` of 16 tokens of a tile into the workspace.
 DEVICE void unpack_groups(const PrefillArgs& args, const Work& w, const Levels& levels, int tile, int group,
     int end_group, int lane) {
   Unpacker unpacker = {args, w, levels, 0, lane};
@@ -191,7 +191,7 @@ DEVICE void unpack_groups(const PrefillArgs& args, const Work& w, const Levels& 
   const i32 page = unpacker.page_of(tile);
   const u8* const own_page = unpacker.page_at(page);
   const int own_token = first_of_lane(lane), own_place = (tile * STEP + own_token) % BLOCK_SIZE;
-  if (own_token / 16 >= group && own_token / 16 < end_group) {  // its tokens' part of the codes, to the L2 cache
+  if (own_token / 16 >= group && own_token / 16 < end_group) {  // prefetches its tokens' codes to L2
     constexpr int K_PART = PER_LANE * K_TILE / 16, V_PART = PER_LANE * V_TILE / 16;
     UNROLL_FOR (int i = 0; i < K_PART; i += 128) prefetch_l2(own_page + own_place / PER_LANE * K_PART + i);
     UNROLL_FOR (int i = 0; i < V_PART; i += 128) prefetch_l2(own_page + V_CODES + own_place / PER_LANE * V_PART + i);
@@ -208,7 +208,7 @@ DEVICE void unpack_groups(const PrefillArgs& args, const Work& w, const Levels& 
     Codes<K_BITS, S, false> key_codes[GROUPS];
     key_codes[0].load(from + place * K_TILE, lane);
     unpacker.store_keys(key_codes, fields, args.keys + row * KEYS_BYTES);
-    sync_warp();  // values are loaded when no register is needed for keys any more
+    sync_warp();  // loads values only after the registers of keys are free
     Codes<V_BITS, S, true> value_codes[GROUPS];
     value_codes[0].load(from + V_CODES + place * V_TILE, lane);
     unpacker.store_values(value_codes, fields, args.values + row * VALUES_BYTES);

@@ -1,32 +1,33 @@
-// Integer mma.sync products (INTEGERS), for devices without warpgroup products: int8 scores, weights as unsigned bytes,
-// and the loop over a block's tiles, half a tile at a time. Shared memory has one tile of keys and one of values; all
+// Integer mma.sync (INTEGERS), for devices without wgmma: int8 scores, probabilities as unsigned bytes, and the loop
+// over the tiles of a thread block, half a tile at a time. Shared memory has one tile of keys and one of values; all
 // threads copy one half while the other is attended.
 //
-// Weights of half a tile are relative to the row's largest score there, so that every half has all 8 bits, or (UNEVEN)
-// to the largest score plus the logarithm of the value's scale: a token with a small value does not use up the bits.
-// Integer products of half a tile are added to the output in fp32.
+// Probabilities of half a tile are relative to the row's largest score there, so that every half has all 8 bits.
+// UNEVEN: relative to the largest score plus the logarithm of the value's scale, so that a token with a small value
+// does not use up the bits. Integer products of half a tile are added to the output in fp32.
 #pragma once
 #include "prefill/warp_operands.cuh"
 
-// Sums that start here are the bits of a float, MAGIC_FLOAT plus the sum, below 2^22: no conversion.
+// Integer sums below 2^22 that start here are the bits of the float MAGIC_FLOAT + sum, without conversion.
 constexpr i32 MAGIC_BITS = 0x4B400000;
-constexpr u32 BYTE_MAGIC = 0x64006400;  // 1024 as halves: plus a number below 256, its nearest integer in the low byte
+constexpr u32 BYTE_MAGIC =
+    0x64006400;  // 1024 as halves: added to a number below 256, it leaves the nearest integer in the low byte
 constexpr u32 QUARTERS = 0x34003400;  // as halves
-// In powers of two: how far scores may rise above the reference of the output.
+// In powers of two: how far scores may exceed the maximum that the output is relative to.
 constexpr float MOST_ABOVE = 32.0f;
-constexpr float LOWEST = -1e30f;  // the largest score of a row that sees none
+constexpr float LOWEST = -1e30f;  // the maximum of a row without visible tokens
 constexpr float LEAST_LOG = -15.0f;  // of a value's scale: probabilities relative to it stay within halves
 
-typedef RowState Softmax;  // row_max: the reference of the output and of the sums, a former maximum
+typedef RowState Softmax;  // row_max: what the output and the sums are relative to, a former maximum
 
-// Sums of half a tile, replaced by scores, to weights in operand order (tiles.cuh), for rows of BLOCKS blocks.
+// The products, scores and then probabilities in operand order (tiles.cuh) of half a tile, for BLOCKS row blocks.
 template <int BLOCKS> struct HalfTile {
   i32 s[BLOCKS][SCORES];
   u32 p[BLOCKS][WORDS];
-  float most[BLOCKS][2];  // what exponents of a row's weights are relative to: its largest score
-  float scale[BLOCKS][2];  // of its weights, relative to row_max
+  float most[BLOCKS][2];  // a row's largest score, to which its exponents are relative
+  float scale[BLOCKS][2];  // of its probabilities, relative to row_max
 
-  // s = Q K^T. 16 tokens after 16 tokens: those that are finished do not wait for the others.
+  // s = Q K^T, 16 tokens after 16 tokens, so that finished scores need not wait for the rest.
   DEVICE_MEMBER void multiply_scores(const Queries<BLOCKS>& queries, u32 keys) {
     u32 q[K_STEPS][BLOCKS][4];
     UNROLL_FOR (int k = 0; k < K_STEPS; k++)
@@ -45,7 +46,7 @@ template <int BLOCKS> struct HalfTile {
       }
   }
 
-  // Before `factor` or, SOFTCAP, capped.
+  // Turns products into scores, without `factor` or, with SOFTCAP, capped.
   DEVICE_MEMBER void find_scores(const Softmax (&softmax)[ROW_BLOCKS], const u8* numbers, int t, float softcap) {
     UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {
       const TokenScales of(numbers, 16 * j + 4 * t);
@@ -58,14 +59,14 @@ template <int BLOCKS> struct HalfTile {
     }
   }
 
-  // Scores of tokens, from `first` on, that their rows do not see.
-  DEVICE_MEMBER void hide(const Visible (&visible)[ROW_BLOCKS], int first, int t) {
+  // Masks scores; `first`: the first token.
+  DEVICE_MEMBER void apply_mask(const Visible (&visible)[ROW_BLOCKS], int first, int t) {
     UNROLL_FOR (int b = 0; b < BLOCKS; b++)
       UNROLL_FOR (int i = 0; i < SCORES; i++)
-        if (visible[b].hides(first, i, t)) s[b][i] = (i32)as_bits(MINUS_INFINITY);
+        if (visible[b].masks(first, i, t)) s[b][i] = (i32)as_bits(MINUS_INFINITY);
   }
 
-  // The largest scores of the lane; UNEVEN: of scores and their values' scales.
+  // Finds the lane's largest scores; OF_UNEVEN: including the logarithms of the values' scales.
   template <bool OF_UNEVEN>
   DEVICE_MEMBER void find_most(const Softmax (&softmax)[ROW_BLOCKS], const u8* numbers, int t) {
     UNROLL_FOR (int b = 0; b < BLOCKS; b++) most[b][0] = most[b][1] = MINUS_INFINITY;
@@ -84,11 +85,11 @@ template <int BLOCKS> struct HalfTile {
     }
   }
 
-  // Moves the reference of rows of block b that are too far above it, with the output and the sums so far.
-  DEVICE_MEMBER void follow(Softmax& softmax, float (&o)[OUTPUTS], int b) {
+  // Raises row_max for rows of row block b that exceed it by too much, and rescales output and sums.
+  DEVICE_MEMBER void update_max(Softmax& softmax, float (&o)[OUTPUTS], int b) {
     bool behind[2];
     UNROLL_FOR (int r = 0; r < 2; r++) {
-      // Two units in the last place up, so that rounding makes no weight larger than a byte.
+      // Two ulps up, so that rounding makes no probability larger than a byte.
       const float top = quad_max(most[b][r]), up = fma_rn(as_float(as_bits(top) & 0x7FFFFFFF), 0x1p-22f, top);
       most[b][r] = max_f32(up, LOWEST);
       behind[r] = most[b][r] > softmax.row_max[r] + MOST_ABOVE;
@@ -105,7 +106,7 @@ template <int BLOCKS> struct HalfTile {
     UNROLL_FOR (int r = 0; r < 2; r++) scale[b][r] = exp2_approx(most[b][r] - softmax.row_max[r]);
   }
 
-  // Probabilities as halves, whose sums are products with a constant, and then as bytes times the values' scales.
+  // Computes probabilities as halves, sums them with MMAs, and converts them, times the values' scales, to bytes.
   DEVICE_MEMBER void weigh(Softmax (&softmax)[ROW_BLOCKS], const u8* numbers, int t) {
     float sums[BLOCKS][4] = {};
     UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {
@@ -131,11 +132,11 @@ template <int BLOCKS> struct HalfTile {
         softmax[b].row_sum[r] = fma_rn(sums[b][2 * r], scale[b][r], softmax[b].row_sum[r]);
   }
 
-  // o += P V, where values have the factor `unit`.
+  // o += P V; `unit`: the factor of integer products.
   DEVICE_MEMBER void multiply_output(float (&o)[ROW_BLOCKS][OUTPUTS], u32 values, float unit) {
     UNROLL_FOR (int b = 0; b < BLOCKS; b++) scale[b][0] *= unit, scale[b][1] *= unit;
     UNROLL_FOR (int n = 0; n < D / 16; n++) {
-      if (n % 8 == 0) stay(!(scale[0][0] < 0.0f));  // products of more columns at a time would take too many registers
+      if (n % 8 == 0) stay(!(scale[0][0] < 0.0f));  // more columns at a time would take too many registers
       i32 sums[BLOCKS][8];
       UNROLL_FOR (int b = 0; b < BLOCKS; b++)
         UNROLL_FOR (int i = 0; i < 8; i++) sums[b][i] = MAGIC_BITS;
@@ -155,8 +156,8 @@ template <int BLOCKS> struct HalfTile {
   }
 };
 
-// A thread's part of half `half` of a tile, from and to the same place: ROWS_OF rows of 128 bytes or, SIDE_BY_SIDE, 64
-// bytes of each row. A warp copies neighbours: their addresses differ by constants.
+// Copies a thread's part of half `half` of a tile: ROWS_OF rows of 128 bytes or, SIDE_BY_SIDE, 64 bytes of each row. A
+// warp's part is contiguous, so that addresses differ by constants.
 template <int ROWS_OF, bool SIDE_BY_SIDE> DEVICE void copy_half(u8* to, const u8* from, int half) {
   constexpr int BYTES = 128 * ROWS_OF / (THREADS / 32);
   const int lane = thread_index() & 31,
@@ -172,7 +173,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   const i64 row = tiles_of(args, w);
   const Queries<BLOCKS> queries(operand, lane);
   const u32 keys = by_rows(shared_address(rings.keys), lane), values = by_rows(shared_address(rings.values), lane);
-  // Not 0: times minus infinity it is that.
+  // Not 0, because 0 times minus infinity is NaN.
   UNROLL_FOR (int b = 0; b < BLOCKS; b++)
     UNROLL_FOR (int r = 0; r < 2; r++) softmax[b].factor[r] = max_f32(softmax[b].factor[r], 1e-37f);
   auto copy = [&](int at) {
@@ -185,13 +186,13 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     if (i < TOKENS / 2) cp_async_16(rings.keys + number, from + number);
     cp_async_commit();
   };
-  // Halves of tiles, from the last that some query sees to the first.
+  // Halves of tiles, from the last visible one to the first.
   const int first = shfl(2 * (w.tile - w.count + 1), 0), last = shfl(min_i32(2 * w.tile + 1, (w.end - 1) / TOKENS), 0);
-  if (HELD_QUERIES) sync_threads();  // tiles take the queries' place
+  if (HELD_QUERIES) sync_threads();  // tiles overwrite the queries
   copy(last);
   for (int at = last; at >= first; at--) {
     cp_async_wait<0>();
-    sync_threads();  // this half is there, and nobody needs the other
+    sync_threads();  // this half has arrived, and the other is free
     if (at > first) copy(at - 1);
     const int half = at & 1;
     const u8* numbers = rings.keys + half * TOKENS * 4;
@@ -200,10 +201,10 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     tokens.multiply_scores(queries, D == 64 ? keys ^ half * 64 : keys + half * 128 * TOKENS);
     tokens.find_scores(softmax, numbers, lane & 3, args.softcap);
     if ((at + 1) * TOKENS > w.clear_end || (WINDOW && at * TOKENS < w.clear_begin))
-      tokens.hide(visible, at * TOKENS, lane & 3);
+      tokens.apply_mask(visible, at * TOKENS, lane & 3);
     if (unit < 0.0f) tokens.template find_most<true>(softmax, numbers, lane & 3);
     else tokens.template find_most<false>(softmax, numbers, lane & 3);
-    UNROLL_FOR (int b = 0; b < BLOCKS; b++) tokens.follow(softmax[b], o[b], b);
+    UNROLL_FOR (int b = 0; b < BLOCKS; b++) tokens.update_max(softmax[b], o[b], b);
     tokens.weigh(softmax, numbers, lane & 3);
     tokens.multiply_output(o, STEP == 128 ? values ^ half * 64 : values + half * 128 * D, unit < 0.0f ? -unit : unit);
   }

@@ -1,16 +1,16 @@
-// Operands of single warps (mma.sync) in shared memory: fp16, or bytes (EIGHT_BIT).
+// Operands of mma.sync in shared memory: fp16, or bytes (EIGHT_BIT).
 #pragma once
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
-constexpr int K_STEPS = EIGHT_BIT ? D / 32 : PLACES / 16;  // 32 bytes of a row each
+constexpr int K_STEPS = EIGHT_BIT ? D / 32 : PLACES / 16;  // of 32 bytes of a row
 
 // A warp's queries are its own.
 DEVICE void queries_are_written(int) { sync_warp(); }
 
-// Operands: rows of 128 bytes in shared memory (tiles.cuh), four 8 x 8 matrices of 16-bit elements at a time, each two
-// bytes where operands are bytes. The first 16-byte unit of a lane's row; further units of the tile differ in other
-// bits. For queries and values the second pair of matrices has other columns, for keys other rows.
+// The ldmatrix address of a lane's first 16-byte unit in rows of 128 bytes (tiles.cuh); further units differ in other
+// bits. ldmatrix loads four 8 x 8 matrices of 16-bit elements (or pairs of bytes): the second pair has the next columns
+// of queries and values, and the next rows of keys.
 DEVICE u32 by_columns(u32 tile, int row, int lane) {
   return tile + (row + lane % 16) * 128 + ((lane / 16 ^ (lane & 7)) << 4);
 }
@@ -18,8 +18,7 @@ DEVICE u32 by_rows(u32 tile, int lane) {
   return tile + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2 ^ (lane & 7)) << 4);
 }
 
-// A warp's queries, 16 rows of each of BLOCKS blocks of rows: kept in registers (HELD_QUERIES), or loaded for each
-// tile.
+// A warp's queries, 16 rows of each of BLOCKS row blocks: kept in registers (HELD_QUERIES), or loaded for each tile.
 template <int BLOCKS> struct Queries {
   u32 address, held[HELD_QUERIES ? K_STEPS : 1][BLOCKS][4];
 

@@ -1,20 +1,19 @@
-// 16-bit mma.sync products, for devices without warpgroup products: scores and output of a warp's rows, and the loop
-// over a block's tiles. All threads copy tiles, each a part: values while scores are multiplied, the next keys while
-// the output is.
+// fp16 mma.sync, for devices without wgmma: scores and output of a warp's rows, and the loop over the tiles of a thread
+// block. All threads copy tiles: values during the score products, the next keys during the output products.
 #pragma once
 #include "prefill/softmax.cuh"
 #include "prefill/warp_operands.cuh"
 
 static_assert(KEYS_BYTES == VALUES_BYTES, "tiles are copied alike");
 
-// A thread's part of a tile.
+// Copies a thread's part of a tile.
 DEVICE void copy_tile(u8* to, const u8* from) {
   UNROLL_FOR (int i = 0; i < KEYS_BYTES; i += 16 * THREADS)
     if (KEYS_BYTES % (16 * THREADS) == 0 || i + 16 * thread_index() < KEYS_BYTES)
       cp_async_16(to + i + 16 * thread_index(), from + i + 16 * thread_index());
 }
 
-// s = Q K^T, all tokens of the tile. A lane's fragment of keys serves all blocks.
+// s = Q K^T for all tokens of the tile. A lane's fragment of keys serves all row blocks.
 template <int BLOCKS> DEVICE void multiply_scores(float (&s)[BLOCKS][N], const Queries<BLOCKS>& queries, u32 keys) {
   UNROLL_FOR (int k = 0; k < K_STEPS; k++) {
     u32 q[BLOCKS][4];
@@ -58,19 +57,19 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     if (thread_index() == 0) cp_async_16((void*)rings.scales, args.tile_scales + tile);
     cp_async_commit();
   };
-  if (HELD_QUERIES) sync_threads();  // tiles take the queries' place
+  if (HELD_QUERIES) sync_threads();  // tiles overwrite the queries
   copy_keys(0);
   for (int i = 0; i < w.count; i++) {
     const int tile = tile_at(w, i);
     cp_async_wait<0>();
-    sync_threads();  // keys are there, and nobody needs the values of the tile before
+    sync_threads();  // keys have arrived, and the previous tile's values are free
     copy_tile(rings.values, args.values + (row + tile) * VALUES_BYTES);
     cp_async_commit();
     const TileScale unit = *rings.scales;
     float s[BLOCKS][N] = {};
     multiply_scores(s, queries, keys);
     cp_async_wait<0>();
-    sync_threads();  // values are there, and nobody needs the keys
+    sync_threads();  // values have arrived, and the keys are free
     if (i + 1 < w.count) copy_keys(i + 1);
     u32 p[BLOCKS][N / 2];
     UNROLL_FOR (int b = 0; b < BLOCKS; b++) {

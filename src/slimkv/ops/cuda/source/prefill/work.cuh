@@ -1,23 +1,21 @@
-// The compile-time parameters of attend.cu, its shared memory layout, its argument, and the work of each block.
-// Compile-time (ops/attention/cuda/prefill_defines.py):
-// D, STEP (tokens of a tile), EIGHT_BIT, INTEGERS (tiles.cuh), PROMOTE (with EIGHT_BIT), Q_TYPE, OUT_TYPE (types.cuh),
+// The compile-time parameters of attend.cu, its shared memory layout, and the work tile of a thread block.
+// Defines (ops/attention/cuda/prefill_defines.py):
+// D, STEP (tokens per tile), EIGHT_BIT, INTEGERS (tiles.cuh), PROMOTE (with EIGHT_BIT), Q_TYPE, OUT_TYPE (types.cuh),
 // K_ROTATED, V_ROTATED, ROTATION_CORE (rotation.cuh);
-// FUSED (warpgroups unpack pages into shared memory), AHEAD (blocks unpack the tiles of later blocks); both need the
-// page layout (BLOCK_SIZE, K_KIND, ...), K_LEVELS, V_LEVELS (table entries), ONE_TABLE (one table for both);
-// CONSUMERS and PRODUCERS (warpgroups that multiply, and that fetch tiles), ROW_BLOCKS (blocks of 64 rows per
-// consumer), PRODUCER_REGISTERS, STAGES;
-// BY_ROW (a row's result depends only on its own sequence, to the last bit);
-// WINDOW, SOFTCAP, SCORE_SHIFT (with SOFTCAP: scores are shifted before it);
+// FUSED (producer warpgroups unpack pages into shared memory), AHEAD (blocks unpack the tiles of later blocks); both
+// need the page layout (BLOCK_SIZE, K_KIND, ...), K_LEVELS, V_LEVELS (LUT entries), ONE_TABLE (one LUT for both);
+// CONSUMERS, PRODUCERS (warpgroups), ROW_BLOCKS (of 64 rows, per consumer), PRODUCER_REGISTERS, STAGES;
+// BY_ROW (a row's result depends only on its own sequence, bit for bit);
+// WINDOW, SOFTCAP, SCORE_SHIFT (with SOFTCAP: scores are shifted before the cap);
 // HANDS_ON (several passes are possible, with the softmax state in device memory between them).
-// Shared memory, aligned to 1,024 bytes: queries of all blocks of rows, QUERY_BYTES each | KEYS_AT: ring of tiles,
+// Shared memory, aligned to 1,024 bytes: queries of all row blocks, QUERY_BYTES each | KEYS_AT: ring of tiles,
 // KEYS_BYTES each | VALUES_AT: the same for values | TOTALS_AT: output totals (EIGHT_BIT) | BARRIERS_AT | SCALES_AT:
-// ring of the tiles' scales | LEVELS_AT: lookup tables | PACKED_AT: FUSED, pages in flight, PACKED_STAGES of
-// PACKED_BYTES.
+// ring of the tiles' scales | LEVELS_AT: LUTs | PACKED_AT: FUSED, pages in flight, PACKED_STAGES of PACKED_BYTES.
 #pragma once
 #include "common/numbers.cuh"
 #include "prefill/args.cuh"
 
-// The largest of the four lanes that have a row.
+// The maximum over the four lanes of a row (a quad).
 DEVICE float quad_max(float x) {
   x = max_f32(x, shfl_xor(x, 1));
   return max_f32(x, shfl_xor(x, 2));
@@ -25,10 +23,10 @@ DEVICE float quad_max(float x) {
 
 constexpr int GROUP_ROWS = 64, ROWS = CONSUMERS * ROW_BLOCKS * GROUP_ROWS, THREADS = 128 * (CONSUMERS + PRODUCERS),
               N = STEP / 2, OWN = PLACES / 4;
-// In powers of two. A warp asks for it when a probability of some row is 2^8 or more. BY_ROW: a row that did not ask
-// must not be above it, however its scores round.
+// In powers of two. A warp updates running maxima if a probability of any row is 2^8 or more. BY_ROW: rows below 2^8
+// must not be updated then, however their scores round.
 constexpr float RESCALE_THRESHOLD = BY_ROW ? 8.5f : 8.0f;
-// The registers of consumers: the initial ones and those that producers give up.
+// The registers of a consumer thread: its initial ones and its share of those that producers release.
 constexpr int WARPGROUPS = PRODUCERS + CONSUMERS;
 constexpr int CONSUMER_REGISTERS =
     (WARPGROUPS * (512 / WARPGROUPS / 8 * 8) - PRODUCERS * PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
@@ -36,7 +34,7 @@ constexpr int CONSUMER_REGISTERS =
 // A compile-time constant as an argument.
 template <int VALUE> struct Constant { static constexpr int value = VALUE; };
 
-// A place in a ring of tiles, and the parity of the phase in which it is filled.
+// A slot in a ring of tiles, and the parity of the phase in which it is filled.
 struct Place {
   int slot;
   u32 parity;
@@ -47,7 +45,7 @@ struct Place {
   }
 };
 
-// Tiles on their way through shared memory, their barriers, and where the output is added up.
+// The rings of tiles in shared memory, their barriers, and the output totals (EIGHT_BIT).
 struct Rings {
   u8* keys;
   u8* values;
@@ -56,21 +54,21 @@ struct Rings {
   u64* values_full;
   u64* values_empty;
   u8* totals;
-  const TileScale* scales;  // come with keys as halves, and with values as bytes
+  const TileScale* scales;  // loaded with fp16 keys, or with byte values
 };
 
-// The tokens that the two rows of a lane see.
+// The visible tokens of a lane's two rows.
 struct Visible {
   int begin[2], end[2];
-  // Whether score i of a lane, of the tokens from `first` on, is hidden from its row.
-  DEVICE_MEMBER bool hides(int first, int i, int t) const {
+  // Whether a lane's score i, counted from token `first`, is masked.
+  DEVICE_MEMBER bool masks(int first, int i, int t) const {
     const int token = first + 8 * (i / 4) + 2 * t + i % 2, r = i / 2 % 2;
     return token >= end[r] || (WINDOW && token < begin[r]);
   }
 };
 
 #if EIGHT_BIT
-constexpr int OUTPUTS = D / 2, TOKENS = STEP / 2, SCORES = TOKENS / 2, WORDS = SCORES / 4;  // of half a tile, a lane
+constexpr int OUTPUTS = D / 2, TOKENS = STEP / 2, SCORES = TOKENS / 2, WORDS = SCORES / 4;  // per half tile and lane
 
 // Scales of four tokens of a tile.
 struct TokenScales {
@@ -87,20 +85,20 @@ struct TokenScales {
 
 // The running softmax of a lane's rows g and g + 8.
 struct RowState {
-  float factor[2];  // of their products
-  float shift[2];  // SCORE_SHIFT: what their scores are raised by, times cap_factor
-  float row_max[2];  // the reference that exponents are taken from
-  float row_sum[2];  // of this lane's share of the row, relative to it
+  float factor[2];  // from products to scores
+  float shift[2];  // SCORE_SHIFT: added to scores, times cap_factor
+  float row_max[2];  // the running maximum that exponents are relative to
+  float row_sum[2];  // of this lane's share of the row, relative to row_max
 
   DEVICE_MEMBER float output_factor() const { return 1.0f; }  // from accumulators to sums of probabilities times values
-  // SOFTCAP: the score of row r of a product in units of `unit`.
+  // SOFTCAP: the capped score of a product x in row r, in units of `unit`.
   DEVICE_MEMBER float capped(float x, int r, float unit, float softcap) const {
     const float by = factor[r] * unit * cap_factor(softcap);
     return soft_cap(SCORE_SHIFT ? fma_rn(x, by, shift[r]) : x * by, softcap);
   }
 };
 
-// A row of a block: whose it is. None is not valid.
+// The query and head of a row of a thread block; `valid`: they exist.
 struct Row {
   int of_sequence;  // query
   i64 query;
@@ -117,18 +115,18 @@ DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row
 #if FUSED
 #include "prefill/split.cuh"
 #else
-// The queries of a block, if it has some in this pass.
+// Finds the queries of a thread block; false if it has none in this pass.
 DEVICE bool find_queries(const PrefillArgs& args, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;
-  // Sections of few heads share their keys and values in the L2 cache; long rows of a causal mask come first in each.
+  // The heads of a section share the L2 cache. Within a section, blocks with most visible tokens (causal) come first.
   const int per_section = args.section * args.query_blocks, section = block_index() / per_section;
   const int inside = block_index() - section * per_section;
   const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);
   const int block = args.query_blocks - 1 - inside / heads;
   w.head = section * args.section + inside % heads;
-  // The last sequence whose blocks begin at this one or before it; how many up to it, and in all, are prefilled.
+  // The last sequence whose blocks begin at or before this one, and the prefilled sequences up to it and in all.
   u32 begun = 0, prefilled = 0, prefilled_of_all = 0;
-  PrefillSequence own = {0, 0, 0, 0};  // the lane's last
+  PrefillSequence own = {0, 0, 0, 0};  // the last sequence read by the lane
 #pragma unroll 2
   for (int i = lane; i < args.num_seqs; i += 32) {
     own = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, i);
@@ -141,7 +139,7 @@ DEVICE bool find_queries(const PrefillArgs& args, int lane, Work& w) {
   else w.s = prefill_sequence_at(args.cu_seqlens_q, args.seq_lens, sequence);
   w.first = (block - (w.s.start / queries_of_block + sequence)) * queries_of_block;
   if (w.first >= w.s.queries || w.s.queries <= args.max_decode_queries) return false;
-  // Its tiles are those that others have unpacked in this pass.
+  // Its tiles must be among those unpacked in this pass.
   w.s.rank = (int)warp_sum(prefilled) - 1 - args.first_rank;
   if (w.s.rank < 0 || w.s.rank >= args.ranks) return false;
   w.present = min_i32(args.ranks, (int)warp_sum(prefilled_of_all) - args.first_rank);
@@ -167,7 +165,7 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   return true;
 }
 
-// Query rows of the block's sequence from its first one on.
+// The query rows of the sequence from the block's first row on.
 DEVICE int rows_of(const PrefillArgs& args, const Work& w) { return (w.s.queries - w.first) * args.group_size; }
 
 // Whether all queries of the block see all tokens of a tile.
@@ -175,9 +173,9 @@ DEVICE bool is_clear(const Work& w, int tile) {
   return (tile + 1) * STEP <= w.clear_end && (!WINDOW || tile * STEP >= w.clear_begin);
 }
 
-// Tile number i of a block. The last tile comes second, if there are others: its mask leaves rows with few tokens,
-// whose maximum predicts little. BY_ROW: from first to last, so that a row visits its tiles in the same order wherever
-// blocks and passes end.
+// The i-th tile of a thread block. The last tile comes second (if there are several), because its mask leaves few
+// tokens to some rows, whose maximum predicts little. BY_ROW: from first to last, so that a row visits its tiles in the
+// same order wherever blocks and passes end.
 DEVICE int tile_at(const Work& w, int i) {
   return BY_ROW ? w.tile - w.count + 1 + i : w.tile - (i < 2 && w.count > 1 ? 1 - i : i);
 }

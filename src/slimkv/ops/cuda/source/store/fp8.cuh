@@ -1,10 +1,10 @@
-// e4m3 codes under a power of two.
+// e4m3 codes with a power-of-two scale.
 #pragma once
 #include "store/format.cuh"
 
 struct Fp8Scale {
   u32 field;
-  float up;  // what codes are made with; 0: all are zero
+  float up;  // the factor before rounding to e4m3; 0: all codes are zero
   // largest: the bits of the largest magnitude.
   DEVICE_MEMBER explicit Fp8Scale(u32 largest) {
     u32 exponent = largest >> 23;
@@ -21,6 +21,6 @@ DEVICE u32 fp8_code(float x, float up) {
   u32 bits = as_bits(scaled), magnitude = bits & 0x7FFFFFFFu;
   u32 normal = ((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
   u32 tiny = (u32)f32_to_i32_rz(sub_rn(add_rn(mul_rn(as_float(magnitude), 512.0f), 12582912.0f), 12582912.0f));
-  // A negative zero keeps its sign where the vector is not all zero, as e4m3 has it.
+  // As in e4m3, a negative zero keeps its sign, unless the whole vector is zero.
   return (magnitude < (121u << 23) ? tiny : normal) | (bits >> 24 & 0x80);
 }

@@ -1,11 +1,11 @@
-// Vectors to integers, and their norm.
+// The conversion of vectors to integers, and their norms.
 //
-// Short integers (of 16-bit floats, for codes of up to 4 bits) stay 16-bit floats. The floats nearest to zero, down to
-// the smallest denormal number, are all multiples of it, so a product with a power of two rounds to integers of that
-// unit. Up to twice the smallest normal number, the bits of such a float are the integer itself and its sign.
+// Short integers (16-bit inputs, codes of up to 4 bits) remain 16-bit floats. Floats near zero are multiples of the
+// smallest denormal number, so multiplying by a power of two rounds to integers in that unit. Up to twice the smallest
+// normal number, the bits of such a float are the integer itself and its sign.
 //
-// A 22-bit integer is split into three digits, fixed = low + 2^8 middle + 2^16 top, where low and middle are unsigned
-// bytes. A float that is 1.5 * 2^23 plus an integer has the integer in its low bits: the digits are its bytes.
+// A 22-bit integer is split into three digits, low + 2^8 middle + 2^16 top, where low and middle are unsigned bytes. A
+// float that is 1.5 * 2^23 plus an integer has the integer in its low bits, so the digits are its bytes.
 #pragma once
 #include "store/rows.cuh"
 
@@ -19,8 +19,8 @@ template <class F> struct Digits<F, true> {  // [chunk][token g or g + 8][pair o
   typedef float Sum;  // in units of 2^-SHORT_SHIFT
   u32 pairs[F::CHUNKS][2][4];
 };
-// The smallest denormal number is 2^-24 or 2^-133, and the matrix holds +-2^-24 or +-2^64: sums stay far from float32's
-// limits.
+// The smallest denormal number is 2^-24 (float16) or 2^-133 (bfloat16), and the matrix has entries +-2^-24 or +-2^64,
+// so sums stay far from float32's limits.
 template <class F> constexpr int SHORT_SHIFT = F::DTYPE == FLOAT16 ? 48 : 69;
 DEVICE float power_of_two(int exponent) { return as_float((u32)(exponent + 127) << 23); }
 template <class F> DEVICE float integer_of(float sum) { return sum * power_of_two(SHORT_SHIFT<F>); }
@@ -35,14 +35,14 @@ struct TokenScalars {  // of the lane's token (lane % 16), in fixed-point units
 
 DEVICE u32 larger_of(u32 a, u32 b) { return a > b ? a : b; }
 
-// The larger magnitude of values in the input's type, with any sign; NaN if there is one.
+// The larger magnitude of values in the input's dtype, with any sign; NaN if either is.
 template <class F> DEVICE u32 larger_word(u32 a, u32 b) {
   return F::DTYPE == FLOAT32 ? larger_of(a & 0x7FFFFFFFu, b & 0x7FFFFFFFu)
       : F::DTYPE == FLOAT16  ? max_abs_f16x2(a, b)
                              : max_abs_bf16x2(a, b);
 }
 
-// The largest among a lane's words of a row.
+// The largest magnitude among a lane's words of a row.
 template <class F> DEVICE u32 largest_of_lane(const u32 raw[F::CHUNKS][2][F::RAW], int half) {
   constexpr int CHAINS = 4;
   u32 most[CHAINS];
@@ -53,7 +53,7 @@ template <class F> DEVICE u32 largest_of_lane(const u32 raw[F::CHUNKS][2][F::RAW
   return larger_word<F>(larger_word<F>(most[0], most[1]), larger_word<F>(most[2], most[3]));
 }
 
-// The exponents (of float32) of the largest of tokens g and g + 8, in bytes 0 and 2.
+// The float32 exponents of the largest magnitudes of tokens g and g + 8, in bytes 0 and 2.
 template <class F> DEVICE u32 largest_exponents(const u32 raw[F::CHUNKS][2][F::RAW]) {
   u32 first = largest_of_lane<F>(raw, 0), second = largest_of_lane<F>(raw, 1);
   if constexpr (F::NARROW) {  // both in a word
@@ -86,7 +86,7 @@ template <class F> DEVICE u32 times(u32 pair, u32 by) {
   return F::DTYPE == FLOAT16 ? mul_f16x2(pair, by) : mul_bf16x2(pair, by);
 }
 
-// The sum of squares of the tile's tokens, in steps of 256: four products of bytes at a time.
+// The tokens' sums of squares, with integers rounded to multiples of 256: four products of bytes at a time.
 template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane) {
   constexpr u32 BY_STEP = F::DTYPE == FLOAT16 ? 0x1C001C00 : 0x3B803B80;  // 1 / 256
   u32 sums[2] = {}, largest[2] = {};
@@ -95,7 +95,7 @@ template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane
     const u32* four = &d.pairs[i / 4][h][i & 2];
     u32 first = times<F>(four[0], BY_STEP), second = times<F>(four[1], BY_STEP), low = prmt(first, second, 0x6420);
     sums[h] = dp4a_u8(low, low, sums[h]);
-    if constexpr (F::DTYPE == FLOAT16) {  // of 11 bits one may be rounded up to 256 steps
+    if constexpr (F::DTYPE == FLOAT16) {  // an 11-bit number may be rounded up to 256 steps
       u32 high = prmt(first, second, 0x7531) & 0x7F7F7F7Fu;
       largest[h] = dp4a_u8(high, high, largest[h]);
     }
@@ -106,11 +106,11 @@ template <class F> DEVICE float squared_norms(const Digits<F, true>& d, int lane
 
 template <class F> constexpr int TOP_UNIT = F::NARROW ? 1 << 14 : 1 << 15;  // the value of the top digit's unit
 
-struct SquareSums {  // of integers in digits, by pairs of digits
+struct SquareSums {  // sums of squares of integers, by pairs of digits
   u32 lows = 0, low_middle = 0, middles = 0;
   i32 low_top = 0, middle_top = 0, tops = 0;
 
-  DEVICE_MEMBER void add(u32 low, u32 middle, u32 top) {  // four of them
+  DEVICE_MEMBER void add(u32 low, u32 middle, u32 top) {  // four integers
     lows = dp4a_u8(low, low, lows);
     low_middle = dp4a_u8(low, middle, low_middle);
     middles = dp4a_u8(middle, middle, middles);
@@ -136,12 +136,11 @@ template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lan
   return i64_to_f32_rn(sum_of_rows(sums, lane));
 }
 
-// The float32 exponents up to which a power of two turns a vector into integers, and from which on a page cannot hold
-// the scale.
+// The largest float32 exponent for which one power of two makes integers, and the smallest for which scales overflow.
 template <class F> constexpr u32 LARGEST_EXPONENT = F::DTYPE == FLOAT16 ? 142 : 135;
 constexpr u32 TOO_LARGE = 240;
 
-// The power of two, as a pair.
+// The power of two that makes a vector of this exponent integers, as a pair.
 template <class F> DEVICE u32 power_for(u32 exponent) {
   u32 power = F::DTYPE != FLOAT16 ? (136 - exponent) << 7
       : exponent < 133            ? (133 - exponent) << 10
@@ -149,7 +148,7 @@ template <class F> DEVICE u32 power_for(u32 exponent) {
   return power | power << 16;
 }
 
-// Rows as short integers. exponents: of tokens g and g + 8.
+// Converts rows to short integers. exponents: of tokens g and g + 8.
 template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW], const u32 exponents[2],
     Digits<F, true>& d) {
   u32 by[2];
@@ -173,7 +172,7 @@ template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW]
   }
 }
 
-// A power of two that brings the largest into [2^20, 2^21).
+// The power of two that brings the largest magnitude into [2^20, 2^21).
 DEVICE float digits_up(u32 exponent) {
   return exponent < LEAST_EXPONENT ? 0.0f : as_float((274 - (exponent < 254 ? exponent : 254)) << 23);
 }
@@ -188,13 +187,13 @@ template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW]
   }
 }
 
-// Exponents of tokens g and g + 8 to that of the lane's own token.
+// From the exponents of tokens g and g + 8 to that of the lane's own token.
 DEVICE u32 exponent_of_token(u32 both, int lane) {
   u32 there = shfl(both, 4 * (lane & 7));
   return lane & 8 ? there >> 16 : there & 0xFF;
 }
 
-// Digits of the tile's tokens, and the exponent of the lane's own.
+// Computes the digits of the tile's tokens; returns the exponent of the lane's own token.
 template <class F> DEVICE u32 fixed_point(const u32 raw[F::CHUNKS][2][F::RAW], int lane, Digits<F>& d) {
   u32 both = largest_exponents<F>(raw);
   const u32 exponents[2] = {both & 0xFF, both >> 16};
@@ -202,13 +201,13 @@ template <class F> DEVICE u32 fixed_point(const u32 raw[F::CHUNKS][2][F::RAW], i
   return exponent_of_token(both, lane);
 }
 
-// Scalars of a token. squared: the sum of its squares.
+// The scalars of a token. squared: the sum of its squares.
 template <class F> DEVICE TokenScalars scalars_of(float squared, u32 exponent, float unit) {
   TokenScalars s;
   s.bad = exponent >= (F::SHORT ? TOO_LARGE : 255);
   s.zero = exponent < LEAST_EXPONENT;
   s.down = as_float(((s.zero ? LEAST_EXPONENT : s.bad ? 254 : exponent) - (F::SHORT ? 15 : 20)) << 23);
-  s.norm = sqrt_rn_normal(max_f32(squared, 1.0f));  // a zero vector gets a norm too, which needs no branch
+  s.norm = sqrt_rn_normal(max_f32(squared, 1.0f));  // at least 1, so that a zero vector needs no branch
   s.factor = div_rn_normal(unit, s.norm);
   if (!F::SHORT && s.bad) s.factor = 0.0f;  // its digits are arbitrary
   return s;

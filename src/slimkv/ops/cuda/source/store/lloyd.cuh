@@ -1,9 +1,9 @@
-// Lloyd-Max codes of rotated coordinates, and the scale that goes with them.
+// Lloyd-Max codes of rotated coordinates, and their scale.
 #pragma once
 #include "store/pages.cuh"
 #include "store/slices.cuh"
 
-// Tables in shared memory: the code, or the boundaries, of each cell of the number line, and the level of each code.
+// Tables in shared memory: the code, or the number of boundaries below, of each cell; the boundaries; level by code.
 template <class F> struct LloydTables {
   static constexpr int COUNT = F::BITS > 4 ? 1 << F::BITS : 0;  // bounds and levels
   static constexpr int CELL_BYTES = (F::CELLS + 15) / 16 * 16;
@@ -14,7 +14,7 @@ template <class F> struct LloydTables {
 
   DEVICE_MEMBER LloydTables(u8* memory)
       : cells(memory), bounds((float*)(memory + CELL_BYTES)), levels((i32*)(memory + CELL_BYTES) + COUNT) {}
-  // Starts the copies, which all threads see after ``cp_async_wait`` and ``sync_threads``.
+  // Starts copies, which are visible to all threads after ``cp_async_wait`` and ``sync_threads``.
   DEVICE_MEMBER void fill(u8* memory, const SideArgs& side, int thread, int threads) const {
 #pragma unroll 1
     for (int i = thread; i < CELL_BYTES / 16; i += threads) cp_async_16(memory + 16 * i, side.cells + 16 * i);
@@ -27,12 +27,13 @@ template <class F> struct LloydTables {
   }
 };
 
-template <class F> constexpr int TILE_MEMORY = (LloydTables<F>::BYTES + 15) / 16 * 16;  // the offset behind the tables
+template <class F> constexpr int TILE_MEMORY =
+    (LloydTables<F>::BYTES + 15) / 16 * 16;  // the offset of the memory after the tables
 
-// Cells belong to their upper edge.
+// The cell of a number. Cells include their upper edge.
 template <class F> DEVICE u32 cell_of(float x) { return ceil_product(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
 
-// Numbers below all cells belong to the first cell.
+// The same; numbers below all cells get the first cell.
 template <class F> DEVICE u32 cell_from_below(float x) {
   return ceil_product_or_zero(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO);
 }
@@ -56,13 +57,13 @@ template <class F> DEVICE u32 code_of(float x, const LloydTables<F>& tables) {
 // Sums of squared levels of a lane's tokens, for the scale.
 template <class F> struct LevelSums {
   static constexpr bool PACKED = F::BITS <= 4, WIDE = F::ONE_SLICE && !PACKED, SQUARES = PACKED || WIDE;
-  // Squares of twice the centroids, or in units of 1 / LEVEL_DENOMINATOR^2: below 2^32 a vector, rounded to nearest.
+  // Squares of twice the centroids (PACKED), or of centroids times LEVEL_DENOMINATOR: below 2^32 per vector.
   u32 squares[F::TOKENS] = {};
-  i64 sums[F::TOKENS] = {};  // the same where 32 bits do not hold them
+  i64 sums[F::TOKENS] = {};  // the latter, if 32 bits are not enough
   u32 before = 0;
 
-  // Adds the codes of a slice, given as nibbles: centroids are looked up four at a time, and squared and added four at
-  // a time. Values come two slices at a time; order: the number of slices before this one.
+  // Adds the codes of a slice, given as nibbles: four centroids per lookup and per dot product. Values are processed
+  // two slices at a time; order: the number of slices before this one.
   DEVICE_MEMBER void add_codes(int order, u32 nibbles, const SideArgs& side) {
     u32 a = side.doubled_levels[0], b = side.doubled_levels[1];
     nibbles &= 0x11111111u * ((1 << (F::BITS - 1)) - 1);
@@ -85,7 +86,7 @@ template <class F> struct LevelSums {
   }
 };
 
-// The scale field of the lane's token, which preserves its norm. total: the sum of squared centroids, in units of 1 /
+// The scale field of the lane's token, which preserves its norm. total: the sum of squared centroids times
 // LEVEL_DENOMINATOR^2.
 DEVICE u32 field_of_token(const TokenScalars& s, float total) {
   const float scale = div_rn_normal(s.norm, sqrt_rn_normal(total));
@@ -93,14 +94,14 @@ DEVICE u32 field_of_token(const TokenScalars& s, float total) {
   return s.bad ? INVALID_FIELD : s.zero ? 0 : field;
 }
 
-// Takes the eight codes of a slice of up to 4 bits as nibbles.
+// Adds the eight codes of a slice, up to 4 bits, given as nibbles.
 template <class F> DEVICE void put_nibbles(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order, u32 nibbles,
     const SideArgs& side) {
   sums.add_codes(order, nibbles, side);
   codes.put(slice, nibbles, 0);
 }
 
-// Takes the eight codes of a slice.
+// Adds the eight codes of a slice.
 template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sums, int slice, int order,
     const u32 code[8], const LloydTables<F>& tables, const SideArgs& side) {
   u32 low = 0, high = 0;
@@ -114,7 +115,7 @@ template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sum
   else codes.put_bytes(slice, four_bytes(code), four_bytes(code + 4));
 }
 
-// The sum of squares in the lane of each token, and the same rounded once.
+// The sum of squares in the lane of each token. total_of_squares: its float, rounded once.
 template <class F> DEVICE auto sum_of_squares(const LevelSums<F>& sums, int lane) {
   if constexpr (LevelSums<F>::SQUARES) return sum_of_token<F>(sums.squares, lane);
   else return sum_of_token<F>(sums.sums, lane);
@@ -132,12 +133,12 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>&
   store_planes<F, PAGE_TOKENS>(codes, field, pages, args.page_stride, slots, lane, part);
 }
 
-// The factor from a sum of short integers to a number of cells, in units of the smallest float.
+// The factor from a sum of short integers to a number of cells, in units of the smallest denormal float.
 template <class F> DEVICE float cells_per_sum(const TokenScalars& s) {
   return mul_rn(s.factor, power_of_two(SHORT_SHIFT<F> + F::CELL_SHIFT - 149));
 }
 
-// Codes of the warp's slices i, i + PER, ... factor: one for each of the lane's tokens.
+// Encodes the warp's slices i, i + PER, ... factor: one for each of the lane's tokens.
 template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact[F::GROUPS][8],
     const float factor[F::TOKENS], int i, CodePlanes<F>& codes, LevelSums<F>& sums, const LloydTables<F>& tables,
     const SideArgs& side) {
@@ -152,8 +153,7 @@ template <class F> DEVICE void encode_slices(const typename Digits<F>::Sum exact
   }
 }
 
-// The sum of squares over the SPLIT warps of a tile; this is warp ``part``. It also combines words whose
-// slices belong to several warps.
+// The sum of squares over the SPLIT warps of a tile; this is warp ``part``. Also assembles words shared by warps.
 template <class F> DEVICE auto sum_of_warps(CodePlanes<F>& codes, const LevelSums<F>& sums, u8* memory, int lane,
     int part) {
   auto sum = sum_of_squares<F>(sums, lane);
@@ -180,7 +180,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(con
   Fragments<F> matrix(side, 0, part * F::PER, lane);  // early, to hide the latency of the load
   u32 exponent = fixed_point<F>(raw, lane, digits);
   rotate_slices<F>(digits, side, part * F::PER, lane, exact,
-      &matrix);  // before the norm, whose latency it hides
+      &matrix);  // first, to hide the latency of the norm
   TokenScalars scalars = scalars_of<F>(digits, exponent, side.unit, lane);
   float factor[F::TOKENS];
   UNROLL_FOR (int j = 0; j < F::TOKENS; j++)
@@ -192,7 +192,8 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(con
     encode_slices<F>(exact, factor, i, codes, sums, tables, side);
   }
   const auto sum = sum_of_warps<F>(codes, sums, memory + TILE_MEMORY<F>, lane, part);
-  if constexpr (F::SPLIT == 1) slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // late, for registers
+  if constexpr (F::SPLIT == 1)
+    slots = load_slots<SLOT>(args.slots, first, args.tokens, lane);  // late, to save registers
   store_lloyd_codes<F, PAGE_TOKENS>(codes, field_of_token(scalars, total_of_squares(sum)), scalars.zero, args, head,
       slots, lane, part);
 }
@@ -215,7 +216,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDi
       slots, lane, slice);
 }
 
-// Few tokens: the block's warps share a tile, and its rows, its slots and the tables are loaded at the same time.
+// Few tokens: the warps of a thread block share a tile. Rows, slots and tables are loaded concurrently.
 template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together(const SideArgs& side,
     const StoreArgs& args, int head, int first, u8* memory, int threads) {
   int lane = thread_index() & 31, part = thread_index() >> 5;
@@ -230,7 +231,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together
     cp_async_wait<0>();
     sync_threads();
     if (mine) store_lloyd_slice<F, PAGE_TOKENS>(digits, matrix, side, args, head, part, slots, memory, lane);
-    else sync_threads();  // whole warps
+    else sync_threads();  // by whole warps
   } else {
     prefetch_rotation<F>(side, thread_index(), threads);
     pdl_wait();
@@ -241,11 +242,11 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together
     sync_threads();
     if (first < args.tokens && part < F::SPLIT)
       store_lloyd_rows<F, PAGE_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
-    else if constexpr (F::SPLIT > 1) sync_threads();  // whole warps
+    else if constexpr (F::SPLIT > 1) sync_threads();  // by whole warps
   }
 }
 
-// Many: every warp takes one tile after the other, from ``tile`` on, and fetches the rows of the next one meanwhile.
+// Many tokens: every warp processes tiles ``tile``, ``tile`` + ``step``, ... and prefetches the rows of its next tile.
 template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(const SideArgs& side,
     const StoreArgs& args, int head, int tile, int step, u8* memory, int threads) {
   RowBuffer<F> rows(memory + TILE_MEMORY<F> + (thread_index() >> 5) * RowBuffer<F>::BYTES, side, head, 16 * tile,
@@ -254,7 +255,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_tiles(co
   prefetch_rotation<F>(side, thread_index(), threads);
   pdl_wait();
   rows.fetch(side, 16 * tile, args.tokens, thread_index() & 31);
-  cp_async_wait<1>();  // for the tables, not for the rows
+  cp_async_wait<1>();  // waits for tables, not for rows
   sync_threads();
 #pragma unroll 1
   for (; 16 * tile < args.tokens; tile += step) {

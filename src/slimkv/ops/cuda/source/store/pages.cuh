@@ -1,8 +1,8 @@
-// Codes in lanes to the bytes of pages: whole tiles as words, single tokens as the bytes that they own.
+// From codes in lanes to the bytes of pages: whole tiles as words, single tokens as the bytes that they own.
 #pragma once
 #include "store/format.cuh"
 
-// Where the tile's tokens go. Lane k (and k + 16) knows token k's slot.
+// The slots of the tile's tokens. Lanes k and k + 16 have token k's slot.
 struct Slots {
   i64 slot;      // of the lane's token; negative: skip it
   i64 start;     // of the first token
@@ -29,7 +29,7 @@ DEVICE void store_bytes(u8* at, u32 word, int bytes) {
   else *at = (u8)word;
 }
 
-// A lane's words of a plane that PARTS warps share; this warp has part `part`.
+// Stores a lane's words of a plane that PARTS warps share; this warp has part `part`.
 template <int PARTS, int WORDS> DEVICE void store_plane_words(u8* base, const u32 (&word)[WORDS], int lane, int part) {
   if constexpr (PARTS == 1) {
     constexpr int QUADS = WORDS & ~3, PAIRS = WORDS & ~1;
@@ -43,9 +43,9 @@ template <int PARTS, int WORDS> DEVICE void store_plane_words(u8* base, const u3
   }
 }
 
-// The planes of a warp's codes. Nibble n of a slice's word holds the plane's bits of value n. A plane of W < 4 bits has
-// 4 / W slices in a word; slices that fill no word are in ``rest``. Where a warp has fewer slices, JOINED warps combine
-// a word in shared memory, and the first of them keeps it.
+// A plane of W bits of a warp's codes. Nibble n of a slice's word holds the plane's bits of value n. For W < 4, a word
+// has 4 / W slices; the last slices, which do not fill a word, are in ``rest``. If a warp has fewer slices than a word,
+// JOINED warps assemble the word in shared memory, and the first of them keeps it.
 template <class F, int W> struct NibblePlane {
   static constexpr int SHARE = 4 / W;
   static constexpr int TAIL = (F::D / 16) % SHARE;
@@ -67,7 +67,7 @@ template <class F, int W> struct NibblePlane {
     UNROLL_FOR (int i = 0; i < TAIL; i++) rest[i] &= ~mask;
   }
 
-  // Before and after the warps wait for each other; shared: [SPLIT][32].
+  // `leave` before, `join` after a barrier of the warps; shared: [SPLIT][32].
   DEVICE_MEMBER void leave(u32* shared, int lane, int part) const {
     if constexpr (JOINED > 1) shared[32 * part + lane] = word[0] << (W * F::PER * (part % JOINED));
   }
@@ -83,7 +83,7 @@ template <class F, int W> struct NibblePlane {
       if (JOINED == 1 || part % JOINED == 0) store_plane_words<PARTS>(base, word, lane, part / JOINED);
   }
 
-  // base: the plane in the tile of the lane's j-th token, which stands at ``position`` of 16.
+  // base: the plane in the tile of the lane's j-th token, which has ``position`` of 16.
   DEVICE_MEMBER void store_token(u8* base, int position, int j, int lane, int part) const {
     if (JOINED > 1 && part % JOINED) return;
     int row = position & 7, high = position >> 3;
@@ -95,7 +95,7 @@ template <class F, int W> struct NibblePlane {
     }
   }
 
-  // Slices that fill no word: the token's bits, dimension after dimension. All lanes take part.
+  // Stores the slices of ``rest``: the token's bits, dimension after dimension. Called by all lanes.
   DEVICE_MEMBER void store_row(u8* base, int position, int j, int lane, bool keep) const {
     UNROLL_FOR (int i = 0; i < TAIL; i++) {
       u32 row = 0;
@@ -109,7 +109,7 @@ template <class F, int W> struct NibblePlane {
   }
 };
 
-template <class F> struct BytePlane {  // a byte per value: two words a slice
+template <class F> struct BytePlane {  // a byte per value: two words per slice
   static constexpr int WORDS = 2 * F::LOCAL;
   u32 word[WORDS];
 
@@ -136,7 +136,7 @@ template <class F> struct BytePlane {  // a byte per value: two words a slice
 
 struct NoPlane {};
 
-// Where the planes of a tile start.
+// The offsets of the planes in a tile.
 template <class F> constexpr int TWO_AT = 8 * F::D * F::FOUR;
 template <class F> constexpr int ONE_AT = TWO_AT<F> + 4 * F::D * F::TWO;
 
@@ -147,7 +147,7 @@ template <class F> struct CodePlanes {
   typename Choose<F::ONE != 0, NibblePlane<F, 1>, NoPlane>::Type one;
   typename Choose<F::BITS == 8, BytePlane<F>, NoPlane>::Type byte;
 
-  // low, high: the low and the high four bits of the slice's eight codes, in nibbles.
+  // low, high: the low and the high four bits of the slice's eight codes, as nibbles.
   DEVICE_MEMBER void put(int slice, u32 low, u32 high) {
     if constexpr (F::FOUR) four.put(slice, low);
     u32 more = F::FOUR ? high : low;
@@ -157,7 +157,7 @@ template <class F> struct CodePlanes {
   DEVICE_MEMBER void put_bytes(int slice, u32 first, u32 second) {
     if constexpr (F::BITS == 8) byte.word[2 * slice] = first, byte.word[2 * slice + 1] = second;
   }
-  // Words that several warps have slices of; see NibblePlane.
+  // Words shared by several warps; see NibblePlane.
   DEVICE_MEMBER void leave(u32* shared, int lane, int part) const {
     if constexpr (F::TWO) two.leave(shared, lane, part);
     if constexpr (F::ONE) one.leave(shared + 32 * F::SPLIT * F::TWO, lane, part);
@@ -166,7 +166,7 @@ template <class F> struct CodePlanes {
     if constexpr (F::TWO) two.join(shared, lane, part);
     if constexpr (F::ONE) one.join(shared + 32 * F::SPLIT * F::TWO, lane, part);
   }
-  // work(plane, where it starts in a tile) for every plane that codes have.
+  // Calls work(plane, its offset in a tile) for every plane.
   template <class Work> DEVICE_MEMBER void each(Work work) {
     if constexpr (F::FOUR) work(four, 0);
     if constexpr (F::TWO) work(two, TWO_AT<F>);
@@ -175,7 +175,7 @@ template <class F> struct CodePlanes {
   }
 };
 
-// The bytes of single tokens; for a whole tile, only bytes outside its words.
+// Stores the bytes of single tokens; for a whole tile, only the bytes outside its words.
 template <class F, int PAGE_TOKENS> DEVICE void store_tokens(CodePlanes<F>& codes, u8* pages, i64 page_stride, Slots s,
     int lane, int part) {
   UNROLL_FOR (int j = 0; j < F::TOKENS; j++) {
@@ -188,7 +188,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_tokens(CodePlanes<F>& code
   }
 }
 
-// Codes, and by lanes 0 .. 15 a field of each token. A whole tile lies in one page.
+// Stores codes and, by lanes 0 .. 15, the tokens' fields. A whole tile lies in one page.
 template <class F, int PAGE_TOKENS> DEVICE void store_planes(CodePlanes<F>& codes, u32 field, u8* pages,
     i64 page_stride, Slots s, int lane, int part) {
   if (s.aligned) {
@@ -197,7 +197,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_planes(CodePlanes<F>& code
     if (part == 0 && lane < 16) *(u16*)(page + F::FIELDS + 2 * (position + lane)) = (u16)field;
     u8* tile = page + F::CODES + position / 16 * F::TILE_BYTES;
     codes.each([&](auto& plane, int at) { plane.store_tile(tile + at, lane, part); });
-    constexpr bool ROWS = (F::TWO && F::D / 16 % 2) || (F::ONE && F::D / 16 % 4);  // of slices that fill no word
+    constexpr bool ROWS = (F::TWO && F::D / 16 % 2) || (F::ONE && F::D / 16 % 4);  // slices that do not fill a word
     if constexpr (!ROWS) return;
   } else if (part == 0 && lane < 16 && s.slot >= 0) {
     *(u16*)(page_of<PAGE_TOKENS>(pages, page_stride, s.slot) + F::FIELDS + 2 * ((u32)s.slot % PAGE_TOKENS)) =

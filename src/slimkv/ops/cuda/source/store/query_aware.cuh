@@ -1,17 +1,17 @@
 // Query-aware rounding of keys (see slimkv.codec.query_aware): coordinates are rounded from the last to the first, each
-// corrected for the errors made so far. A warp takes 32 tokens. Errors of later slices correct a slice through 8-bit
-// products on the tensor cores; within a slice, every lane rounds the 16 coordinates of its own token one after the
-// other. This is one long dependency chain, so a second warp works beside it: it rotates and packs 16 of the 32 tokens,
-// and stores values while the first warp rounds.
+// corrected for the errors made so far. A warp rounds 32 tokens. Corrections by errors of later slices are 8-bit MMAs;
+// within a slice, every lane rounds the 16 coordinates of its own token one after the other. This is one long
+// dependency chain, so a second warp works in parallel: it rotates and packs 16 of the 32 tokens, and stores values
+// while the first warp rounds.
 #pragma once
 #include "store/lloyd.cuh"
 
-// Codes are left in memory packed: those of a token's slice are two words of nibbles, or four of bytes.
+// The words of a token's packed codes per slice: two of nibbles, or four of bytes.
 template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
 
-// What earlier errors of a slice add to coordinate n, plus ``older``, the sum of what later slices add. w: weights of
-// its row in the slice; ``errors``: of coordinates from n + 2 on, and with ``newest`` from n + 1 on. Only the newest
-// error is on the critical path: its product is added to a float that is an integer below 2^24.
+// The correction of coordinate n by errors of its own slice, plus ``older``, the correction by later slices. w: weights
+// of its row in the slice; ``errors``: of coordinates from n + 2 on; ``newest``: of n + 1, which is then added to
+// ``errors``. Only the newest error is on the critical path; its product is added to an integer below 2^24 in a float.
 DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest, u32 newest_byte, u32 (&errors)[4]) {
   if (n < 14) older = dp4a_s8(errors[3], w.w, older);
   if (n < 10) older = dp4a_s8(errors[2], w.z, older);
@@ -32,8 +32,8 @@ DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest
 
 #include "store/round.cuh"
 
-// Rounds with every matrix that the lanes' tokens use; see round_query_aware. index: the matrix of the lane's token;
-// only: this block's matrix, where matrices are distributed over blocks.
+// Rounds with every matrix that the lanes' tokens use (round_query_aware). index: the matrix of the lane's token; only:
+// this block's matrix, if matrices are distributed over blocks (spread).
 template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables,
     const ScaledLevels<F>& levels, const StoreArgs& args, int head, int index, int only, int lane) {
   const u8* weights = args.query_aware + (i64)head * F::D * F::D;
@@ -42,9 +42,9 @@ template <class F> DEVICE void round_with_matrices(const QueryAwareMemory<F>& me
   else {
     int end = args.spread ? only + 1 : args.matrices;
 #pragma unroll 1
-    for (int matrix = args.spread ? only : 0; matrix < end; matrix++) {  // 32 neighbours nearly always share one
+    for (int matrix = args.spread ? only : 0; matrix < end; matrix++) {  // 32 adjacent tokens nearly always share one
       if (!warp_any(index == matrix)) continue;
-      sync_warp();  // sums that lanes stored for one another are no longer needed
+      sync_warp();  // the previous sums have been read
       bool mine = args.spread || index == matrix;
       round_query_aware<F>(memory, tables, levels, weights + matrix * args.matrix_stride, args.error_steps, mine, lane);
     }
@@ -79,7 +79,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
       constexpr int BYTES = CODE_WORDS<F> / 2;  // of two neighbours
       const int slice = q * F::PER + i, order = i * F::GROUPS + q;
       u32 code[8], nibbles = 0;
-      UNROLL_FOR (int j = 0; j < 4; j++) {  // of each token two neighbours, and two more eight dimensions on
+      UNROLL_FOR (int j = 0; j < 4; j++) {  // two adjacent dimensions of a token per j
         const u8* two = memory.codes(16 * tile + (lane >> 2) + 8 * (j >> 1), slice, (lane & 3) + 4 * (j & 1));
         if constexpr (BYTES == 1) nibbles += (u32)*two << (8 * j);
         else code[2 * j] = two[0], code[2 * j + 1] = two[1];
@@ -92,7 +92,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
   store_lloyd_codes<F, PAGE_TOKENS>(codes, field, scalars.zero, args, head, slots, lane, 0);
 }
 
-// The tables of a block whose warps store keys.
+// Fills the tables of a thread block that stores keys.
 template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, const StoreArgs& args, int head,
     int matrix, u8* shared, int threads) {
   Weights<F>::copy(shared + ScaledLevels<F>::TABLE_BYTES,
@@ -101,9 +101,9 @@ template <class F> DEVICE void fill_query_aware_tables(const SideArgs& side, con
   ScaledLevels<F>(shared).fill(side, args.error_steps, thread_index(), threads);
 }
 
-// Encodes and writes 32 keys of one head with two warps and the ``number``-th part of the block's memory; where
-// matrices are distributed over blocks, only keys that use matrix ``only``. Each warp has a tile of 16 keys, whose rows
-// are ``raw``. Warp 0 rounds all of them, while warp 1 runs ``meanwhile``.
+// Encodes and writes 32 keys of one head with two warps and the ``number``-th part of the block's memory; if matrices
+// are distributed over blocks, only keys that use matrix ``only``. Each warp has a tile of 16 keys with rows ``raw``.
+// Warp 0 rounds all 32 while warp 1 runs ``meanwhile``.
 template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_query_aware(const SideArgs& side,
     const StoreArgs& args, int head, int only, int first, const u32 raw[F::CHUNKS][2][F::RAW], u8* shared, int number,
     int warp, Work meanwhile) {
@@ -113,7 +113,7 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
   bool none = first >= args.tokens;
   if (!none && SEVERAL && args.query_aware_index != nullptr)
     index = min_i32(max_i32(args.query_aware_index[min_i32(first + lane, args.tokens - 1)], 0), args.matrices - 1);
-  none = none || (spread && !warp_any(index == only));  // the same for both
+  none = none || (spread && !warp_any(index == only));  // the same for both warps
   LloydTables<F> tables(shared);
   ScaledLevels<F> levels(shared);
   QueryAwareMemory<F> memory(shared + ScaledLevels<F>::TABLE_BYTES, number);
@@ -125,7 +125,7 @@ template <class F, int PAGE_TOKENS, class SLOT, class Work> DEVICE void store_qu
     coordinates_of_tile<F>(digits, scalars, side, memory, warp, lane);
   }
   cp_async_wait<0>();
-  sync_threads();  // for the block's tables, too
+  sync_threads();  // also for the tables
   if (warp) meanwhile();
   else if (!none) round_with_matrices<F>(memory, tables, levels, args, head, index, only, lane);
   if (none) return;

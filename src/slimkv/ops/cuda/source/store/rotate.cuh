@@ -1,7 +1,7 @@
-// The exact rotation of integers, on the tensor cores.
+// The exact rotation of integers on tensor cores.
 //
 // The matrix has entries +-1, or floats that represent them. Sums of short integers are at most 2^24, which float32
-// holds exactly. Products with bytes are summed in 32 bits and combined by shifts.
+// represents exactly. Products with bytes are summed in 32 bits and combined by shifts.
 #pragma once
 #include "store/integers.cuh"
 
@@ -22,14 +22,14 @@ DEVICE void scale(i32 c[2][4], u32 by) {
   UNROLL_FOR (int i = 0; i < 8; i++) c[i / 4][i % 4] = (i32)((u32)c[i / 4][i % 4] * by);
 }
 
-// Brings the matrix nearer while a block waits for its first rows.
+// Prefetches the matrix to L2 while a thread block waits for its first rows.
 template <class F> DEVICE void prefetch_rotation(const SideArgs& side, int thread, int threads) {
   constexpr int BYTES = 2 * F::FRAGMENT_BYTES;
 #pragma unroll 1
   for (int i = thread; i < BYTES / 128; i += threads) prefetch_l2(side.fragments + 128 * i);
 }
 
-// A number of a product's result in the page's order.
+// The index in the page's order of number k of accumulator i.
 template <class F> DEVICE constexpr int in_page(int i, int k) {
   return F::VALUES ? 4 * i + 2 * (k & 1) + (k >> 1) : 4 * (k >> 1) + 2 * i + (k & 1);
 }
@@ -39,7 +39,7 @@ template <class F> DEVICE void multiply_pairs(float c[4], u32 a0, u32 a1, u32 a2
   else mma_bf16(c, a0, a1, a2, a3, b0, b1);
 }
 
-// The matrix for slice s of group q, as a lane holds it, where it is worth having early: for short integers.
+// The matrix for slice s of group q in fragment order, loaded early for short integers.
 template <class F, bool SHORT = F::SHORT> struct Fragments {
   DEVICE_MEMBER Fragments(const SideArgs&, int, int, int) {}
 };
@@ -51,8 +51,7 @@ template <class F> struct Fragments<F, true> {
   }
 };
 
-// The products of slice s of each group with the group's own part of the rotation. known: the matrix for group 0, if
-// already loaded.
+// Multiplies each group by slice s of its part of the rotation. known: the matrix for group 0, if already loaded.
 template <class F> DEVICE void multiply_slices(const Digits<F, true>& d, const SideArgs& side, int s, int lane,
     float out[F::GROUPS][8], const Fragments<F>* known) {
   UNROLL_FOR (int q = 0; q < F::GROUPS; q++) {
@@ -92,7 +91,7 @@ template <class F> DEVICE void multiply_slices(const Digits<F, false>& d, const 
   }
 }
 
-// Slices s, s + SLICES, ... of the rotated tile: exact sums, in the page's order.
+// Computes slices s, s + SLICES, ... of the rotated tile: exact sums, in the page's order.
 template <class F> DEVICE void rotate_slices(const Digits<F>& d, const SideArgs& side, int s, int lane,
     typename Digits<F>::Sum out[F::GROUPS][8], const Fragments<F>* known = nullptr) {
   multiply_slices<F>(d, side, s, lane, out, known);

@@ -1,19 +1,19 @@
-// Query-aware rounding of 32 tokens by one warp (query_aware.cuh). The lane itself sums what slice s + 1 adds to slice
-// s, because it still holds those errors in registers: no slice waits for the sums of the previous one.
+// Query-aware rounding of 32 tokens by one warp (query_aware.cuh). Each lane itself computes the corrections of slice s
+// by errors of slice s + 1, which are still in its registers, so that no slice waits for MMAs of the previous one.
 #pragma once
 #include "store/lloyd.cuh"
 
-// A cell of codes of more than 4 bits, with at most one boundary: centroids times error_steps, and codes, below and
-// above it.
+// A cell for codes of more than 4 bits, with at most one boundary: the centroids times error_steps, and the codes,
+// below and above the boundary.
 struct alignas(16) CellRecord {
   float bound, below, above;
-  u32 codes;  // the one above in the high half
+  u32 codes;  // above: in the high half
 };
 
-// A head's matrix, int8 [D][D]: a copy in shared memory, or in global memory where there is no room for one.
+// A head's matrix, int8 [D][D]: copied to shared memory (SHARED_WEIGHTS), or in global memory.
 template <class F> struct Weights {
   static constexpr int STRIDE =
-      SHARED_WEIGHTS ? F::D + 16 : F::D;  // bytes of a row: in shared memory rows do not meet in a bank
+      SHARED_WEIGHTS ? F::D + 16 : F::D;  // bytes of a row; padded in shared memory against bank conflicts
   static constexpr int SHARED_BYTES = SHARED_WEIGHTS ? F::D * STRIDE : 0;
   const u8* matrix;
   u32 at;  // its address in shared memory
@@ -28,7 +28,7 @@ template <class F> struct Weights {
       cp_async_commit();
     }
   }
-  // The weights of row i for slice s, or for the last slice.
+  // The weights of row i for slice s, or for the last slice if s is beyond it.
   DEVICE_MEMBER Words4 row(int i, int s) const {
     const int from = i * STRIDE + 16 * min_i32(s, F::D / 16 - 1);
     if constexpr (SHARED_WEIGHTS) return ld_shared_constant_16(at + from);
@@ -41,31 +41,30 @@ template <class F> struct Weights {
 };
 
 template <class F> struct QueryAwareMemory {
-  // Words from token to token, of each kind: lanes that load 16 bytes of a token each do not meet in a bank.
+  // Words between tokens, padded so that lanes that load 16 bytes each have no bank conflicts.
   static constexpr int STRIDE = F::D + 4, SUM_STRIDE = 20;
   static constexpr int NUMBERS = 32 * STRIDE * 4, SUMS = 2 * 32 * SUM_STRIDE * 4;
   static constexpr int BYTES = NUMBERS + SUMS;
   float* numbers;  // [32][STRIDE]: coordinates in the codebook's units, then codes
-  i32* sums;  // [2][32][SUM_STRIDE]: corrections of this slice and the one before it in the vector, in steps
-  u8* weights;  // of the block, if it is copied
-  // ``block``: the memory of the matrix and of all pairs of warps; this is pair ``number``.
+  i32* sums;  // [2][32][SUM_STRIDE]: corrections of slices s and s - 1, as integer products
+  u8* weights;  // the matrix, if it is copied
+  // ``block``: the memory of the matrix and of all pairs of warps; this is for pair ``number``.
   DEVICE_MEMBER QueryAwareMemory(u8* block, int number)
       : numbers((float*)(block + Weights<F>::SHARED_BYTES + number * BYTES)), sums((i32*)((u8*)numbers + NUMBERS)),
         weights(block) {}
   DEVICE_MEMBER void put_neighbours(int token, int d, float x, float y) const {
     *(Words2*)(numbers + token * STRIDE + d) = {as_bits(x), as_bits(y)};
   }
-  // The codes of neighbours 2 pair and 2 pair + 1 of a token's slice, packed.
+  // The packed codes of dimensions 2 pair and 2 pair + 1 of a token's slice.
   DEVICE_MEMBER const u8* codes(int token, int slice, int pair) const {
     return (const u8*)(numbers + token * STRIDE + 16 * slice) + pair * CODE_WORDS<F> / 2;
   }
-  // The errors of a row's slice when it is done, 16 signed bytes: behind codes, where its coordinates were.
+  // The errors of a finished slice of a row, 16 signed bytes. Like the codes before them, they replace its coordinates.
   DEVICE_MEMBER u32* errors(int row, int slice) const { return (u32*)numbers + row * STRIDE + 16 * slice + 4; }
 };
 
-// Centroids times error_steps, behind the other tables: up to 4 bits by cell, so that one lookup leads to the next
-// coordinate, otherwise by code. For few tokens at 5 and 6 bits there is room for the whole record of a cell
-// (CellRecord).
+// Centroids times error_steps, after the other tables in shared memory. Up to 4 bits they are indexed by cell, so that
+// the critical path has only one lookup, otherwise by code. Few tokens at 5 and 6 bits leave room for CellRecords.
 template <class F> struct ScaledLevels {
   static constexpr bool BY_CELL = F::BITS <= 4, RECORDS = CELL_RECORDS && !BY_CELL;
   static constexpr int TABLE_BYTES =
@@ -84,7 +83,7 @@ template <class F> struct ScaledLevels {
       for (int i = thread; i < 1 << F::BITS; i += threads)
         ((float*)levels)[i] = mul_rn(i32_to_f32_rn(side.levels[i]), mul_rn(error_steps, 1.0f / 128));
   }
-  // The level of a number in a cell, and its code. The level first: the next coordinate waits for it.
+  // The level and the code of a number in a cell. The level comes first, because the next coordinate waits for it.
   DEVICE_MEMBER float find(float x, u32 cell, const LloydTables<F>& tables, u32& code) const {
     if constexpr (RECORDS) {
       const CellRecord record = ((const CellRecord*)levels)[cell];
@@ -99,13 +98,13 @@ template <class F> struct ScaledLevels {
     }
   }
 };
-// The level less x, times error_steps, rounded once: error_steps is a power of two, and so are products with it exact.
+// (level - x) times error_steps, rounded once; `level` is already multiplied. error_steps is a power of two, so its
+// products are exact.
 DEVICE float error_of(float x, float error_steps, float level) { return fma_rn(x, -error_steps, level); }
 
-// What errors of slices from s + 2 on add to slice s, for 32 tokens by 16 coordinates, in fragment order. It runs
-// during slice s + 1, when all those errors exist, two slices per coordinate, so that nothing waits for it. It has no
-// branches, which would keep the compiler from interleaving it with the rounding: slices that do not count have zero
-// weights.
+// The corrections of slice s by errors of slices from s + 2 on, for 32 tokens x 16 coordinates, in fragment order. MMAs
+// run during slice s + 1, when all these errors exist, two slices per coordinate, so that nothing waits for them.
+// Branches would keep the compiler from interleaving them with the rounding, so other slices get zero weights instead.
 template <class F> struct LaterErrors {
   static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2, FIRST_AT = 10;
   static_assert(STEPS <= 8, "sums are there when they are stored");
@@ -130,14 +129,14 @@ template <class F> struct LaterErrors {
       UNROLL_FOR (int h = 0; h < 2; h++) mma_s8_s8(c[tile][h], a0, a1, a2, a3, weights[h][0], weights[h][1]);
     }
   }
-  // A quarter of the sums.
+  // Stores a quarter of the sums.
   DEVICE_MEMBER void store(const QueryAwareMemory<F>& memory, int quarter, i32* to, int lane) const {
     const int g = lane >> 2, t = lane & 3, tile = quarter >> 1, half = quarter & 1;
     UNROLL_FOR (int i = 0; i < 2; i++)
       *(Words2*)(to + (16 * tile + g + 8 * i) * memory.SUM_STRIDE + 8 * half + 2 * t) = {(u32)c[tile][half][2 * i],
           (u32)c[tile][half][2 * i + 1]};
   }
-  // The part of it that goes with coordinate n of slice s + 1.
+  // The part of the work that overlaps coordinate n of slice s + 1.
   DEVICE_MEMBER void go_on(const QueryAwareMemory<F>& memory, int s, int n, i32* to, int lane) {
     if (n == FIRST_AT)
       UNROLL_FOR (int i = 0; i < 16; i++) c[i >> 3][i >> 2 & 1][i & 3] = 0;
@@ -147,11 +146,11 @@ template <class F> struct LaterErrors {
   }
 };
 
-// Replaces the coordinates of a token for each lane by codes; of those that are not ``mine``, nothing changes.
+// Replaces the coordinates of each lane's token by codes, unless it is not ``mine``.
 template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables,
     const ScaledLevels<F>& levels, const u8* matrix, float error_steps, bool mine, int lane) {
   constexpr float LIMIT =
-      (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // beyond the last boundary, within the cells
+      (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // above the last boundary and inside the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
   LaterErrors<F> sums = {};
   const Weights<F> weights(memory.weights, matrix);
@@ -161,8 +160,7 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
 #pragma unroll 1
   for (int s = F::D / 16 - 1; s >= 0; s--) {
     float* own = memory.numbers + lane * memory.STRIDE + 16 * s;
-    // Nothing but sums is stored before the slice is done: otherwise the compiler would not move the next loads above
-    // the stores.
+    // Only sums are stored before the slice is finished, because the compiler moves no loads above stores.
     float numbers[16];
     i32 later[16];
     u32 packed[CODE_WORDS<F>] = {};
@@ -176,13 +174,13 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
                   numbers[4 * i + 3] = as_float(x.w);
     }
     const u32 before[4] = {errors[0], errors[1], errors[2], errors[3]};  // of slice s + 1
-    errors[0] = errors[1] = errors[2] = errors[3] = 0;  // without the newest, which is a float
+    errors[0] = errors[1] = errors[2] = errors[3] = 0;  // without the newest error, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;
     Words4 own_weights = weights.row(16 * s + 15, s), next_weights = weights.row(16 * s + 15, s + 1);
     UNROLL_FOR (int n = 15; n >= 0; n--) {
       const Words4 w = own_weights, v = next_weights;
-      if (n > 0) {  // before anything is stored
+      if (n > 0) {  // before any store
         own_weights = weights.row(16 * s + n - 1, s);
         next_weights = weights.row(16 * s + n - 1, s + 1);
       }
@@ -190,7 +188,7 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
           dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, later[n]))));
       const float total = add_errors_of_slice(n, older, w, newest, newest_byte, errors);
       float x = numbers[n];
-      float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // below, cells end by themselves
+      float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // cell_from_below clamps the lower end
       const u32 cell = cell_from_below<F>(within);
       u32 code;
       const float level = levels.find(within, cell, tables, code);

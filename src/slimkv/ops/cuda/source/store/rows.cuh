@@ -1,4 +1,4 @@
-// The rows of a tile in a warp: lane 4 g + t loads eights of tokens g and g + 8.
+// Loads the rows of a tile: lane 4 g + t loads groups of eight dimensions (eights) of tokens g and g + 8.
 #pragma once
 #include "store/format.cuh"
 
@@ -20,14 +20,14 @@ template <int DTYPE> DEVICE float element(const u32* raw, int i) {
   else return f16_to_f32(i & 1 ? raw[i / 2] >> 16 : raw[i / 2] & 0xFFFFu);
 }
 
-// Eight numbers of a head's offset.
+// Eight dimensions of a head's key offset.
 struct OffsetEight {
   u32 bits[4];
   template <class F> DEVICE_MEMBER void load(const SideArgs& side, int head, int dim) {
     const Words4 w = ldg_cached((const u8*)(side.offset + head * F::D + dim));
     bits[0] = w.x, bits[1] = w.y, bits[2] = w.z, bits[3] = w.w;
   }
-  // x - offset, rounded to the input's dtype. For bfloat16, one rounding gives the same as two, through float32.
+  // x - offset, rounded to the input's dtype. For bfloat16, one rounding equals rounding through float32.
   template <class F> DEVICE_MEMBER void subtract_from(u32 raw[F::RAW]) const {
     if constexpr (F::DTYPE == BFLOAT16) {
       UNROLL_FOR (int i = 0; i < 4; i++) raw[i] = sub_bf16x2(raw[i], bits[i]);
@@ -40,7 +40,7 @@ struct OffsetEight {
   }
 };
 
-// Centres the rows that load_rows gives.
+// Subtracts the key offset from rows in the order of load_rows.
 template <class F> DEVICE void subtract_offset(const SideArgs& side, int head, int lane,
     u32 raw[F::CHUNKS][2][F::RAW]) {
   if (!side.offset) return;
@@ -54,7 +54,7 @@ template <class F> DEVICE void subtract_offset(const SideArgs& side, int head, i
   }
 }
 
-// The rows of tokens g and g + 8 in eights: chunk c, dimensions 8 t .. 8 t + 7 of its 32.
+// Loads tokens g and g + 8: of each chunk c of 32 dimensions, dimensions 8 t .. 8 t + 7.
 template <class F> DEVICE void load_rows(const SideArgs& side, int head, int first, int tokens, int lane,
     u32 raw[F::CHUNKS][2][F::RAW]) {
   const u8* x = side.x + head * side.head_stride;
@@ -72,13 +72,12 @@ template <class F> DEVICE void load_rows(const SideArgs& side, int head, int fir
   if constexpr (!F::VALUES) subtract_offset<F>(side, head, lane, raw);
 }
 
-// The same rows, prefetched through shared memory. A lane copies only what it reads itself, so lanes never wait for one
-// another.
+// The same, prefetched through shared memory. A lane copies only what it reads itself, so lanes need not synchronise.
 template <class F> struct RowBuffer {
   static constexpr int PIECES = F::RAW / 4, BYTES = F::VECTORS ? F::CHUNKS * 2 * PIECES * 512 : 0;
   u8* memory;
-  const u8* next;  // the lane's first eight numbers of the next tile, of token g
-  i64 ahead;       // bytes from a tile to the one after it
+  const u8* next;  // the lane's first eight of token g of the next tile
+  i64 ahead;       // bytes between tiles
 
   // Tiles of 16 tokens from ``first`` on, every ``tokens_apart``.
   DEVICE_MEMBER RowBuffer(u8* memory, const SideArgs& side, int head, int first, int tokens_apart, int lane)

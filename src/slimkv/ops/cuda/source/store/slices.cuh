@@ -1,24 +1,23 @@
-// Few tokens of 22-bit integers: one warp per slice of a tile. Every thread makes the digits of eight values, and all
-// warps multiply them from shared memory. Nothing is computed twice, because code that runs once takes longer to fetch
-// than to execute. Warps of 64 registers fit beside a block of the decode kernel, which is launched while this one
-// runs.
+// Few tokens with 22-bit integers: one warp per slice of a tile. Every thread computes the digits of eight values, and
+// all warps multiply them from shared memory. Nothing is computed twice, because code that runs once takes longer to
+// fetch than to execute. Warps of 64 registers fit beside a block of the decode kernel, which may start meanwhile.
 #pragma once
 #include "store/rotate.cuh"
 #include "store/rows.cuh"
 
 template <class F> struct SharedDigits {
   static constexpr int EIGHTS = F::D / 8, ROW = 8 * EIGHTS + 32,
-                       PLANE = 16 * ROW;  // bytes; neighbouring rows start in different banks
+                       PLANE = 16 * ROW;  // bytes; adjacent rows start in different banks
   static constexpr int BYTES = 3 * PLANE + 128;
   static_assert((EIGHTS & (EIGHTS - 1)) == 0 && EIGHTS <= 32, "lanes of a warp have whole tokens");
-  u8* low;  // [16 tokens][ROW]; then the same of middle and top digits
-  float* squared;  // [16]: the sums of their squares
+  u8* low;  // [16 tokens][ROW], followed by the same for middle and top digits
+  float* squared;  // [16]: the tokens' sums of squares
   u32* exponents;  // [16]
 
   DEVICE_MEMBER SharedDigits(u8* memory)
       : low(memory), squared((float*)(memory + 3 * PLANE)), exponents((u32*)(squared + 16)) {}
 
-  // By 32 threads for each slice.
+  // With 32 threads per slice.
   DEVICE_MEMBER void fill(const SideArgs& side, int head, int first, int tokens, int thread) const {
     const int token = thread / EIGHTS, eight = thread % EIGHTS;
     u32 raw[F::RAW] = {};
@@ -50,7 +49,7 @@ template <class F> struct SharedDigits {
     if (eight == 0) squared[token] = i64_to_f32_rn(sum), exponents[token] = exponent;
   }
 
-  // A digit of the lane's eights of tokens g and g + 8: dimensions 32 step + 8 t on.
+  // Loads one digit of tokens g and g + 8, dimensions 32 step + 8 t .. 32 step + 8 t + 7.
   DEVICE_MEMBER void load(int digit, int step, int lane, u32 (&d)[2][2]) const {
     UNROLL_FOR (int h = 0; h < 2; h++) {
       const Words2 words =
@@ -60,7 +59,7 @@ template <class F> struct SharedDigits {
   }
 };
 
-// The matrix for a slice, as a lane holds it.
+// The matrix for a slice, in fragment order.
 template <class F> struct SliceFragments {
   Words4 steps[F::STEPS];
   DEVICE_MEMBER SliceFragments(const SideArgs& side, int slice, int lane) {
@@ -69,7 +68,7 @@ template <class F> struct SliceFragments {
   }
 };
 
-// A slice of the rotated tile, in the page's order. Products of the three digits do not wait for one another.
+// Computes a slice of the rotated tile, in the page's order. The products of the three digits are independent.
 template <class F> DEVICE void rotate_slice(const SharedDigits<F>& digits, const SliceFragments<F>& matrix, int lane,
     i32 (&out)[8]) {
   i32 sums[3][2][4] = {};

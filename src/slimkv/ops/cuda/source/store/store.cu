@@ -1,4 +1,4 @@
-// Stores Lloyd-Max K and V of new tokens with the bytes that slimkv.codec defines: all sums are integer sums,
+// Stores K and V of new tokens as Lloyd-Max codes, with the bytes that slimkv.codec defines: all sums are integer sums,
 // everything else is single IEEE operations. Compiled for one layout and one pair of input dtypes.
 //
 // Defines: BLOCK_SIZE, WARPS, TILES_PER_BLOCK (1 or WARPS), MIN_BLOCKS (per SM), LONG_SLOTS, QUERY_AWARE (query-aware
@@ -17,7 +17,7 @@ typedef Format<true, V_D, V_GROUPS, V_PER, V_KIND, V_BITS, V_CODES, V_FIELDS, V_
 typedef Choose<LONG_SLOTS, i64, i32>::Type SlotNumber;
 
 template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs& args, int head, u8* memory) {
-  int warp = shfl(thread_index() >> 5, 0);  // from one lane: the compiler then knows that it is uniform in a warp
+  int warp = shfl(thread_index() >> 5, 0);  // broadcast, so that the compiler knows that it is warp-uniform
   constexpr bool TOGETHER = TILES_PER_BLOCK == 1;
   int tile = TOGETHER ? block_index() : warp * block_count() + block_index(), step = block_count() * WARPS;
   if constexpr (TOGETHER)
@@ -25,7 +25,7 @@ template <class F> DEVICE void store_side(const SideArgs& side, const StoreArgs&
   else store_lloyd_tiles<F, BLOCK_SIZE, SlotNumber>(side, args, head, tile, step, memory, 32 * WARPS);
 }
 
-// Pairs of warps take 32 tokens each (see query_aware.cuh), keys and values.
+// Stores keys and values of 32 tokens per pair of warps (see query_aware.cuh).
 template <class K, class V> DEVICE void store_both(const StoreArgs& args, int head, int matrix, u8* memory) {
   constexpr int HALF = WARPS / 2;
   u8* value_memory =
@@ -35,13 +35,13 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
     LloydTables<V>(value_memory).fill(value_memory, args.value, thread_index(), 32 * WARPS);
     prefetch_rotation<K>(args.key, thread_index(), 32 * WARPS);
   };
-  if constexpr (WARPS == 2) fetch_tables();  // few tokens: while the kernel before this one ends
+  if constexpr (WARPS == 2) fetch_tables();  // few tokens: overlaps the end of the previous kernel
   pdl_wait();
   int warp = shfl(thread_index() >> 5, 0);  // uniform, as above
   int pair = warp % HALF, first = 32 * (block_index() * HALF + pair);
   u32 rows[K::CHUNKS][2][K::RAW];
   load_rows<K>(args.key, head, first + 16 * (warp / HALF), args.tokens, thread_index() & 31, rows);
-  if constexpr (WARPS > 2) fetch_tables();  // they are needed when the rows are rotated
+  if constexpr (WARPS > 2) fetch_tables();  // needed only after the rotation
   auto values = [&] {
     if (matrix > 0) return;
 #pragma unroll 1
@@ -56,8 +56,8 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
       values);
 }
 
-// Grid: tiles (or any number of blocks, if there are many tiles) by twice the heads, keys and values alternating. With
-// query-aware rounding: WARPS tiles by the heads, and again for each matrix where few tokens use different matrices.
+// Grid: tiles (or any number of blocks, for many tiles) x 2 heads, keys and values alternating. With query-aware
+// rounding: groups of WARPS tiles x heads and, if few tokens use different matrices (spread), x matrices.
 KERNEL(32 * WARPS, MIN_BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
   if constexpr (QUERY_AWARE) {

@@ -1,4 +1,4 @@
-// One vector in a warp, loaded in eights: its integers, its rotation, and its codes in shared memory.
+// Encodes one vector per warp: from rows loaded in eights to integers, rotated sums, and codes in shared memory.
 #pragma once
 #include "common/numbers.cuh"
 #include "store/fp8.cuh"
@@ -63,7 +63,7 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
   LloydTables<F> tables;
   i32* numbers;
   u8* codes;
-  u32 signs[TURNS];  // of the lane's eights
+  u32 signs[TURNS];  // for the lane's eights
   const u32* core;   // [CORE]: the signs of a column of the core
 
   DEVICE_MEMBER Encoder(const SideArgs& side, u8* memory, int warp, int lane, int threads)
@@ -77,7 +77,7 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
     sync_threads();
   }
 
-  // Integers in eights to the lane's sums.
+  // Rotates integers in eights; `sums` are in the order "apart".
   DEVICE_MEMBER void rotate(i32 (&x)[TURNS][8], int lane, i32 (&sums)[OWN]) {
     if constexpr (CORE == 1) add_eights(x);
     put_eights<F::D>(numbers, x, lane);
@@ -96,14 +96,14 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
     TokenScalars s;
     s.bad = exponent == 255, s.zero = exponent < LEAST_EXPONENT;
     s.down = as_float(((s.zero ? LEAST_EXPONENT : s.bad ? 254 : exponent) - (FIXED_BITS - 1)) << 23);
-    // A power of two that makes the largest an integer of FIXED_BITS.
+    // The power of two that makes the largest magnitude an integer of FIXED_BITS.
     const float up = s.zero ? 0.0f : as_float((253 + FIXED_BITS - (s.bad ? 254 : exponent)) << 23);
     typename Choose<F::SHORT, u32, i64>::Type squares = 0;
     UNROLL_FOR (int i = 0; i < 8 * TURNS; i++) {
       const u32 bits = as_bits(fma_rn(x[i / 8][i % 8], up, 12582912.0f));
       const i32 integer = (i32)(bits - 0x4B400000u);
       fixed[i / 8][i % 8] = integer;
-      if constexpr (F::SHORT) {  // in steps of 256
+      if constexpr (F::SHORT) {  // rounded to multiples of 256
         const i32 steps = (i32)(as_bits(fma_rn(i32_to_f32_rn(integer), 0.00390625f, 12582912.0f)) - 0x4B400000u);
         squares += (u32)(steps * steps);
       } else squares += (i64)integer * integer;
@@ -118,11 +118,11 @@ template <class F, int CORE> struct Encoder<F, CORE, LLOYD> {
     return {field, s.zero || field == INVALID_FIELD ? 0 : 0xFFFFFFFFu};
   }
 
-  // Codes to shared memory; the sum of their levels' squares.
+  // Writes codes to shared memory; returns the sum of their squared levels.
   DEVICE_MEMBER float put_codes(const TokenScalars& s, const i32 (&sums)[OWN], int lane) {
     constexpr bool DOUBLED = F::BITS <= 4;
     typename Choose<DOUBLED, u32, i64>::Type sum = 0;
-    // Products of short integers are compared unrounded: as numbers of cells, in units of the smallest float.
+    // Products of short integers are compared unrounded, as numbers of cells in units of the smallest denormal float.
     const float cells = mul_rn(s.factor, power_of_two(64 + F::CELL_SHIFT - 149));
     UNROLL_FOR (int k = 0; k < OWN; k++) {
       const float rotated = i32_to_f32_rn(sums[k]);

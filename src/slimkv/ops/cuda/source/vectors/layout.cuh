@@ -1,7 +1,7 @@
-// One vector per warp: which of its values each lane holds, and where values and codes lie in shared memory.
+// One vector per warp: its distribution over lanes, and the layout of values and codes in shared memory.
 //
-// In eights: dimensions 8 v .. 8 v + 7 belong to lane v % 32, in round v / 32. Apart: the D / 32 values b + 8 k + D / 4
-// h belong to lane 8 h + b.
+// In eights: lane v % 32 holds dimensions 8 v .. 8 v + 7 in turn v / 32. Apart: lane 8 h + b holds the D / 32
+// dimensions b + 8 k + D / 4 h.
 #pragma once
 #include "store/format.cuh"
 
@@ -9,17 +9,17 @@ template <int D> constexpr int TURNS_OF = (D / 8 + 31) / 32;
 template <int D> DEVICE bool has_eight(int turn, int lane) { return D % 256 == 0 || 32 * turn + lane < D / 8; }
 template <int D> DEVICE int dim_of_own(int lane, int k) { return (lane & 7) + 8 * k + D / 4 * (lane >> 3); }
 
-// Where numbers and codes are: what lanes access at the same time lies in different banks.
+// The indices of numbers and codes in shared memory, padded against bank conflicts.
 DEVICE int number_index(int dim) { return dim + (dim >> 5) * 2; }
 DEVICE int code_index(int dim) { return dim + (dim >> 7) * 8; }
 template <class F> constexpr int VECTOR_CODE_BYTES = (F::D + (F::D >> 7) * 8 + 15) / 16 * 16;
 
-// The work space of a warp: numbers and codes.
+// The bytes of a warp's shared memory: numbers and codes.
 template <class F> constexpr int VECTOR_NUMBER_BYTES = F::KIND == LLOYD ? 4 * (F::D + (F::D + 31) / 32 * 2) : 0;
 template <class F> constexpr int VECTOR_BYTES =
     F::KIND == RAW ? 0 : (VECTOR_NUMBER_BYTES<F> + VECTOR_CODE_BYTES<F> + 15) / 16 * 16;
 
-// A token among 16, and which lane's words have its values: of keys lane 4 row + t, of values 4 g + row / 2.
+// A token among 16, and the lanes whose words have its values: of keys lanes 4 row + t, of values 4 g + row / 2.
 struct Place {
   int row, high;
   DEVICE_MEMBER Place(int position) : row(position & 7), high(position >> 3 & 1) {}
@@ -28,7 +28,7 @@ struct Place {
   }
 };
 
-// Numbers of 8, 16 or 32 bits: a lane's words have eight of a slice, of which a token owns NUMBERS in a row.
+// Numbers of 8, 16 or 32 bits: a lane's words have eight of a slice; a token owns NUMBERS adjacent ones.
 template <class F> struct WideLayout {
   static constexpr int SLICES = F::D / 16, PARTS = F::VALUES ? 8 : 4, UNITS = SLICES * PARTS, COUNT = (UNITS + 31) / 32;
   static constexpr int NUMBERS = F::VALUES ? 2 : 4, BYTES = NUMBERS * F::BITS / 8;
@@ -36,7 +36,7 @@ template <class F> struct WideLayout {
   static constexpr int WORDS_OF_SLICE = F::BITS / 4;
 
   DEVICE_MEMBER static bool has(int unit) { return UNITS % 32 == 0 || unit < UNITS; }
-  // Where word w of a unit is in a tile.
+  // The offset of word w of a unit in a tile.
   DEVICE_MEMBER static int offset(const Place& place, int unit, int w) {
     const int first = (4 * place.high + (F::VALUES ? 2 * (place.row & 1) : 0)) * F::BITS / 8;
     const int lane = place.template lane_of<F::VALUES>(unit % PARTS);

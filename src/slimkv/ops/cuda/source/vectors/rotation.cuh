@@ -1,6 +1,6 @@
-// The rotation of one vector in a warp: exact sums of integers.
+// The rotation of one vector in a warp, in exact integer sums.
 //
-// A Hadamard matrix that doubles a CORE is additions of pairs, CORE 2^i apart.
+// Doublings of a core are butterflies of pairs CORE 2^i apart.
 #pragma once
 #include "vectors/layout.cuh"
 
@@ -14,13 +14,13 @@ template <int COUNT> DEVICE void add_pairs(i32 (&x)[COUNT]) {
       if (!(i & step)) add_pair(x[i], x[i + step]);
 }
 
-// Pairs within a lane's eights.
+// The butterflies within a lane's eights.
 template <int TURNS> DEVICE void add_eights(i32 (&x)[TURNS][8]) {
   UNROLL_FOR (int i = 0; i < TURNS; i++) add_pairs(x[i]);
   if constexpr (TURNS == 2)
     UNROLL_FOR (int n = 0; n < 8; n++) add_pair(x[0][n], x[1][n]);
 }
-// All other pairs, of numbers that lie apart.
+// All other butterflies, of numbers in the order "apart".
 template <int D> DEVICE void add_apart(i32 (&x)[D / 32], int lane) {
   add_pairs(x);
   UNROLL_FOR (int step = 8; step < (TURNS_OF<D> == 2 ? 16 : 32); step *= 2)
@@ -36,7 +36,7 @@ template <int D, int TURNS> DEVICE void put_eights(i32* numbers, const i32 (&x)[
       UNROLL_FOR (int n = 0; n < 8; n += 2)
         *(Words2*)(numbers + number_index(8 * (32 * i + lane)) + n) = {(u32)x[i][n], (u32)x[i][n + 1]};
 }
-// All of it in shared memory, where the matrix doubles a core. core: the signs of what every sum is made of.
+// The rotation in shared memory by a matrix that doubles a core. core: the signs of each column.
 template <int D, int CORE> DEVICE void rotate_by_core(i32* numbers, const u32* core, int lane) {
   constexpr int POWER = D / CORE;
   static_assert(CORE <= 32 && POWER <= 32, "a lane for each");

@@ -1,5 +1,5 @@
 // Stores K and V, or latents and rope parts, of new tokens, one warp per vector: for head sizes at which 16 vectors do
-// not fit a warp, and for unquantized sides. Writes the bytes that slimkv.codec defines, like store/store.cu.
+// not fit the registers of a warp, for fp8, and for unquantized sides. Writes the bytes that slimkv.codec defines.
 //
 // Defines: BLOCK_SIZE, WARPS, MIN_BLOCKS (per SM), LONG_SLOTS, ROW_STRIDE (of token rows; 0: tiles), and for K_ and V_:
 // D, CORE (the rotation doubles a matrix of this size), KIND, BITS, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT,
@@ -44,14 +44,14 @@ template <class F, int CORE> DEVICE void store_side(const SideArgs& side, const 
         Encoded encoded = encoder.encode(row, lane);
         store_vector<F, BLOCK_SIZE>(encoder.codes, encoded, args.pages + head * args.page_head_stride, args.page_stride,
             slot, lane);
-        sync_warp();  // the codes have been read: the next vector may take their place
+        sync_warp();  // the codes have been read
       }
       row = next, slot = next_slot;
     }
   }
 }
 
-// Grid: any number of blocks by twice the heads, keys and values in turn.
+// Grid: any number of blocks x 2 heads, keys and values alternating.
 KERNEL(32 * WARPS, MIN_BLOCKS) store_vectors(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
   if (block_index_y() & 1) store_side<Value, V_CORE>(args.value, args, block_index_y() >> 1, memory);

@@ -1,15 +1,15 @@
-// The codes of one token, in shared memory, to the bytes of its page that it owns (see docs/design/page-format.md).
+// From the codes of one token in shared memory to the bytes of the page that it owns (see docs/design/page-format.md).
 #pragma once
 #include "store/pages.cuh"
 #include "vectors/layout.cuh"
 
-// Two neighbouring codes' bits from SHIFT on, W of them, as nibbles of a byte.
+// Bits SHIFT .. SHIFT + W - 1 of two codes, as nibbles of a byte.
 template <int W, int SHIFT> DEVICE u32 nibble_pair(u32 first, u32 second) {
   constexpr u32 MASK = (1 << W) - 1;
   return (first >> SHIFT & MASK) | (second >> SHIFT & MASK) << 4;
 }
 
-// Bits from SHIFT on, W of them, of codes from dimension `first` on, one after the other: `bytes` of a plain row.
+// Stores `bytes` of a plain row: bits SHIFT .. SHIFT + W - 1 of the codes from dimension `first` on.
 template <int W, int SHIFT> DEVICE void store_plain(const u8* codes, int first, int bytes, u32 keep, u8* to, int lane) {
   for (int at = lane; at < bytes; at += 32) {
     u32 bits = 0;
@@ -19,7 +19,7 @@ template <int W, int SHIFT> DEVICE void store_plain(const u8* codes, int first, 
   }
 }
 
-// A plane of W <= 4 bits: those from SHIFT on.
+// Stores a plane of W <= 4 bits: bits SHIFT .. SHIFT + W - 1 of the codes.
 template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, u32 keep, u8* base, int position,
     int lane) {
   constexpr int SHARE = 4 / W, SLICES = F::D / 16, WORDS = SLICES / SHARE, TAIL = SLICES % SHARE,
@@ -44,12 +44,12 @@ template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, 
     if constexpr (F::VALUES) at[place.row & 1] = (u8)(bits & keep);
     else *(u16*)at = (u16)(bits & keep);
   }
-  constexpr int BYTES = TAIL * 2 * W;  // slices that fill no word
+  constexpr int BYTES = TAIL * 2 * W;  // of slices that do not fill a word
   if constexpr (TAIL > 0)
     store_plain<W, SHIFT>(codes, 16 * WORDS * SHARE, BYTES, keep, base + 128 * WORDS + (position & 15) * BYTES, lane);
 }
 
-// Codes of 8 bits, or numbers of 16 or 32 bits: number(dim) of each dimension.
+// Stores codes of 8 bits, or numbers of 16 or 32 bits: number(dim) for each dimension.
 template <class F, class Number> DEVICE void store_wide(const Number& number, u32 keep, u8* tile, int position,
     int lane) {
   typedef WideLayout<F> Layout;
@@ -67,7 +67,7 @@ template <class F, class Number> DEVICE void store_wide(const Number& number, u3
 
 struct Encoded {
   u32 field;
-  u32 keep;  // 0 where all codes are to be zero, else all ones
+  u32 keep;  // all ones, or 0 to clear all codes
 };
 
 template <class F, int PAGE_TOKENS> DEVICE void store_vector(const u8* codes, Encoded field, u8* pages, i64 page_stride,
@@ -93,7 +93,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_vector(const u8* codes, En
     store_nibbles<F, 1, 4 * F::FOUR + 2 * F::TWO>(codes, field.keep, tile + ONE_AT<F>, position, lane);
 }
 
-// Unquantised numbers of 16 or 32 bits.
+// Stores unquantised numbers of 16 or 32 bits.
 template <class F, int PAGE_TOKENS> DEVICE void store_raw(const u8* row, u8* pages, i64 page_stride, i64 slot,
     int lane) {
   typedef typename Choose<F::BITS == 32, u32, u16>::Type Number;

@@ -1,4 +1,4 @@
-"""Arguments of kernels that read or write vectors of tokens: addresses, and distances in bytes."""
+"""Arguments of kernels that read or write vectors of tokens: addresses, and strides in bytes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Vectors = tuple[torch.dtype, bool]  # the dtype, and whether every row starts at
 
 
 def vectors_of(x: Tensor) -> Vectors:
-    """What a kernel for x [tokens, heads, dim] is compiled for."""
+    """The dtype and alignment of x [tokens, heads, dim], for which a kernel is compiled."""
     size = x.element_size()
     return x.dtype, not (x.data_ptr() | x.stride(0) * size | x.stride(1) * size) & 15
 
 
 def point_to_tokens(args: Any, key: Tensor, value: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """Fills in what differs from call to call of a structure that has K, V, pages and slots."""
+    """Fills in the arguments that change from call to call: K, V, pages and slots."""
     for side, x in ((args.key, key), (args.value, value)):
         size = x.element_size()
         side.x, side.stride, side.head_stride = x.data_ptr(), x.stride(0) * size, x.stride(1) * size
