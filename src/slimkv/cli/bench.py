@@ -64,6 +64,8 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Time decoding through transformers with a packed cache and with DynamicCache."""
+    if {"model", "layers"} <= options.keys():
+        raise InputError("--layers is for the random-weight model: leave out --layers or --model")
     settings = GenerateSettings(**({} if device != "cpu" else CPU_SIZES) | options, device=device)
     check_formats(settings.formats, calibrated=False)
     if threads is not None:

@@ -36,7 +36,7 @@ def demo(
 ) -> None:
     """Let a model answer from stock and packed caches side by side; write quality and bytes to out/report.html."""
     check_formats([format], calibrated=True)
-    check_calibration(calibration)
+    check_calibration(calibration, [format])
     screen = console(stderr=as_json)
     with progress_bar() as progress:
         loaded = load_quietly(model, threads, device, dtype, progress)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 import typer
 from typer.core import TyperGroup
 
@@ -30,6 +31,8 @@ class OneLineErrors(TyperGroup):
             code = _tell(str(error))
         except _ClickException as error:
             code = _tell_usage(error)
+        except (OSError, MemoryError, torch.OutOfMemoryError) as error:  # of the machine: a full disk, no memory left
+            code = _tell(str(error) or "out of memory", 1)
         except typer.Abort:
             code = _tell("interrupted", 1)
         sys.exit(code or 0)

@@ -14,9 +14,8 @@ from torch import Tensor
 from slimkv.cli.loading import check_calibration, load_calibration, load_quietly, progress_bar
 from slimkv.cli.options import DEFAULT_MODEL, CalibrationFile, Device, Dtype, Json, Model, Output, Plot, Text, Threads
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import comma_list, command_like, count, numbers, option, option_parameters, several
+from slimkv.cli.parsing import comma_list, command_like, count, names, numbers, option, option_parameters
 from slimkv.config import AUTO, KVCacheConfig
-from slimkv.errors import InputError
 from slimkv.lab.evals.agreement import measure_agreement
 from slimkv.lab.evals.generation import PROMPTS, measure_generation
 from slimkv.lab.evals.harness import RAW, check_formats
@@ -65,12 +64,13 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
             own = {name: given[name] for name in options}
             read = load_text(given["text"]) if text else ""
             with progress_bar() as progress:
-                names, calibration = _formats(given["formats"], given["calibration"]), given["calibration"]
-                check_calibration(calibration)
+                formats, calibration = names("--format", given["formats"]), given["calibration"]
+                check_formats(formats, calibration is not None)
+                check_calibration(calibration, formats)
                 loaded = load_quietly(given["model"], given["threads"], given["device"], given["dtype"], progress)
                 known = load_calibration(calibration, loaded, progress)
                 common = {"name": given["model"], "calibration": known, "progress": progress}
-                report, shown, plots = measure(Subject(loaded.model, loaded.tokenizer, read, names, common), **own)
+                report, shown, plots = measure(Subject(loaded.model, loaded.tokenizer, read, formats, common), **own)
             if plot and given["plot"] is not None:
                 write_plots(f"{measure.__name__} of {given['model']}", [svg for _, _, svg in plots], given["plot"])
             result = {**asdict(report), "run": asdict(provenance(given["device"]))}
@@ -91,17 +91,8 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
     return decorate
 
 
-def _formats(given: str, calibration: str | None) -> list[str]:
-    """The formats of ``--format``; raises for unknown ones before a model is loaded."""
-    names = comma_list(given, str)
-    if not names:
-        raise InputError(f"--format {given!r} names no format; write k4v4 or k4v4,k5v4")
-    check_formats(names, calibration is not None)
-    return names
-
-
 def _check_prefill(given: str) -> str:
-    for way in comma_list(given, str):
+    for way in names("--prefill", given):
         KVCacheConfig(prefill=way)  # raises with the known values
     return given
 
@@ -139,10 +130,10 @@ def agreement(
 ) -> Result:
     """Measure KL divergence and top-1 agreement of predictions, compared with the stock cache."""
     ids = subject.windows(windows, tokens, offset)
-    ways = comma_list(prefill, str)
     report = measure_agreement(
-        subject.model, ids, subject.formats, mode="serving" if serving else "strict", prefill=ways, **subject.options
-    )
+        subject.model, ids, subject.formats, mode="serving" if serving else "strict",
+        prefill=names("--prefill", prefill), **subject.options,
+    )  # fmt: skip
     title = f"against the stock cache, {report.mode}, {report.model}; raw perplexity {report.raw_perplexity:.4f}"
     table = make_table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
     for row in report.rows:
@@ -190,16 +181,16 @@ def positions(subject: Subject, windows: Windows = 1, tokens: Tokens = 8192, off
 @_command("k4v4")
 def needle(
     subject: Subject,
-    contexts: Annotated[str, option("Context lengths in tokens.", callback=several(int))] = "512,1024",
-    depths: Annotated[str, option("Depths of the needle, 0 to 1.", callback=several(float))] = "0.1,0.5,0.9",
+    contexts: Annotated[str, numbers("Context lengths in tokens.", int, 64)] = "512,1024",
+    depths: Annotated[str, numbers("Depths of the needle, 0 to 1.", float, 0, 1)] = "0.1,0.5,0.9",
     offset: Offset = 0,
     strict: Strict = False,
 ) -> Result:
     """Measure needle retrieval over depth and context length."""
     report = measure_needle(
-        subject.model, subject.tokenizer, subject.text, subject.formats, contexts=numbers("--contexts", contexts, int),
-        depths=numbers("--depths", depths, float), mode="strict" if strict else "serving", offset=offset,
-        **subject.options,
+        subject.model, subject.tokenizer, subject.text, subject.formats, offset=offset,
+        contexts=comma_list("--contexts", contexts, int), depths=comma_list("--depths", depths, float),
+        mode="strict" if strict else "serving", **subject.options,
     )  # fmt: skip
     table = make_table(f"needles found, {report.mode}, {report.model}", "format", "context", "depth", "found")
     for cell in report.cells:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 
 from slimkv.calibration import Calibration
 from slimkv.cli.output import console
-from slimkv.config import AUTO
+from slimkv.config import AUTO, CALIBRATED
 from slimkv.errors import InputError
 from slimkv.integrations.serving.listener import Progress, silent
 from slimkv.lab import models
@@ -73,7 +73,15 @@ def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> 
     return find_calibration(source, loaded.model.config, loaded.model, progress)
 
 
-def check_calibration(source: str | None) -> None:
-    """Raises for a missing calibration before a model is loaded."""
-    if source not in (None, AUTO) and not Path(source).is_file():
-        raise InputError(f"there is no calibration file {source}; make one with slimkv calibrate, or use auto")
+def check_calibration(source: str | None, formats: Sequence[str]) -> None:
+    """Raises for a calibration that cannot be read, or has no widths for the format ``calibrated``."""
+    if source is None:
+        return
+    if source != AUTO and not Path(source).is_file():
+        raise InputError(f"there is no calibration file {source!r}; make one with slimkv calibrate, or use auto")
+    widths = None if source == AUTO else Calibration.load(source).formats
+    if CALIBRATED in formats and widths is None:
+        raise InputError(
+            f"the format {CALIBRATED} needs a calibration file with widths, not {source}: make one with slimkv "
+            "calibrate --budget or --profile"
+        )

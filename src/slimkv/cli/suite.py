@@ -47,11 +47,11 @@ def _add(name: str, told: str) -> None:
         as_json: Json = False,
     ) -> None:
         settings = make_settings(name, model, device=device, **options)
-        load_text(settings.text)  # raises if there is none
+        load_text(settings.text)  # raises if it cannot be read
         if settings.engine == VLLM:
             require_engine(settings.engine)
         if settings.calibration != NO_CALIBRATION:
-            check_calibration(settings.calibration)
+            check_calibration(settings.calibration, settings.formats)
         _run(settings, output or Path(f"suite-{name}-{Path(model).name}"), threads, as_json)
 
 

@@ -99,10 +99,10 @@ def load(
     source: str | Path = name_or_path
     if name_or_path in PACKAGED:
         source = folder(name_or_path, progress=progress)
-    elif Path(name_or_path).is_dir():
+    elif name_or_path and Path(name_or_path).is_dir():
         if not (Path(name_or_path) / "config.json").is_file():
             raise InputError(f"{name_or_path} is a folder without a config.json; it must hold a transformers model")
-    elif name_or_path.count("/") > 1 or name_or_path.startswith((".", "/", "~")) or "\\" in name_or_path:
+    elif not name_or_path or name_or_path.count("/") > 1 or name_or_path[0] in "./~" or "\\" in name_or_path:
         raise InputError(
             f"no model {name_or_path!r}: it is neither a folder nor a hub name (owner/name); "
             f"packaged models are {', '.join(PACKAGED)}"

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from slimkv.errors import SlimKVError
+from slimkv.errors import InputError, SlimKVError, UnsupportedError
 from slimkv.lab.bench.baselines import time_baseline
 from slimkv.lab.bench.results import Baseline, Report, Row, run_facts
 from slimkv.lab.bench.timing import Timer, copy_bandwidth
 from slimkv.lab.settings import check_limits, setting
 from slimkv.ops.cuda import cuda_unavailable_reason
+from slimkv.ops.registry import AVAILABLE
 
 _COMPILE_PROCESSES = 8
 Step = Callable[[str], object]
@@ -46,7 +47,12 @@ class Options:
         return torch.zeros(0, device=self.device or ("cuda" if torch.cuda.is_available() else "cpu")).device
 
     def chosen_backends(self, device: torch.device) -> list[str]:
-        """The implementations to time."""
+        """The implementations to time; raises for one that does not run on ``device``."""
+        for name in self.backends:
+            if name not in AVAILABLE:
+                raise InputError(f"no implementation is called {name!r}; known: {', '.join(AVAILABLE)}")
+            if reason := AVAILABLE[name](device):
+                raise UnsupportedError(f"--backend {name} does not run on {device}: {reason}")
         if self.backends or device.type != "cuda":
             return list(self.backends) or ["cpu"]
         return ["triton" if cuda_unavailable_reason(device) else "cuda"]

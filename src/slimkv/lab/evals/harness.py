@@ -57,8 +57,11 @@ def check_formats(names: Sequence[str], calibrated: bool) -> None:
     for name in names:
         format = name.removesuffix(WITH_CALIBRATION)
         if format.startswith(MEMORY):
-            given = format.removeprefix(MEMORY)
-            (parse_size if given[:1].isdigit() else parse_format)(given.removesuffix("%"))
+            given = format.removeprefix(MEMORY).removesuffix("%")
+            if not given[:1].isdigit():
+                parse_format(given)
+            elif not parse_size(given):
+                raise InputError(f"{name!r} leaves a cache no memory; write {MEMORY}90MiB or {MEMORY}50%, for example")
         elif format != CALIBRATED:
             parse_format(format)
         if name.endswith(WITH_CALIBRATION) and format in (RAW, CALIBRATED):

@@ -23,12 +23,15 @@ def load_text(source: str = SHIPPED) -> str:
     path = Path(source)
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise InputError(f"{source} is not a UTF-8 text file (byte {error.start}); give a text file") from error
-    if path.is_dir():
+        if not text.strip():
+            raise InputError(f"{source} has no words in it; give a text file")
+        return text
+    if source and path.is_dir():
         raise InputError(f"{source} is a folder; give a text file")
-    if path.suffix or source.startswith((".", "/", "~")) or source.count("/") > 1:
+    if not source or path.suffix or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise InputError(f"no text file {source!r}; give a file, a hub data set (name:config:split) or {SHIPPED!r}")
     return _hub_text(source)
 

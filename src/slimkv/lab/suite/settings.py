@@ -13,6 +13,7 @@ from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, check_formats
 from slimkv.lab.evals.texts import SHIPPED
 from slimkv.lab.models import DTYPES
 from slimkv.lab.settings import check_limits, setting
+from slimkv.spec import parse_size
 
 SMOKE, QUICK, FULL = "smoke", "quick", "full"
 TRANSFORMERS, VLLM = "transformers", "vllm"
@@ -89,6 +90,8 @@ class SuiteSettings:
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if not parse_size(self.memory):
+            raise InputError(f"--memory must be more than 0 bytes, not {self.memory}; write 8GiB, for example")
         if self.task_folder is not None and not Path(self.task_folder).is_dir():
             raise InputError(f"there is no folder {self.task_folder} with task definitions")
         check_formats([f for f in self.size.formats if f != RAW], self.calibration != NO_CALIBRATION)
