@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,10 @@ ROWS = {
     "eval agreement --plot p.svg --output p.svg": "two options name p.svg",
     "eval agreement --output fifo": "fifo is a device, a pipe or a broken link",
     "eval agreement --windows 99999999999": "--windows must be at most 2147483647",
+    "eval agreement --format raw": "raw is the stock cache",
+    "eval scores --format memory=50%": "only slimkv eval positions takes memory=50%",
+    "eval needle --format memory=k4v4": "only slimkv eval positions takes memory=k4v4",
+    "doctor --model M --format raw": "raw is the stock cache",
     "eval positions --format memory=0": "'memory=0' leaves a cache no memory",
     "eval agreement --format k4v4+cal": "'k4v4+cal' needs a calibration",
     "eval agreement --calibration nowhere.safetensors": "there is no calibration file 'nowhere.safetensors'",
@@ -143,12 +148,16 @@ ROWS = {
     "bench serve --shape gpt-9": "unknown shape 'gpt-9'",
     "bench serve --plot p.png": "give --plot a name such as p.svg, not p.png",
     "bench serve --new-tokens 1": "must be at least 2, not 1",
+    "suite smoke ./nowhere": "neither a folder nor a hub name",
+    "suite smoke ''": "no model ''",
     "suite smoke --engine tgi": "unknown engine 'tgi'; known are transformers, vllm",
     "suite smoke --engine vllm": "vllm is not installed here: pip install 'slimkv[vllm]'",
     "suite smoke --parts lunch": "unknown part 'lunch'",
     "suite smoke --parts ''": "--parts takes at least one value",
     "suite smoke --parts tasks,tasks": "--parts takes each value once",
     "suite smoke --tasks ,": "--tasks takes at least one value",
+    "suite smoke --tasks hellaswag": 'pip install "slimkv[suite]"',
+    "suite smoke --format memory=50%": "'memory=50%' has several formats in one cache",
     "suite smoke --tokens 1": "--tokens must be at least 2, not 1",
     "suite smoke --lengths 512,512": "--lengths takes each value once",
     "suite smoke --memory lots": "cannot read the memory size 'lots'",
@@ -194,6 +203,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("slimkv.lab.engine_process.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr("slimkv.lab.models.folder", lambda *a, **k: pytest.fail("a model is fetched"))
     return tmp_path
 

@@ -9,6 +9,7 @@ import torch
 import typer
 from rich.table import Table
 
+from slimkv.cli.loading import check_caches
 from slimkv.cli.options import Device, Json, Output, Plot, Threads
 from slimkv.cli.output import emit, make_table
 from slimkv.cli.parsing import check_folder, option, takes
@@ -22,7 +23,6 @@ from slimkv.lab.bench.serve import bench_serve, notes, plot_sessions, table_rows
 from slimkv.lab.bench.serve_settings import SESSIONS, ServeSettings
 from slimkv.lab.bench.store import bench_store
 from slimkv.lab.engine_process import require_engine
-from slimkv.lab.evals.harness import check_formats
 from slimkv.ops.cuda.device import hold_to
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
@@ -67,7 +67,7 @@ def generate(
     if {"model", "layers"} <= options.keys():
         raise InputError("--layers is for the random-weight model: leave out --layers or --model")
     settings = GenerateSettings(**({} if device != "cpu" else CPU_SIZES) | options, device=device)
-    check_formats(settings.formats, calibrated=False)
+    check_caches(settings.formats)
     if threads is not None:
         torch.set_num_threads(threads)
     report = time_generation(settings)

@@ -7,14 +7,13 @@ from typing import Annotated
 import typer
 
 from slimkv.cli.eval import score_table
-from slimkv.cli.loading import load_quietly, progress_bar
+from slimkv.cli.loading import check_caches, load_quietly, progress_bar
 from slimkv.cli.options import Device, Json
 from slimkv.cli.output import emit, make_table
 from slimkv.cli.parsing import given, names, option
 from slimkv.config import AUTO
 from slimkv.doctor import diagnose
 from slimkv.errors import InputError
-from slimkv.lab.evals.harness import check_formats
 from slimkv.lab.evals.scores import measure_scores
 
 
@@ -33,7 +32,7 @@ def doctor(
     if model is not None:
         if require is not None:
             raise InputError("--require and --model are two checks: run slimkv doctor once with each")
-        check_formats([format], calibrated=False)
+        check_caches([format])
         _doctor_model(model, format, device, as_json)
         return
     if unused := given(context, "format", "device"):

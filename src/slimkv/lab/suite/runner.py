@@ -91,12 +91,15 @@ def run_suite(
     _check_folder(folder)
     settings, less = lighter(settings, Workbench(settings, folder).parameters)
     bench = Workbench(settings, folder)
-    (folder / _KEPT).mkdir(parents=True, exist_ok=True)
     begin, worked = time.monotonic(), time.process_time()
     parts, notes = plan_parts(bench)
     notes = [*less, *notes]
     if not parts:
-        raise InputError(f"nothing to measure: the parts {', '.join(settings.parts)} do not run with {settings.engine}")
+        raise InputError(
+            f"nothing to measure: the parts {', '.join(settings.parts)} do not run with {settings.engine}, or lm-eval "
+            "has no --tasks"
+        )
+    (folder / _KEPT).mkdir(parents=True, exist_ok=True)
     if bench.wants_calibration:
         parts.insert(0, Part("calibration", "calibration", "calibration", {}, 6000, partial(_calibrate, bench)))
     for note in notes:

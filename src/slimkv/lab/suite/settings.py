@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from slimkv.config import CALIBRATED
 from slimkv.errors import InputError
-from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, check_formats
+from slimkv.lab.evals.harness import MEMORY, RAW, WITH_CALIBRATION, check_formats
 from slimkv.lab.evals.texts import SHIPPED
 from slimkv.lab.models import DTYPES
 from slimkv.lab.settings import check_limits, setting
@@ -99,8 +100,8 @@ class SuiteSettings:
             raise InputError(
                 f"list each format once, and leave out raw, which is always measured: not {','.join(self.size.formats)}"
             )
-        if "calibrated" in self.size.formats:
-            raise InputError("'calibrated' has another format in each layer; name formats such as k4v4+cal")
+        if mixed := [f for f in self.size.formats if f == CALIBRATED or f.startswith(MEMORY)]:
+            raise InputError(f"{mixed[0]!r} has several formats in one cache; name formats such as k4v4+cal")
 
     @property
     def formats(self) -> tuple[str, ...]:
