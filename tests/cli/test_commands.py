@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
@@ -147,6 +149,22 @@ def test_a_full_disk_is_one_line(words):
         done = subprocess.run([*PLAN, *size], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+def test_an_interrupt_is_one_line(monkeypatch):
+    monkeypatch.setattr("slimkv.cli.doctor.diagnose", lambda names: signal.raise_signal(signal.SIGINT))
+    assert run("doctor", code=130).stderr.strip() == "error: interrupted"
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line(monkeypatch, capsys):
+    class Interrupted(ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "slimkv.cli.app", Interrupted("app"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "error: interrupted\n")
 
 
 def test_a_locale_without_utf_8(tmp_path):

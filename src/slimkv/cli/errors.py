@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from slimkv.errors import SlimKVError
 
-USAGE = 2  # exit code
+USAGE, INTERRUPTED = 2, 130  # exit codes
 # Newer releases of typer include their own click, so its exceptions are looked up through typer.
 _ClickException = cast(type[Exception], typer.BadParameter.__mro__[2])
 
@@ -34,7 +34,9 @@ class OneLineErrors(TyperGroup):
         except (OSError, MemoryError, torch.OutOfMemoryError) as error:  # of the machine: a full disk, no memory left
             code = _tell(str(error) or "out of memory", 1)
         except typer.Abort:
-            code = _tell("interrupted", 1)
+            code = INTERRUPTED
+        if code == INTERRUPTED:  # typer returns it without a word
+            _tell("interrupted")
         sys.exit(code or 0)
 
 
