@@ -1,4 +1,4 @@
-"""``slimkv bench attend | store | generate | serve``: timings, next to the baselines that run on this machine."""
+"""``slimkv bench attend | store | generate | serve``: timings of slimkv and of the baselines on this machine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def serve(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Load an engine with stock caches and with slimkv's: capacity, decoding, full memory, arrivals."""
+    """Load-test an engine with stock and packed caches: capacity, decoding, full memory, arrivals."""
     settings = ServeSettings(**options)
     require_engine(settings.engine)
     if plot is not None and SESSIONS not in settings.phases:
@@ -99,7 +99,7 @@ def serve(
 
 
 def report_table(report: Report) -> list[Table | str]:
-    """``bench attend`` and ``bench store``."""
+    """The report of ``bench attend`` or ``bench store`` as a table, and the lines below it."""
     names = list(dict.fromkeys(b.name for row in report.rows for b in row.baselines))
     title = f"{report.operation} on {report.device}, copy {report.copy_bytes_per_second / 1e12:.3f} TB/s"
     header = ("cell", "backend", "format", "ms", "of copy", "TFLOP/s", "error", *names)
@@ -117,7 +117,7 @@ def report_table(report: Report) -> list[Table | str]:
 
 
 def generation_table(report: GenerateReport) -> Table:
-    """``bench generate``."""
+    """The report of ``bench generate`` as a table."""
     settings = report.settings
     title = f"decoding at {settings.context} tokens, batch {settings.batch}, {report.run.device}"
     header = ("cache", "tokens/s", "ms/step", "over stock", "cache bytes", "of bf16", "prefill s")

@@ -35,11 +35,11 @@ def calibrate(
     model: ModelArgument,
     output: Annotated[
         Path | None,
-        option("The file to write; default: where calibration='auto' finds it.", "--output", "-o", callback=check_file),
+        option("File to write; default: the one that calibration='auto' reads.", "--output", "-o", callback=check_file),
     ] = None,
-    ids: Annotated[str, choice("Token ids that the model reads, sampled from it or random", *IDS)] = SAMPLED,
-    text: Annotated[str | None, option("Read this text (a file, a hub data set, shipped) instead of --ids.")] = None,
-    windows: Annotated[int, count("Number of windows the model reads.")] = 8,
+    ids: Annotated[str, choice("Token ids to calibrate on", *IDS)] = SAMPLED,
+    text: Annotated[str | None, option("Calibrate on a text (file, hub data set, shipped) instead of --ids.")] = None,
+    windows: Annotated[int, count("Number of windows to calibrate on.")] = 8,
     tokens: Annotated[int, count("Tokens per window.", 2)] = 1024,
     seed: Annotated[int, count("Seed of the sampled or random token ids.", 0)] = 0,
     budget: Annotated[float | None, option("Choose each layer's width: average bits per value, with scales.")] = None,
@@ -52,7 +52,7 @@ def calibrate(
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """Run a model once and write the statistics of its queries that query-aware rounding needs."""
+    """Run a model once and write the query statistics that query-aware rounding needs."""
     chooses = chooses_widths(budget, profile)
     if engine in SERVING and given(context, "text", "ids", "budget", "profile"):
         raise InputError(
@@ -135,7 +135,7 @@ def _result(model: str, made: Calibration, solution: Solution | None, out: Path,
         "num_kv_heads": sum(x.num_kv_heads for x in made.layers.values()),
         "file": str(out),
         "file_bytes": out.stat().st_size,
-        "logit_error_reduction": gains,  # by layer: squared error that queries see, plain over query-aware
+        "logit_error_reduction": gains,  # by layer: squared error of scores, plain over query-aware
         "max_positions": made.max_positions,
         "widths": widths,
         "seconds": seconds,
@@ -145,10 +145,10 @@ def _result(model: str, made: Calibration, solution: Solution | None, out: Path,
 def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
     gains = result["logit_error_reduction"]
     rows = [
-        ("read", result["source"]),
+        ("calibrated on", result["source"]),
         ("layers, KV heads in total", f"{result['layers']}, {result['num_kv_heads']}"),
         ("file", f"{result['file_bytes']:,} bytes"),
-        ("squared error that queries see", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's"),
+        ("squared error of scores", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's"),
         ("valid up to position", f"{result['max_positions']:,}"),
         ("time", f"{result['seconds']:.1f} s"),
     ]

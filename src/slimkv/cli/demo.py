@@ -33,7 +33,7 @@ def demo(
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """Let a model answer from stock and packed caches side by side; write quality and bytes to out/report.html."""
+    """Let a model answer with stock and packed caches side by side; write quality and bytes to report.html."""
     check_caches([format], calibration)
     screen = console(stderr=as_json)
     with progress_bar() as progress:

@@ -10,7 +10,7 @@ from slimkv.cli.eval import score_table
 from slimkv.cli.loading import check_caches, load_quietly, progress_bar
 from slimkv.cli.options import Device, Json
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import given, names, option
+from slimkv.cli.parsing import comma_list, given, option
 from slimkv.config import AUTO
 from slimkv.doctor import diagnose
 from slimkv.errors import InputError
@@ -19,7 +19,7 @@ from slimkv.lab.evals.scores import measure_scores
 
 def doctor(
     context: typer.Context,
-    require: Annotated[str | None, option("What must work, such as triton,cuda,transformers,vllm,sglang.")] = None,
+    require: Annotated[str | None, option("Parts that must work, such as cuda,transformers,vllm,sglang.")] = None,
     model: Annotated[str | None, option("Also measure the noise of quantized keys in each layer of a model.")] = None,
     format: Annotated[str, option("The format whose noise is measured.")] = "k4v4",
     device: Device = AUTO,
@@ -37,7 +37,7 @@ def doctor(
         return
     if unused := given(context, "format", "device"):
         raise InputError(f"{' and '.join(unused)} belong to --model: add it, or leave them out")
-    result = diagnose([] if require is None else names("--require", require))
+    result = diagnose([] if require is None else comma_list("--require", require))
     table = make_table("slimkv doctor", "", "what", "version", "detail", left=4)
     for check in result.checks:
         mark = "[green]ok[/]" if check.works else "[red]needed[/]" if check.name in result.failed else "[yellow]no[/]"

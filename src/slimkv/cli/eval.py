@@ -14,7 +14,7 @@ from torch import Tensor
 from slimkv.cli.loading import check_caches, load_calibration, load_quietly, progress_bar
 from slimkv.cli.options import DEFAULT_MODEL, CalibrationFile, Device, Dtype, Json, Model, Output, Plot, Text, Threads
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import comma_list, command_like, count, names, numbers, option, option_parameters
+from slimkv.cli.parsing import comma_list, command_like, count, numbers, option, option_parameters
 from slimkv.config import AUTO, KVCacheConfig
 from slimkv.lab.evals.agreement import measure_agreement
 from slimkv.lab.evals.generation import PROMPTS, measure_generation
@@ -54,7 +54,7 @@ class Subject:
 
 
 def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable[[Callable[..., Result]], Any]:
-    """The frame of every eval command: shared options, loading the model and its calibration, printing.
+    """Turns a measurement into a command: shared options, loading the model and its calibration, printing.
 
     ``formats``: the default of ``--format``. ``text``, ``plot``: whether it has these options.
     """
@@ -64,7 +64,7 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
             own = {name: given[name] for name in options}
             read = load_text(given["text"]) if text else ""
             with progress_bar() as progress:
-                formats, calibration = names("--format", given["formats"]), given["calibration"]
+                formats, calibration = comma_list("--format", given["formats"]), given["calibration"]
                 check_caches(formats, calibration, budgets=measure.__name__ == "positions")
                 loaded = load_quietly(given["model"], given["threads"], given["device"], given["dtype"], progress)
                 known = load_calibration(calibration, loaded, progress)
@@ -91,13 +91,13 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
 
 
 def _check_prefill(given: str) -> str:
-    for way in names("--prefill", given):
+    for way in comma_list("--prefill", given):
         KVCacheConfig(prefill=way)  # raises with the known values
     return given
 
 
 def _over_raw(row: Any) -> str:
-    """The increase of the perplexity, with the larger half of its 95% interval."""
+    """The relative increase in perplexity, with the larger side of its 95% interval."""
     half = max(row.over_raw_high - row.over_raw, row.over_raw - row.over_raw_low)
     return f"{row.over_raw:+.2%}" + (f" ± {half:.2%}" if half else "")
 
@@ -106,7 +106,7 @@ def _over_raw(row: Any) -> str:
 def perplexity(
     subject: Subject, windows: Windows = 4, tokens: Tokens = 1024, offset: Offset = 0, serving: Serving = False
 ) -> Result:
-    """Measure perplexity, compared with the stock cache; agreement shows more of the same run."""
+    """Measure perplexity, compared with the stock cache; agreement reports more figures."""
     ids, mode = subject.windows(windows, tokens, offset), "serving" if serving else "strict"
     report = measure_agreement(subject.model, ids, subject.formats, mode=mode, **subject.options)
     table = make_table(f"perplexity, {mode}, {report.model}", "format", "perplexity", "over raw", "bytes/token")
@@ -131,7 +131,7 @@ def agreement(
     ids = subject.windows(windows, tokens, offset)
     report = measure_agreement(
         subject.model, ids, subject.formats, mode="serving" if serving else "strict",
-        prefill=names("--prefill", prefill), **subject.options,
+        prefill=comma_list("--prefill", prefill), **subject.options,
     )  # fmt: skip
     title = f"against the stock cache, {report.mode}, {report.model}; raw perplexity {report.raw_perplexity:.4f}"
     table = make_table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
@@ -147,13 +147,13 @@ def agreement(
 
 @_command("k4v4")
 def scores(subject: Subject, tokens: Tokens = 512) -> Result:
-    """Measure the noise of attention scores by layer, as the fidelity guard of engines does."""
+    """Measure the noise of attention scores by layer, as the engines' fidelity guard does."""
     report = measure_scores(subject.model, subject.windows(1, tokens), subject.formats, **subject.options)
     return report, [score_table(report)], []
 
 
 def score_table(report: Any) -> Any:
-    """The figures of a ``ScoreReport``: a row for each layer, a column for each format."""
+    """A ``ScoreReport`` as a table: one row per layer, one column per format."""
     title = f"noise of scores in nats, {report.model}; engines stop beyond {report.limit:g}"
     table = make_table(title, "layer", *(row.format for row in report.rows))
     for layer in sorted({number for row in report.rows for number in row.layers}):
@@ -209,7 +209,7 @@ def generation(
     new_tokens: Annotated[int, count("Tokens to generate per prompt.")] = 64,
     strict: Strict = False,
 ) -> Result:
-    """Find where greedy text first differs from that of the stock cache."""
+    """Find the first token of greedy text that differs from the stock cache's."""
     asked = prompt or list(PROMPTS)
     report = measure_generation(
         subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens,

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from slimkv.cli.options import Json
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import count, names, option
+from slimkv.cli.parsing import comma_list, count, option
 from slimkv.errors import InputError
 from slimkv.memory_plan import FULL, USEFUL_MATCH, LayerGroup, ModelShape, Plan, make_plan, parse_size, read_config
 
@@ -32,7 +32,7 @@ def plan(
     budget = parse_size(memory)
     if not budget:
         raise InputError(f"--memory must be more than 0 bytes, not {memory}; write 40GiB, for example")
-    wanted = None if formats is None else names("--format", formats)
+    wanted = None if formats is None else comma_list("--format", formats)
     result = make_plan(shape, wanted, budget, sequences=sequences, block_size=block)
     emit(result, as_json, *([] if as_json else _tables(result)))
 
@@ -56,7 +56,7 @@ def _tables(result: Plan) -> list[Table]:
         *("format", "bits/number", "bytes/token", "of bf16", "tokens/sequence", "tokens in total", "against bf16"),
     )
     kinds = make_table(
-        "by kind of layer: bytes per token, and the most one sequence takes",
+        "by kind of layer: bytes per token, maximum per sequence",
         *("format", "kind", "layers", "KV heads", "window", "bytes/token", "at most"),
         left=2,
     )

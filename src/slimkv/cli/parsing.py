@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
 import typer
@@ -16,10 +16,8 @@ from slimkv.config import AUTO
 from slimkv.errors import InputError
 from slimkv.lab.settings import MOST, check_range, option_name
 
-T = TypeVar("T")
 
-
-def comma_list(option: str, text: str, kind: Callable[[str], T]) -> list[T]:
+def comma_list(option: str, text: str, kind: Callable[[str], Any] = str) -> list[Any]:
     """``512, 1024`` -> ``[512, 1024]``: at least one value, each once."""
     try:
         found = [kind(part.strip()) for part in text.split(",") if part.strip()]
@@ -30,11 +28,6 @@ def comma_list(option: str, text: str, kind: Callable[[str], T]) -> list[T]:
     if len(set(found)) < len(found):
         raise InputError(f"{option} takes each value once, not {text!r}")
     return found
-
-
-def names(option: str, text: str) -> list[str]:
-    """``k4v4,k6v6`` -> ``["k4v4", "k6v6"]``: at least one name, each once."""
-    return comma_list(option, text, str)
 
 
 def numbers(help: str, kind: type[int] | type[float], least: float, most: float = MOST) -> Any:

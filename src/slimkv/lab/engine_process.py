@@ -70,7 +70,7 @@ def run_plan(
     module: str, plan: dict[str, Any], stem: Path, env: dict[str, str], tell: Callable[[str], object],
     limit_seconds: float | None = None,
 ) -> tuple[dict[str, Any], str | None]:  # fmt: skip
-    """Runs ``python -m module PLAN RESULT``: (the result as far as it was written, the error if it failed).
+    """Runs ``python -m module PLAN RESULT``; returns the result as far as it was written, and the error or None.
 
     The files are ``stem`` with the endings ``.plan.json``, ``.json`` and ``.log``. ``tell`` gets each line of the log.
     """
@@ -91,7 +91,7 @@ def run_plan(
 
 
 def _tell_lines(log: Path, shown: int, tell: Callable[[str], object]) -> int:
-    """Passes on the complete lines after the first ``shown`` bytes; returns how many bytes are passed on now."""
+    """Passes the complete lines after byte ``shown`` to ``tell``; returns the offset behind them."""
     with log.open("rb") as file:
         file.seek(shown)
         for line in file.read().splitlines(keepends=True):

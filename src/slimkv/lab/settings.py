@@ -1,4 +1,4 @@
-"""Settings whose fields carry their help and their limits: ``slimkv.cli.parsing`` makes options of them."""
+"""Settings dataclasses whose fields have help texts and limits; ``slimkv.cli.parsing`` turns them into options."""
 
 from __future__ import annotations
 

@@ -47,12 +47,7 @@ class Options:
         return torch.zeros(0, device=self.device or ("cuda" if torch.cuda.is_available() else "cpu")).device
 
     def chosen_backends(self, device: torch.device) -> list[str]:
-        """The implementations to time; raises for one that does not run on ``device``."""
-        for name in self.backends:
-            if name not in AVAILABLE:
-                raise InputError(f"no implementation is called {name!r}; known: {', '.join(AVAILABLE)}")
-            if reason := AVAILABLE[name](device):
-                raise UnsupportedError(f"--backend {name} does not run on {device}: {reason}")
+        """The implementations to time."""
         if self.backends or device.type != "cuda":
             return list(self.backends) or ["cpu"]
         return ["triton" if cuda_unavailable_reason(device) else "cuda"]
@@ -88,6 +83,11 @@ def run_cells(
 ) -> Report:
     """Times every cell with each of its backends, and the baselines once per shape."""
     device = options.torch_device()
+    for name in options.backends:
+        if name not in AVAILABLE:
+            raise InputError(f"no implementation is called {name!r}; known: {', '.join(AVAILABLE)}")
+        if reason := AVAILABLE[name](device):
+            raise UnsupportedError(f"--backend {name} does not run on {device}: {reason}")
     work = [(cell, backend) for cell in cells for backend in backends(cell)]
     if device.type == "cuda":
         _compile_ahead([(create, cell, backend, str(device)) for cell, backend in work], step)

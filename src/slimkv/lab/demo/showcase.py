@@ -37,7 +37,7 @@ Shown = Callable[[str, Mapping[str, str]], None]  # the question, and the texts 
 
 @dataclass(frozen=True)
 class Answer:
-    """One cache answering."""
+    """One cache's answer to a question."""
 
     cache: str
     text: str
@@ -173,7 +173,7 @@ class Showcase:
     calibration: str  # the tokens the calibration was made on
     best: str  # the cache shown beside the stock cache
     short: Question
-    long: Question | None  # None: the context of the model is too short
+    long: Question | None  # None: the model's context is too short
     quality: AgreementReport
     contexts: tuple[int, ...]
     memory: dict[str, tuple[int, ...]]  # cache bytes of one sequence at each context, by format

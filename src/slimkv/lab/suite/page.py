@@ -7,7 +7,7 @@ from html import escape
 from slimkv.lab.evals.harness import RAW
 from slimkv.lab.evals.statistics import NOT_DISTINGUISHABLE
 from slimkv.lab.report.charts import Axis, Bar, Estimate, Series, bars, chart, intervals, shaded
-from slimkv.lab.report.page import Plot, document, plot_cards, table, table_of_lines, td, tile, versions_line
+from slimkv.lab.report.page import Plot, document, plot_cards, table, td, tile, tr, versions_line
 from slimkv.lab.report.plots import position_plots, quality_plot
 from slimkv.lab.suite.summary import SHOWN, Column, Document, first_part, parts_of, words
 
@@ -102,19 +102,19 @@ def _costs(results: Document) -> str:
     kept = [column for column in columns if any(column.text(row) for row in rows.values())]
     body = []
     for name in dict.fromkeys([*order, *rows]):
-        style = ' class="same-bytes"' if name in firsts else ""
-        body.append(f"<tr{style}>{td(name)}{''.join(_cell(column, rows[name]) for column in kept)}</tr>")
+        cells = [td(name), *(_cell(column, rows[name]) for column in kept)]
+        body.append(tr(cells, "same-bytes" if name in firsts else ""))
     caption = (
         "A line separates caches of different bytes. Hover for intervals and corrected p-values. "
         "Perplexity is tested by a paired bootstrap over blocks of tokens; answers by McNemar's test and a paired "
         "bootstrap over contexts, whichever p-value is larger; both are corrected for the number of caches (Holm)."
     )
-    return table_of_lines(["cache", *(column.title for column in kept)], body, "costs", note=caption)
+    return table(["cache", *(column.title for column in kept)], body, "costs", note=caption)
 
 
 def _grid(title: str, head: list[str], lines: list[list[str]], name: str, style: str = "") -> str:
     """A section with a table; nothing without lines."""
-    return f"<h2>{title}</h2>{table(head, lines, name, style)}" if lines else ""
+    return f"<h2>{title}</h2>{table(head, map(tr, lines), name, style)}" if lines else ""
 
 
 def _task_cell(row: Document | None) -> str:
@@ -174,7 +174,7 @@ def _tiles(results: Document) -> str:
         tiles.append(tile(f"{best['smaller']:.2f}x", caption))
     for calibrated, other in (("k4v4+cal", "turboquant_4bit_nc"), ("k3v3+cal", "turboquant_3bit_nc")):
         if rows.get(calibrated, {}).get("kl") and rows.get(other, {}).get("kl"):
-            caption = f"the KL divergence of {calibrated} over that of {other}, at about equal bytes"
+            caption = f"KL divergence of {calibrated} relative to {other}, at about equal bytes"
             tiles.append(tile(f"{rows[calibrated]['kl'] / rows[other]['kl']:.2f}x", caption))
     asked = rows[RAW].get("answers")
     if asked:
