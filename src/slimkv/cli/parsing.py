@@ -157,24 +157,23 @@ def takes(*kinds: type[Any], unset: Sequence[str] = ()) -> Callable[[Callable[..
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         _, *rest = inspect.signature(function, eval_str=True).parameters.values()
-        options, flags = dict[str, tuple[Any, Any]](), dict[str, str]()
-        items = dict[str, type]()  # of options that are lists: the type of a value
+        options, lists = dict[str, tuple[Any, Any]](), dict[str, tuple[str, type]]()  # ``lists``: type of an item
         for one, hint in ((one, get_type_hints(kind)[one.name]) for kind in kinds for one in fields(kind)):
             help, known = one.metadata.get("help"), one.metadata.get("known")
             if not help:
                 continue
             default = None if one.default in (MISSING, ()) or one.name in unset else one.default
             if get_origin(hint) is tuple:
-                items[one.name], hint = get_args(hint)[0], str
+                lists[one.name], hint = (option_name(one), get_args(hint)[0]), str
                 default = default if default is None else ",".join(map(str, default))
             named = option(f"{help}: {', '.join(known)}." if known else help, option_name(one))
             options[one.name] = Annotated[hint if default is not None else hint | None, named], default
-            flags[one.name] = option_name(one)
 
         def run(**given: Any) -> None:
             values = {name: value for name in options if (value := given.pop(name)) is not None}
-            for name in items.keys() & values.keys():
-                values[name] = tuple(comma_list(flags[name], values[name], items[name]))
+            for name in lists.keys() & values.keys():
+                flag, kind = lists[name]
+                values[name] = tuple(comma_list(flag, values[name], kind))
             function(values, **given)
 
         return command_like(function, run, [*option_parameters(options), *rest])

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ def require_engine(engine: str) -> None:
     """Raises if vLLM or SGLang is not installed."""
     if find_spec(engine) is None:
         raise MissingDependencyError(f"{engine} is not installed here: pip install 'slimkv[{engine}]'")
+
+
+def import_package(name: str, use: str, install: str) -> Any:
+    """The package; raises with the command that installs it."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingDependencyError(f"{use} needs {name} ({error}): pip install {install}") from error
 
 
 def environment(**own: str) -> dict[str, str]:

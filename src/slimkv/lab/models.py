@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from slimkv.arguments import typed
-from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, SlimKVError, UnsupportedError
+from slimkv.errors import CorruptDataError, InputError, SlimKVError, UnsupportedError
 from slimkv.integrations.serving.listener import Progress
+from slimkv.lab.engine_process import import_package
 from slimkv.paths import cache_dir, whole_file
 
 FOLDER_VERSION = 1  # of the converted folders in the cache
@@ -141,7 +142,8 @@ def folder(name: str, cache_dir: Path | None = None, progress: Progress = print_
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / f"{name}.lock"):  # only one process may convert a model
         if not target.is_dir():
-            _check_converter(packaged)
+            for package in ("gguf", "accelerate"):  # missing ones are named before the download
+                import_package(package, f"converting {name}", '"slimkv[eval]"')
             gguf = _gguf(packaged, root, progress)
             progress(f"converting {name}", 0, 1)
             with tempfile.TemporaryDirectory(dir=root) as work:
@@ -175,24 +177,7 @@ def default_cache_dir() -> Path:
 
 def import_transformers() -> Any:
     """The package; raises if it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError(
-            'loading a model needs transformers, which is not installed: pip install "slimkv[transformers]"'
-        ) from error
-    return transformers
-
-
-def _check_converter(packaged: Packaged) -> None:
-    """Raises before any download if a package that converts GGUF files is missing."""
-    for package in ("gguf", "accelerate"):
-        try:
-            __import__(package)
-        except ImportError as error:
-            raise MissingDependencyError(
-                f'converting {packaged.name} needs {package}, which is not installed: pip install "slimkv[eval]"'
-            ) from error
+    return import_package("transformers", "loading a model", '"slimkv[transformers]"')
 
 
 def _convert(packaged: Packaged, gguf: Path, target: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv.errors import InputError, MissingDependencyError
+from slimkv.errors import InputError
+from slimkv.lab.engine_process import import_package
 
 SHIPPED = "shipped"  # the opening of "Pride and Prejudice" (Jane Austen, 1813; public domain)
 CHARACTERS_PER_TOKEN = 12  # more than any tokenizer needs on prose
@@ -37,12 +38,7 @@ def load_text(source: str = SHIPPED) -> str:
 
 
 def _hub_text(source: str) -> str:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{source!r} is not a file; to load it from the hub, install the datasets package: pip install datasets"
-        ) from error
+    datasets = import_package("datasets", f"{source!r} is not a file; loading it from the hub", "datasets")
     name, config, split = [*source.split(":"), None, None][:3]
     try:
         rows = datasets.load_dataset(name, config, split=split or "test")

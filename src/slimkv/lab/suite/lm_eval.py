@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slimkv.errors import InputError, MissingDependencyError
+from slimkv.errors import InputError
 from slimkv.integrations.serving.listener import Progress
+from slimkv.lab.engine_process import import_package
 from slimkv.lab.evals.harness import RAW, STRICT, CacheKind, attending
 from slimkv.lab.suite.settings import VLLM
 from slimkv.lab.suite.vllm_engine import engine_arguments
@@ -26,13 +27,7 @@ if TYPE_CHECKING:
 
 def import_lm_eval() -> Any:
     """The package; raises if it is not installed."""
-    try:
-        import lm_eval
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'tasks of lm-evaluation-harness need lm_eval ({error}): pip install "slimkv[suite]"'
-        ) from error
-    return lm_eval
+    return import_package("lm_eval", "--tasks", '"slimkv[suite]"')
 
 
 def slimkv_lm(model: Any, tokenizer: Any, kind: CacheKind, batch_size: int = 1) -> LM:

@@ -17,7 +17,7 @@ from typing import Any
 import slimkv
 from slimkv.errors import InputError
 from slimkv.integrations.serving.listener import Progress, silent
-from slimkv.lab.evals.harness import RAW
+from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION
 from slimkv.lab.provenance import device_name, provenance
 from slimkv.lab.suite.parts import Part, plan_parts
 from slimkv.lab.suite.settings import SuiteSettings, lighter
@@ -100,7 +100,7 @@ def run_suite(
             "has no --tasks"
         )
     (folder / _KEPT).mkdir(parents=True, exist_ok=True)
-    if bench.wants_calibration:
+    if any(format.endswith(WITH_CALIBRATION) for format in settings.formats):
         parts.insert(0, Part("calibration", "calibration", "calibration", {}, 6000, partial(_calibrate, bench)))
     for note in notes:
         tell(note)

@@ -20,7 +20,7 @@ from slimkv.integrations.serving.listener import Progress
 from slimkv.lab import models
 from slimkv.lab.evals.harness import RAW, STOCK, WITH_CALIBRATION, CacheKind, cache_kinds
 from slimkv.lab.evals.texts import load_text, token_windows
-from slimkv.lab.suite.settings import NO_CALIBRATION, SuiteSettings
+from slimkv.lab.suite.settings import SuiteSettings
 from slimkv.lab.suite.tasks import TaskMaker
 
 
@@ -103,12 +103,6 @@ class Workbench:
         return TaskMaker(self.tokenizer, self.text)
 
     # -- calibration -----------------------------------------------------------------------------------------------
-
-    @property
-    def wants_calibration(self) -> bool:
-        """Whether some format uses a calibration."""
-        named = any(format.endswith(WITH_CALIBRATION) for format in self.settings.formats)
-        return named and self.settings.calibration != NO_CALIBRATION
 
     def calibrate(self, progress: Progress) -> Path:
         """Loads or makes the calibration; returns the run's copy, which is passed to engines."""
