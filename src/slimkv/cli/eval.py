@@ -70,10 +70,10 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
                 known = load_calibration(calibration, loaded, progress)
                 common = {"name": given["model"], "calibration": known, "progress": progress}
                 report, shown, plots = measure(Subject(loaded.model, loaded.tokenizer, read, formats, common), **own)
-            if plot and given["plot"] is not None:
-                write_plots(f"{measure.__name__} of {given['model']}", [svg for _, _, svg in plots], given["plot"])
             result = {**asdict(report), "run": asdict(provenance(given["device"]))}
             emit(result, given["as_json"], *shown, output=given["output"])
+            if plot and given["plot"] is not None:
+                write_plots(f"{measure.__name__} of {given['model']}", [svg for _, _, svg in plots], given["plot"])
 
         _, *found = inspect.signature(measure, eval_str=True).parameters.values()
         options = [parameter.name for parameter in found]

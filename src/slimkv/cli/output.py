@@ -25,8 +25,9 @@ def make_table(title: str, *columns: str, left: int = 1, rows: Iterable[Iterable
     """A table whose first ``left`` columns are text and whose others are numbers."""
     table = Table(title=title)
     for number, column in enumerate(columns):
-        justify = "left" if number < left else "right"
-        table.add_column(column, justify=justify, no_wrap=number == 0, overflow="fold")  # no digit is cut off
+        table.add_column(
+            column, justify="left" if number < left else "right", no_wrap=number == 0, overflow="fold"
+        )  # "fold": no digit is cut off
     for row in rows:
         table.add_row(*row)
     return table

@@ -43,7 +43,8 @@ def numbers(help: str, kind: type[int] | type[float], least: float, most: float 
 
 def given(context: typer.Context, *parameters: str) -> list[str]:
     """The options among ``parameters`` that are on the command line, such as ``--max-positions``."""
-    found = (name for name in parameters if context.get_parameter_source(name).name == "COMMANDLINE")
+    sources = {name: context.get_parameter_source(name) for name in parameters}
+    found = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     return ["--" + name.replace("_", "-") for name in found]
 
 

@@ -18,11 +18,6 @@ def _rows(results: Document, *needed: str) -> list[Document]:
     return [row for row in results["summary"]["rows"] if all(row.get(name) is not None for name in needed)]
 
 
-def _quality_plot(results: Document) -> list[Plot]:
-    rows = [row for row in _rows(results, "kl", "bytes_per_token") if row["format"] != RAW]
-    return [quality_plot([(row["format"], row["bytes_per_token"], row["kl"]) for row in rows])] if rows else []
-
-
 def _answers_plot(results: Document) -> list[Plot]:
     found = []
     for row in _rows(results, "answers"):
@@ -35,14 +30,6 @@ def _answers_plot(results: Document) -> list[Plot]:
         "Share of questions answered exactly, with 95% intervals; shaded: raw's. Grey: not distinguishable from raw."
     )
     return [("Synthetic tasks", caption, intervals("exact match over all tasks and lengths", found))]
-
-
-def _position_plot(results: Document) -> list[Plot]:
-    found = first_part(results, "positions")
-    if found is None:
-        return []
-    rows = [(row["format"], row["kl"], row.get("bytes", ())) for row in found["rows"]]
-    return position_plots(found["edges"], rows)
 
 
 def _length_plot(results: Document) -> list[Plot]:
@@ -192,8 +179,13 @@ def _failures(results: Document) -> str:
 
 def html(results: Document) -> str:
     """The page."""
-    plots = [*_quality_plot(results), *_answers_plot(results), *_position_plot(results), *_length_plot(results),
-             *_speed_plots(results)]  # fmt: skip
+    points = [(row["format"], row["bytes_per_token"], row["kl"]) for row in _rows(results, "kl", "bytes_per_token")]
+    plots = [quality_plot(points)] if points else []
+    plots += _answers_plot(results)
+    if (found := first_part(results, "positions")) is not None:
+        rows = [(row["format"], row["kl"], row.get("bytes", ())) for row in found["rows"]]
+        plots += position_plots(found["edges"], rows)
+    plots += _length_plot(results) + _speed_plots(results)
     run, sentences = results["run"], "".join(f"<li>{escape(line)}</li>" for line in words(results))
     parts = [[td(p["title"]), td(p["status"]), td(p["seconds"], "{:.1f}")] for p in results["parts"]]
     calibration = first_part(results, "calibration")
