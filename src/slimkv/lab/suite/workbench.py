@@ -115,10 +115,6 @@ class Workbench:
         self.calibration.save(path)
         return path
 
-    def without_calibration(self) -> None:
-        """Drops the formats that need a calibration."""
-        self.formats = tuple(f for f in self.formats if not f.endswith(WITH_CALIBRATION))
-
     @property
     def used_calibration(self) -> Calibration | None:
         """The calibration, if a format is marked as calibrated; otherwise all of them would use it."""
