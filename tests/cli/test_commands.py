@@ -1,8 +1,11 @@
 """Every command, as a user runs it: tables by default, one JSON document with --json."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
@@ -134,6 +137,50 @@ def test_a_missing_extra_is_named(missing, monkeypatch):
 def test_python_m_slimkv():
     done = subprocess.run([sys.executable, "-m", "slimkv", "--version"], capture_output=True, text=True, check=True)
     assert __version__ in done.stdout
+
+
+PLAN = [sys.executable, "-m", "slimkv", "plan"]
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_full_disk_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        size = ("--layers", "2", "--num-kv-heads", "2", "--head-dim", "64", *words)
+        done = subprocess.run([*PLAN, *size], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+def test_an_interrupt_is_one_line(monkeypatch):
+    monkeypatch.setattr("slimkv.cli.doctor.diagnose", lambda names: signal.raise_signal(signal.SIGINT))
+    assert run("doctor", code=130).stderr.strip() == "error: interrupted"
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line(monkeypatch, capsys):
+    class Interrupted(ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "slimkv.cli.app", Interrupted("app"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "error: interrupted\n")
+
+
+def test_a_locale_without_utf_8(tmp_path):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 128, "model_type": "mod\u00e8le"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    env.pop("PYTHONIOENCODING", None)
+    done = subprocess.run([*PLAN, "--config", str(tmp_path)], capture_output=True, env=env, check=True)
+    assert b"mod?le: 16.00 GiB" in done.stdout
+
+
+def test_a_narrow_terminal_cuts_no_figure_off(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    words = ("--layers", "32", "--num-kv-heads", "8", "--head-dim", "128", "--format", "k4v4")
+    shown = run("plan", *words).stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
 
 
 def test_the_version_option_needs_no_extras():

@@ -178,6 +178,13 @@ def test_what_is_wrong_is_said_in_one_line(engines, tiny_folder, words, said):
     assert not done.stdout
 
 
+@pytest.mark.parametrize("model", ["", "./nowhere", "."])
+def test_models_that_do_not_exist(engines, model):
+    done = CliRunner().invoke(app, ["serve", model, "--dry-run"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "no model" in done.stderr or "folder without a config.json" in done.stderr
+
+
 def test_engines_that_are_not_installed(engines, tiny_folder, monkeypatch):
     monkeypatch.setattr(serving, "_launcher", lambda engine: ["vllm", "serve"] if engine == "vllm" else None)
     done = CliRunner().invoke(app, ["serve", str(tiny_folder), "--engine", "sglang"])

@@ -1,5 +1,6 @@
 """The ``slimkv`` command: one file per command group. Engines and transformers are imported on use."""
 
+import io
 import sys
 
 
@@ -18,4 +19,10 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"the slimkv command needs {error.name}, which is not installed: pip install 'slimkv[cli]'")
+    except KeyboardInterrupt:  # while torch is imported
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale without UTF-8 must not end a run at its last line
     app()

@@ -1,4 +1,4 @@
-"""``slimkv bench attend | store | generate | serve``: timings, next to the baselines that run on this machine."""
+"""``slimkv bench attend | store | generate | serve``: timings of slimkv and of the baselines on this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import typer
 from rich.table import Table
 
+from slimkv.cli.loading import check_caches
 from slimkv.cli.options import Device, Json, Output, Plot, Threads
 from slimkv.cli.output import emit, make_table
 from slimkv.cli.parsing import check_folder, option, takes
@@ -22,7 +23,6 @@ from slimkv.lab.bench.serve import bench_serve, notes, plot_sessions, table_rows
 from slimkv.lab.bench.serve_settings import SESSIONS, ServeSettings
 from slimkv.lab.bench.store import bench_store
 from slimkv.lab.engine_process import require_engine
-from slimkv.lab.evals.harness import check_formats
 from slimkv.ops.cuda.device import hold_to
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
@@ -64,8 +64,10 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Time decoding through transformers with a packed cache and with DynamicCache."""
+    if {"model", "layers"} <= options.keys():
+        raise InputError("--layers is for the random-weight model: leave out --layers or --model")
     settings = GenerateSettings(**({} if device != "cpu" else CPU_SIZES) | options, device=device)
-    check_formats(settings.formats, calibrated=False)
+    check_caches(settings.formats)
     if threads is not None:
         torch.set_num_threads(threads)
     report = time_generation(settings)
@@ -81,7 +83,7 @@ def serve(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Load an engine with stock caches and with slimkv's: capacity, decoding, full memory, arrivals."""
+    """Load-test an engine with stock and packed caches: capacity, decoding, full memory, arrivals."""
     settings = ServeSettings(**options)
     require_engine(settings.engine)
     if plot is not None and SESSIONS not in settings.phases:
@@ -97,7 +99,7 @@ def serve(
 
 
 def report_table(report: Report) -> list[Table | str]:
-    """``bench attend`` and ``bench store``."""
+    """The report of ``bench attend`` or ``bench store`` as a table, and the lines below it."""
     names = list(dict.fromkeys(b.name for row in report.rows for b in row.baselines))
     title = f"{report.operation} on {report.device}, copy {report.copy_bytes_per_second / 1e12:.3f} TB/s"
     header = ("cell", "backend", "format", "ms", "of copy", "TFLOP/s", "error", *names)
@@ -115,7 +117,7 @@ def report_table(report: Report) -> list[Table | str]:
 
 
 def generation_table(report: GenerateReport) -> Table:
-    """``bench generate``."""
+    """The report of ``bench generate`` as a table."""
     settings = report.settings
     title = f"decoding at {settings.context} tokens, batch {settings.batch}, {report.run.device}"
     header = ("cache", "tokens/s", "ms/step", "over stock", "cache bytes", "of bf16", "prefill s")

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
 from slimkv.calibration import Calibration
 from slimkv.calibration.bit_allocation import Solution, choose_widths, chooses_widths
 from slimkv.calibration.cache import cached_path
@@ -14,7 +16,7 @@ from slimkv.calibration.predict import logit_noise
 from slimkv.cli.loading import load_quietly, progress_bar
 from slimkv.cli.options import Device, Dtype, Json, ModelArgument, Threads
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import check_file, choice, count, option
+from slimkv.cli.parsing import check_file, choice, count, given, option
 from slimkv.config import AUTO
 from slimkv.errors import InputError
 from slimkv.lab import models
@@ -29,16 +31,17 @@ ENGINES = (TRANSFORMERS, *SERVING)
 
 
 def calibrate(
+    context: typer.Context,
     model: ModelArgument,
     output: Annotated[
         Path | None,
-        option("The file to write; default: where calibration='auto' finds it.", "--output", "-o", callback=check_file),
+        option("File to write; default: the one that calibration='auto' reads.", "--output", "-o", callback=check_file),
     ] = None,
-    ids: Annotated[str, choice("Token ids that the model reads, sampled from it or random", *IDS)] = SAMPLED,
-    text: Annotated[str | None, option("Read this text (a file, a hub data set, shipped) instead of --ids.")] = None,
-    windows: Annotated[int, count("Number of windows the model reads.")] = 8,
+    ids: Annotated[str, choice("Token ids to calibrate on", *IDS)] = SAMPLED,
+    text: Annotated[str | None, option("Calibrate on a text (file, hub data set, shipped) instead of --ids.")] = None,
+    windows: Annotated[int, count("Number of windows to calibrate on.")] = 8,
     tokens: Annotated[int, count("Tokens per window.", 2)] = 1024,
-    seed: Annotated[int, option("Seed of the sampled or random token ids.")] = 0,
+    seed: Annotated[int, count("Seed of the sampled or random token ids.", 0)] = 0,
     budget: Annotated[float | None, option("Choose each layer's width: average bits per value, with scales.")] = None,
     profile: Annotated[str | None, option("Choose each layer's width: lossless, balanced or aggressive.")] = None,
     max_positions: Annotated[int | None, count("Longest context to calibrate for; default: the model's own.")] = None,
@@ -49,15 +52,19 @@ def calibrate(
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """Run a model once and write the statistics of its queries that query-aware rounding needs."""
+    """Run a model once and write the query statistics that query-aware rounding needs."""
     chooses = chooses_widths(budget, profile)
-    if engine in SERVING and (chooses or text is not None or ids != SAMPLED):
+    if engine in SERVING and given(context, "text", "ids", "budget", "profile"):
         raise InputError(
             f"--text, --ids, --budget and --profile need --engine transformers: {SERVING[engine]} calibrates on tokens "
             "sampled from the model and does not measure the cost of quantization noise"
         )
+    if engine in SERVING and (unused := given(context, "threads", "device", "dtype")):
+        raise InputError(f"{SERVING[engine]} does not take {', '.join(unused)}: use its own --engine-options")
     if engine_options is not None and engine not in SERVING:
         raise InputError(f"--engine-options are for --engine {' and '.join(SERVING)}")
+    if text is not None and given(context, "ids"):
+        raise InputError("--text and --ids both choose what the model reads; give one of them")
     watch, samples = Stopwatch(), (windows, tokens)
     if engine in SERVING:
         made = _gather_serving(engine, model, samples, seed, max_positions, engine_options)
@@ -94,17 +101,17 @@ def _gather_serving(
 ) -> Calibration:
     """The calibration, from statistics that the engine gathers."""
     try:
-        given = json.loads(options) if options else {}
+        chosen = {} if options is None else json.loads(options)
     except ValueError as error:
         raise InputError(f"--engine-options {options!r} is not JSON: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(chosen, dict):
         raise InputError(f"--engine-options must be a JSON object, not {options}")
     require_engine(engine)
     observe = importlib.import_module(f"slimkv.integrations.{engine}.observe")
     source = models.source(name)
     with progress_bar() as progress:
         return observe.gather_calibration(
-            source, samples=samples, seed=seed, max_positions=max_positions, progress=progress, **given
+            source, samples=samples, seed=seed, max_positions=max_positions, progress=progress, **chosen
         )
 
 
@@ -128,7 +135,7 @@ def _result(model: str, made: Calibration, solution: Solution | None, out: Path,
         "num_kv_heads": sum(x.num_kv_heads for x in made.layers.values()),
         "file": str(out),
         "file_bytes": out.stat().st_size,
-        "logit_error_reduction": gains,  # by layer: squared error that queries see, plain over query-aware
+        "logit_error_reduction": gains,  # by layer: squared error of scores, plain over query-aware
         "max_positions": made.max_positions,
         "widths": widths,
         "seconds": seconds,
@@ -138,10 +145,10 @@ def _result(model: str, made: Calibration, solution: Solution | None, out: Path,
 def _shown(result: dict[str, Any], solution: Solution | None) -> list[Any]:
     gains = result["logit_error_reduction"]
     rows = [
-        ("read", result["source"]),
+        ("calibrated on", result["source"]),
         ("layers, KV heads in total", f"{result['layers']}, {result['num_kv_heads']}"),
         ("file", f"{result['file_bytes']:,} bytes"),
-        ("squared error that queries see", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's"),
+        ("squared error of scores", f"1/{min(gains):.2f} to 1/{max(gains):.2f} of plain rounding's"),
         ("valid up to position", f"{result['max_positions']:,}"),
         ("time", f"{result['seconds']:.1f} s"),
     ]

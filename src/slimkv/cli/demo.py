@@ -12,14 +12,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from slimkv.cli.loading import check_calibration, load_calibration, load_quietly, progress_bar
+from slimkv.cli.loading import check_caches, load_calibration, load_quietly, progress_bar
 from slimkv.cli.options import DEFAULT_MODEL, Device, Dtype, Json, Model, Threads
 from slimkv.cli.output import console, emit, make_table
 from slimkv.cli.parsing import check_folder, option
 from slimkv.config import AUTO
 from slimkv.lab.demo.report import QUALITY, quality_rows, write_report
 from slimkv.lab.demo.showcase import Question, Showcase, run_showcase
-from slimkv.lab.evals.harness import check_formats
 
 _SHOWN = 2  # the stock cache and the best one; the page has all of them
 
@@ -34,9 +33,8 @@ def demo(
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """Let a model answer from stock and packed caches side by side; write quality and bytes to out/report.html."""
-    check_formats([format], calibrated=True)
-    check_calibration(calibration)
+    """Let a model answer with stock and packed caches side by side; write quality and bytes to report.html."""
+    check_caches([format], calibration)
     screen = console(stderr=as_json)
     with progress_bar() as progress:
         loaded = load_quietly(model, threads, device, dtype, progress)

@@ -7,17 +7,19 @@ from typing import Annotated
 import typer
 
 from slimkv.cli.eval import score_table
-from slimkv.cli.loading import load_quietly, progress_bar
+from slimkv.cli.loading import check_caches, load_quietly, progress_bar
 from slimkv.cli.options import Device, Json
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import comma_list, option
+from slimkv.cli.parsing import comma_list, given, option
 from slimkv.config import AUTO
 from slimkv.doctor import diagnose
+from slimkv.errors import InputError
 from slimkv.lab.evals.scores import measure_scores
 
 
 def doctor(
-    require: Annotated[str, option("What must work, such as triton,cuda,transformers,vllm,sglang.")] = "",
+    context: typer.Context,
+    require: Annotated[str | None, option("Parts that must work, such as cuda,transformers,vllm,sglang.")] = None,
     model: Annotated[str | None, option("Also measure the noise of quantized keys in each layer of a model.")] = None,
     format: Annotated[str, option("The format whose noise is measured.")] = "k4v4",
     device: Device = AUTO,
@@ -28,10 +30,14 @@ def doctor(
     With --model, also check the score error of every layer: exit code 1 if a layer exceeds the guard's limit.
     """
     if model is not None:
+        if require is not None:
+            raise InputError("--require and --model are two checks: run slimkv doctor once with each")
+        check_caches([format])
         _doctor_model(model, format, device, as_json)
         return
-
-    result = diagnose(comma_list(require, str))
+    if unused := given(context, "format", "device"):
+        raise InputError(f"{' and '.join(unused)} belong to --model: add it, or leave them out")
+    result = diagnose([] if require is None else comma_list("--require", require))
     table = make_table("slimkv doctor", "", "what", "version", "detail", left=4)
     for check in result.checks:
         mark = "[green]ok[/]" if check.works else "[red]needed[/]" if check.name in result.failed else "[yellow]no[/]"

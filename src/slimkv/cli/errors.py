@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 import typer
 from typer.core import TyperGroup
 
 from slimkv.errors import SlimKVError
 
-USAGE = 2  # exit code
+USAGE, INTERRUPTED = 2, 130  # exit codes
 # Newer releases of typer include their own click, so its exceptions are looked up through typer.
 _ClickException = cast(type[Exception], typer.BadParameter.__mro__[2])
 
@@ -30,8 +31,12 @@ class OneLineErrors(TyperGroup):
             code = _tell(str(error))
         except _ClickException as error:
             code = _tell_usage(error)
+        except (OSError, MemoryError, torch.OutOfMemoryError) as error:  # of the machine: a full disk, no memory left
+            code = _tell(str(error) or "out of memory", 1)
         except typer.Abort:
-            code = _tell("interrupted", 1)
+            code = INTERRUPTED
+        if code == INTERRUPTED:  # typer returns it without a word
+            _tell("interrupted")
         sys.exit(code or 0)
 
 

@@ -11,15 +11,14 @@ import typer
 from rich.markup import escape
 from torch import Tensor
 
-from slimkv.cli.loading import check_calibration, load_calibration, load_quietly, progress_bar
+from slimkv.cli.loading import check_caches, load_calibration, load_quietly, progress_bar
 from slimkv.cli.options import DEFAULT_MODEL, CalibrationFile, Device, Dtype, Json, Model, Output, Plot, Text, Threads
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import comma_list, command_like, count, numbers, option, option_parameters, several
+from slimkv.cli.parsing import comma_list, command_like, count, numbers, option, option_parameters
 from slimkv.config import AUTO, KVCacheConfig
-from slimkv.errors import InputError
 from slimkv.lab.evals.agreement import measure_agreement
 from slimkv.lab.evals.generation import PROMPTS, measure_generation
-from slimkv.lab.evals.harness import RAW, check_formats
+from slimkv.lab.evals.harness import RAW
 from slimkv.lab.evals.needle import measure_needle
 from slimkv.lab.evals.positions import measure_positions
 from slimkv.lab.evals.scores import measure_scores
@@ -55,7 +54,7 @@ class Subject:
 
 
 def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable[[Callable[..., Result]], Any]:
-    """The frame of every eval command: shared options, loading the model and its calibration, printing.
+    """Turns a measurement into a command: shared options, loading the model and its calibration, printing.
 
     ``formats``: the default of ``--format``. ``text``, ``plot``: whether it has these options.
     """
@@ -65,16 +64,16 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
             own = {name: given[name] for name in options}
             read = load_text(given["text"]) if text else ""
             with progress_bar() as progress:
-                names, calibration = _formats(given["formats"], given["calibration"]), given["calibration"]
-                check_calibration(calibration)
+                formats, calibration = comma_list("--format", given["formats"]), given["calibration"]
+                check_caches(formats, calibration, budgets=measure.__name__ == "positions")
                 loaded = load_quietly(given["model"], given["threads"], given["device"], given["dtype"], progress)
                 known = load_calibration(calibration, loaded, progress)
                 common = {"name": given["model"], "calibration": known, "progress": progress}
-                report, shown, plots = measure(Subject(loaded.model, loaded.tokenizer, read, names, common), **own)
-            if plot and given["plot"] is not None:
-                write_plots(f"{measure.__name__} of {given['model']}", [svg for _, _, svg in plots], given["plot"])
+                report, shown, plots = measure(Subject(loaded.model, loaded.tokenizer, read, formats, common), **own)
             result = {**asdict(report), "run": asdict(provenance(given["device"]))}
             emit(result, given["as_json"], *shown, output=given["output"])
+            if plot and given["plot"] is not None:
+                write_plots(f"{measure.__name__} of {given['model']}", [svg for _, _, svg in plots], given["plot"])
 
         _, *found = inspect.signature(measure, eval_str=True).parameters.values()
         options = [parameter.name for parameter in found]
@@ -91,23 +90,14 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
     return decorate
 
 
-def _formats(given: str, calibration: str | None) -> list[str]:
-    """The formats of ``--format``; raises for unknown ones before a model is loaded."""
-    names = comma_list(given, str)
-    if not names:
-        raise InputError(f"--format {given!r} names no format; write k4v4 or k4v4,k5v4")
-    check_formats(names, calibration is not None)
-    return names
-
-
 def _check_prefill(given: str) -> str:
-    for way in comma_list(given, str):
+    for way in comma_list("--prefill", given):
         KVCacheConfig(prefill=way)  # raises with the known values
     return given
 
 
 def _over_raw(row: Any) -> str:
-    """The increase of the perplexity, with the larger half of its 95% interval."""
+    """The relative increase in perplexity, with the larger side of its 95% interval."""
     half = max(row.over_raw_high - row.over_raw, row.over_raw - row.over_raw_low)
     return f"{row.over_raw:+.2%}" + (f" ± {half:.2%}" if half else "")
 
@@ -116,7 +106,7 @@ def _over_raw(row: Any) -> str:
 def perplexity(
     subject: Subject, windows: Windows = 4, tokens: Tokens = 1024, offset: Offset = 0, serving: Serving = False
 ) -> Result:
-    """Measure perplexity, compared with the stock cache; agreement shows more of the same run."""
+    """Measure perplexity, compared with the stock cache; agreement reports more figures."""
     ids, mode = subject.windows(windows, tokens, offset), "serving" if serving else "strict"
     report = measure_agreement(subject.model, ids, subject.formats, mode=mode, **subject.options)
     table = make_table(f"perplexity, {mode}, {report.model}", "format", "perplexity", "over raw", "bytes/token")
@@ -139,10 +129,10 @@ def agreement(
 ) -> Result:
     """Measure KL divergence and top-1 agreement of predictions, compared with the stock cache."""
     ids = subject.windows(windows, tokens, offset)
-    ways = comma_list(prefill, str)
     report = measure_agreement(
-        subject.model, ids, subject.formats, mode="serving" if serving else "strict", prefill=ways, **subject.options
-    )
+        subject.model, ids, subject.formats, mode="serving" if serving else "strict",
+        prefill=comma_list("--prefill", prefill), **subject.options,
+    )  # fmt: skip
     title = f"against the stock cache, {report.mode}, {report.model}; raw perplexity {report.raw_perplexity:.4f}"
     table = make_table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
     for row in report.rows:
@@ -157,13 +147,13 @@ def agreement(
 
 @_command("k4v4")
 def scores(subject: Subject, tokens: Tokens = 512) -> Result:
-    """Measure the noise of attention scores by layer, as the fidelity guard of engines does."""
+    """Measure the noise of attention scores by layer, as the engines' fidelity guard does."""
     report = measure_scores(subject.model, subject.windows(1, tokens), subject.formats, **subject.options)
     return report, [score_table(report)], []
 
 
 def score_table(report: Any) -> Any:
-    """The figures of a ``ScoreReport``: a row for each layer, a column for each format."""
+    """A ``ScoreReport`` as a table: one row per layer, one column per format."""
     title = f"noise of scores in nats, {report.model}; engines stop beyond {report.limit:g}"
     table = make_table(title, "layer", *(row.format for row in report.rows))
     for layer in sorted({number for row in report.rows for number in row.layers}):
@@ -190,16 +180,16 @@ def positions(subject: Subject, windows: Windows = 1, tokens: Tokens = 8192, off
 @_command("k4v4")
 def needle(
     subject: Subject,
-    contexts: Annotated[str, option("Context lengths in tokens.", callback=several(int))] = "512,1024",
-    depths: Annotated[str, option("Depths of the needle, 0 to 1.", callback=several(float))] = "0.1,0.5,0.9",
+    contexts: Annotated[str, numbers("Context lengths in tokens.", int, 64)] = "512,1024",
+    depths: Annotated[str, numbers("Depths of the needle, 0 to 1.", float, 0, 1)] = "0.1,0.5,0.9",
     offset: Offset = 0,
     strict: Strict = False,
 ) -> Result:
     """Measure needle retrieval over depth and context length."""
     report = measure_needle(
-        subject.model, subject.tokenizer, subject.text, subject.formats, contexts=numbers("--contexts", contexts, int),
-        depths=numbers("--depths", depths, float), mode="strict" if strict else "serving", offset=offset,
-        **subject.options,
+        subject.model, subject.tokenizer, subject.text, subject.formats, offset=offset,
+        contexts=comma_list("--contexts", contexts, int), depths=comma_list("--depths", depths, float),
+        mode="strict" if strict else "serving", **subject.options,
     )  # fmt: skip
     table = make_table(f"needles found, {report.mode}, {report.model}", "format", "context", "depth", "found")
     for cell in report.cells:
@@ -219,7 +209,7 @@ def generation(
     new_tokens: Annotated[int, count("Tokens to generate per prompt.")] = 64,
     strict: Strict = False,
 ) -> Result:
-    """Find where greedy text first differs from that of the stock cache."""
+    """Find the first token of greedy text that differs from the stock cache's."""
     asked = prompt or list(PROMPTS)
     report = measure_generation(
         subject.model, subject.tokenizer, subject.formats, prompts=asked, new_tokens=new_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,10 +13,11 @@ from rich.progress import Progress as Bar
 
 from slimkv.calibration import Calibration
 from slimkv.cli.output import console
-from slimkv.config import AUTO
+from slimkv.config import AUTO, CALIBRATED
 from slimkv.errors import InputError
 from slimkv.integrations.serving.listener import Progress, silent
 from slimkv.lab import models
+from slimkv.lab.evals.harness import MEMORY, RAW, check_formats
 from slimkv.lab.models import Loaded
 
 
@@ -73,7 +74,25 @@ def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> 
     return find_calibration(source, loaded.model.config, loaded.model, progress)
 
 
-def check_calibration(source: str | None) -> None:
-    """Raises for a missing calibration before a model is loaded."""
-    if source not in (None, AUTO) and not Path(source).is_file():
-        raise InputError(f"there is no calibration file {source}; make one with slimkv calibrate, or use auto")
+def check_caches(formats: Sequence[str], source: str | None = None, budgets: bool = False) -> None:
+    """Raises for formats and calibrations that a command cannot use, before it loads a model.
+
+    ``budgets``: whether the command takes shares of memory, such as ``memory=50%``.
+    """
+    check_formats(formats, calibrated=source is not None)
+    if set(formats) <= {RAW}:
+        raise InputError(f"{RAW} is the stock cache, which is measured in any case: name a packed format, such as k4v4")
+    for name in formats:
+        size = name.removeprefix(MEMORY)
+        if not budgets and name != size and (size.endswith("%") or not size[0].isdigit()):
+            raise InputError(f"only slimkv eval positions takes {name}: give the size, such as {MEMORY}90MiB")
+    if source is None:
+        return
+    if source != AUTO and not Path(source).is_file():
+        raise InputError(f"there is no calibration file {source!r}; make one with slimkv calibrate, or use auto")
+    widths = None if source == AUTO else Calibration.load(source).formats
+    if CALIBRATED in formats and widths is None:
+        raise InputError(
+            f"the format {CALIBRATED} needs a calibration file with widths, not {source}: make one with slimkv "
+            "calibrate --budget or --profile"
+        )

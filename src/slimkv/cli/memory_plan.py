@@ -9,28 +9,30 @@ from rich.table import Table
 
 from slimkv.cli.options import Json
 from slimkv.cli.output import emit, make_table
-from slimkv.cli.parsing import comma_list, option
+from slimkv.cli.parsing import comma_list, count, option
 from slimkv.errors import InputError
 from slimkv.memory_plan import FULL, USEFUL_MATCH, LayerGroup, ModelShape, Plan, make_plan, parse_size, read_config
 
 
 def plan(
     config: Annotated[Path | None, option("A model's config.json, or the folder it is in.")] = None,
-    layers: Annotated[int | None, option("Without --config: number of layers.")] = None,
-    num_kv_heads: Annotated[int | None, option("Without --config: KV heads per layer.")] = None,
+    layers: Annotated[int | None, count("Without --config: number of layers.")] = None,
+    num_kv_heads: Annotated[int | None, count("Without --config: KV heads per layer.")] = None,
     head_dim: Annotated[int | None, option("Without --config: head size.")] = None,
     memory: Annotated[str, option("Memory for the cache, such as 40GiB.")] = "16GiB",
     formats: Annotated[
         str | None, option("Formats, such as k4v4,k3v3, or c4,c4r8 of latents (MLA). Default: a selection.", "--format")
     ] = None,
-    sequences: Annotated[int, option("Sequences that share the memory.")] = 1,
+    sequences: Annotated[int, count("Sequences that share the memory.")] = 1,
     block: Annotated[int, option("Tokens per page: 1, 16, 32, 64 or 128.")] = 16,
     as_json: Json = False,
 ) -> None:
     """Print bytes per token and tokens that fit, for each format and kind of layer."""
     shape = _shape(config, layers, num_kv_heads, head_dim)
     budget = parse_size(memory)
-    wanted = None if formats is None else comma_list(formats, str)
+    if not budget:
+        raise InputError(f"--memory must be more than 0 bytes, not {memory}; write 40GiB, for example")
+    wanted = None if formats is None else comma_list("--format", formats)
     result = make_plan(shape, wanted, budget, sequences=sequences, block_size=block)
     emit(result, as_json, *([] if as_json else _tables(result)))
 
@@ -44,8 +46,6 @@ def _shape(config: Path | None, layers: int | None, num_kv_heads: int | None, he
     if layers is None or num_kv_heads is None or head_dim is None:
         missing = [name for name, value in given.items() if value is None]
         raise InputError(f"give --config, or also {', '.join(missing)}")
-    if layers < 1 or num_kv_heads < 1:
-        raise InputError(f"--layers and --num-kv-heads must be positive, not {layers} and {num_kv_heads}")
     return ModelShape("model", (LayerGroup(FULL, layers, num_kv_heads, head_dim, head_dim),))
 
 
@@ -56,7 +56,7 @@ def _tables(result: Plan) -> list[Table]:
         *("format", "bits/number", "bytes/token", "of bf16", "tokens/sequence", "tokens in total", "against bf16"),
     )
     kinds = make_table(
-        "by kind of layer: bytes per token, and the most one sequence takes",
+        "by kind of layer: bytes per token, maximum per sequence",
         *("format", "kind", "layers", "KV heads", "window", "bytes/token", "at most"),
         left=2,
     )

@@ -25,7 +25,9 @@ def make_table(title: str, *columns: str, left: int = 1, rows: Iterable[Iterable
     """A table whose first ``left`` columns are text and whose others are numbers."""
     table = Table(title=title)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right", no_wrap=number == 0)
+        table.add_column(
+            column, justify="left" if number < left else "right", no_wrap=number == 0, overflow="fold"
+        )  # "fold": no digit is cut off
     for row in rows:
         table.add_row(*row)
     return table
@@ -39,12 +41,11 @@ def to_json(result: Any) -> str:
 
 def emit(result: Any, as_json: bool, *shown: Any, output: Path | None = None) -> None:
     """Prints ``result`` as JSON, or the renderables in ``shown``; writes the JSON to ``output`` as well."""
-    if output is not None:
-        output.write_text(to_json(result) + "\n", encoding="utf-8")
-    if as_json:
-        print(to_json(result))
-        return
     out = console()
-    for item in shown:
+    for item in () if as_json else shown:
         plain = isinstance(item, str)  # printed literally: brackets are not markup
         out.print(item, markup=not plain, highlight=not plain)
+    if as_json:
+        print(to_json(result))
+    if output is not None:  # last: results are on the screen if the disk is full
+        output.write_text(to_json(result) + "\n", encoding="utf-8")

@@ -7,41 +7,45 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
 import typer
 
 from slimkv.config import AUTO
 from slimkv.errors import InputError
-
-T = TypeVar("T")
-
-
-def comma_list(text: str, convert: Callable[[str], T]) -> list[T]:
-    """``a,b,c`` -> converted parts; empty ones are dropped."""
-    return [convert(part.strip()) for part in text.split(",") if part.strip()]
+from slimkv.lab.settings import MOST, check_range, option_name
 
 
-def numbers(option: str, text: str, kind: Callable[[str], T]) -> list[T]:
-    """``512,1024`` -> numbers; at least one."""
+def comma_list(option: str, text: str, kind: Callable[[str], Any] = str) -> list[Any]:
+    """``512, 1024`` -> ``[512, 1024]``: at least one value, each once."""
     try:
-        found = comma_list(text, kind)
+        found = [kind(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise InputError(f"{option} takes numbers separated by commas, not {text!r}") from error
     if not found:
-        raise InputError(f"{option} takes at least one number, not {text!r}")
+        raise InputError(f"{option} takes at least one value, or several separated by commas; not {text!r}")
+    if len(set(found)) < len(found):
+        raise InputError(f"{option} takes each value once, not {text!r}")
     return found
 
 
-def several(kind: Callable[[str], T]) -> Callable[[typer.CallbackParam, str], str]:
-    """A callback that checks a comma-separated list of numbers."""
+def numbers(help: str, kind: type[int] | type[float], least: float, most: float = MOST) -> Any:
+    """An option that is a comma-separated list of numbers from ``least`` to ``most``."""
 
     def check(param: typer.CallbackParam, given: str) -> str:
-        numbers(param.opts[0], given, kind)
+        for number in comma_list(param.opts[0], given, kind):
+            check_range(param.opts[0], number, least, most)
         return given
 
-    return check
+    return option(help, callback=check)
+
+
+def given(context: typer.Context, *parameters: str) -> list[str]:
+    """The options among ``parameters`` that are on the command line, such as ``--max-positions``."""
+    sources = {name: context.get_parameter_source(name) for name in parameters}
+    found = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return ["--" + name.replace("_", "-") for name in found]
 
 
 def option(help: str, *names: str, **more: Any) -> Any:
@@ -60,12 +64,12 @@ def choice(help: str, *known: str) -> Any:
     return option(f"{help}: {', '.join(known)}.", callback=check)
 
 
-def count(help: str, least: int = 1) -> Any:
-    """An option that is a number of at least ``least``."""
+def count(help: str, least: int = 1, most: int = MOST) -> Any:
+    """An option that is an integer from ``least`` to ``most``."""
 
     def check(param: typer.CallbackParam, given: int | None) -> int | None:
-        if given is not None and given < least:
-            raise InputError(f"{param.opts[0]} must be at least {least}, not {given}")
+        if given is not None:
+            check_range(param.opts[0], given, least, most)
         return given
 
     return option(help, callback=check)
@@ -83,38 +87,47 @@ def check_device(name: str) -> str:
         raise InputError(f"slimkv does not run on {name!r}; use auto, cpu, cuda or cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"torch sees no CUDA device, so --device {name} cannot be used; use --device cpu")
+    if device.type == "cpu" and device.index:
+        raise InputError(f"there is no {name}; use cpu, which is all cores")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"there is no {name}: torch sees {torch.cuda.device_count()} CUDA device(s)")
     return name
 
 
-def check_file(path: Path | None) -> Path | None:
-    """A file that can be written: its folder exists."""
+def check_file(context: typer.Context, path: Path | None) -> Path | None:
+    """A file that can be written; no other option writes it."""
     if path is None:
         return None
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file in it")
+    if os.path.lexists(path) and not path.is_file():
+        raise InputError(f"{path} is a device, a pipe or a broken link; give the name of a regular file")
+    if path in context.params.values():
+        raise InputError(f"two options name {path}; give each a file of its own")
     if not path.parent.is_dir():
         raise InputError(f"the folder {path.parent} does not exist, so {path.name} cannot be written there; create it")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"the folder {path.parent} cannot be written to; choose another for {path.name}")
+    if path.is_file() and not os.access(path, os.W_OK):
+        raise InputError(f"{path} cannot be written to; choose another name")
     return path
 
 
-def check_drawing(path: Path | None) -> Path | None:
+def check_drawing(context: typer.Context, path: Path | None) -> Path | None:
     """An SVG file that can be written."""
+    check_file(context, path)
     if path is not None and path.suffix != ".svg":
         raise InputError(f"plots are SVG files; give --plot a name such as {path.with_suffix('.svg')}, not {path}")
-    return check_file(path)
+    return path
 
 
 def check_folder(path: Path | None) -> Path | None:
     """A folder to write into; it is created when there is something to write."""
     if path is None:
         return None
-    first = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    first = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
     if not first.is_dir():
-        raise InputError(f"{first} is a file; give a folder")
+        raise InputError(f"{first} is {'a file' if first.is_file() else 'not a folder'}; give a folder")
     if not os.access(first, os.W_OK):
         raise InputError(f"the folder {first} cannot be written to; choose another")
     return path
@@ -145,26 +158,23 @@ def takes(*kinds: type[Any], unset: Sequence[str] = ()) -> Callable[[Callable[..
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         _, *rest = inspect.signature(function, eval_str=True).parameters.values()
-        options, items = dict[str, tuple[Any, Any]](), dict[str, type]()  # ``items``: what a list consists of
+        options, lists = dict[str, tuple[Any, Any]](), dict[str, tuple[str, type]]()  # ``lists``: type of an item
         for one, hint in ((one, get_type_hints(kind)[one.name]) for kind in kinds for one in fields(kind)):
             help, known = one.metadata.get("help"), one.metadata.get("known")
             if not help:
                 continue
-            default = None if one.default is MISSING or one.name in unset else one.default
+            default = None if one.default in (MISSING, ()) or one.name in unset else one.default
             if get_origin(hint) is tuple:
-                items[one.name], hint = get_args(hint)[0], str
+                lists[one.name], hint = (option_name(one), get_args(hint)[0]), str
                 default = default if default is None else ",".join(map(str, default))
-            flag = f"--{(one.metadata['option'] or one.name).replace('_', '-')}"
-            named = option(f"{help}: {', '.join(known)}." if known else help, flag)
+            named = option(f"{help}: {', '.join(known)}." if known else help, option_name(one))
             options[one.name] = Annotated[hint if default is not None else hint | None, named], default
 
         def run(**given: Any) -> None:
             values = {name: value for name in options if (value := given.pop(name)) is not None}
-            for name, kind in items.items():
-                if name in values and kind is str:
-                    values[name] = tuple(comma_list(values[name], str))
-                elif name in values:
-                    values[name] = tuple(numbers(f"--{name}", values[name], kind))
+            for name in lists.keys() & values.keys():
+                flag, kind = lists[name]
+                values[name] = tuple(comma_list(flag, values[name], kind))
             function(values, **given)
 
         return command_like(function, run, [*option_parameters(options), *rest])

@@ -9,7 +9,7 @@ import torch
 import typer
 from rich.markdown import Markdown
 
-from slimkv.cli.loading import check_calibration, progress_bar
+from slimkv.cli.loading import check_caches, progress_bar
 from slimkv.cli.options import DEFAULT_MODEL, Device, Json, ModelArgument, Threads
 from slimkv.cli.output import emit, make_table
 from slimkv.cli.parsing import check_file, check_folder, option, takes
@@ -17,6 +17,7 @@ from slimkv.config import AUTO
 from slimkv.lab.engine_process import require_engine
 from slimkv.lab.evals.texts import load_text
 from slimkv.lab.suite import compare
+from slimkv.lab.suite.lm_eval import import_lm_eval
 from slimkv.lab.suite.runner import run_suite
 from slimkv.lab.suite.settings import NO_CALIBRATION, VLLM, Size, SuiteSettings, make_settings
 from slimkv.lab.suite.written import read_results, table_rows
@@ -47,11 +48,12 @@ def _add(name: str, told: str) -> None:
         as_json: Json = False,
     ) -> None:
         settings = make_settings(name, model, device=device, **options)
-        load_text(settings.text)  # raises if there is none
+        load_text(settings.text)  # raises if it cannot be read
         if settings.engine == VLLM:
             require_engine(settings.engine)
-        if settings.calibration != NO_CALIBRATION:
-            check_calibration(settings.calibration)
+        if settings.tasks:
+            import_lm_eval()
+        check_caches(settings.formats, None if settings.calibration == NO_CALIBRATION else settings.calibration)
         _run(settings, output or Path(f"suite-{name}-{Path(model).name}"), threads, as_json)
 
 

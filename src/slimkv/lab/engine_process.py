@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ def require_engine(engine: str) -> None:
     """Raises if vLLM or SGLang is not installed."""
     if find_spec(engine) is None:
         raise MissingDependencyError(f"{engine} is not installed here: pip install 'slimkv[{engine}]'")
+
+
+def import_package(name: str, use: str, install: str) -> Any:
+    """The package; raises with the command that installs it."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingDependencyError(f"{use} needs {name} ({error}): pip install {install}") from error
 
 
 def environment(**own: str) -> dict[str, str]:
@@ -70,7 +79,7 @@ def run_plan(
     module: str, plan: dict[str, Any], stem: Path, env: dict[str, str], tell: Callable[[str], object],
     limit_seconds: float | None = None,
 ) -> tuple[dict[str, Any], str | None]:  # fmt: skip
-    """Runs ``python -m module PLAN RESULT``: (the result as far as it was written, the error if it failed).
+    """Runs ``python -m module PLAN RESULT``; returns the result as far as it was written, and the error or None.
 
     The files are ``stem`` with the endings ``.plan.json``, ``.json`` and ``.log``. ``tell`` gets each line of the log.
     """
@@ -91,7 +100,7 @@ def run_plan(
 
 
 def _tell_lines(log: Path, shown: int, tell: Callable[[str], object]) -> int:
-    """Passes on the complete lines after the first ``shown`` bytes; returns how many bytes are passed on now."""
+    """Passes the complete lines after byte ``shown`` to ``tell``; returns the offset behind them."""
     with log.open("rb") as file:
         file.seek(shown)
         for line in file.read().splitlines(keepends=True):

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from slimkv.arguments import typed
-from slimkv.errors import CorruptDataError, InputError, MissingDependencyError, SlimKVError, UnsupportedError
+from slimkv.errors import CorruptDataError, InputError, SlimKVError, UnsupportedError
 from slimkv.integrations.serving.listener import Progress
+from slimkv.lab.engine_process import import_package
 from slimkv.paths import cache_dir, whole_file
 
 FOLDER_VERSION = 1  # of the converted folders in the cache
@@ -96,20 +97,10 @@ def load(
     ``progress`` is called while a packaged model is fetched and converted.
     """
     transformers = import_transformers()
-    source: str | Path = name_or_path
-    if name_or_path in PACKAGED:
-        source = folder(name_or_path, progress=progress)
-    elif Path(name_or_path).is_dir():
-        if not (Path(name_or_path) / "config.json").is_file():
-            raise InputError(f"{name_or_path} is a folder without a config.json; it must hold a transformers model")
-    elif name_or_path.count("/") > 1 or name_or_path.startswith((".", "/", "~")) or "\\" in name_or_path:
-        raise InputError(
-            f"no model {name_or_path!r}: it is neither a folder nor a hub name (owner/name); "
-            f"packaged models are {', '.join(PACKAGED)}"
-        )
+    local = source(name_or_path, progress)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        model = transformers.AutoModelForCausalLM.from_pretrained(local, dtype=dtype)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(local)
     except OSError as error:
         raise FetchError(
             f"the model {name_or_path!r} could not be loaded ({str(error).splitlines()[0]}); give a local folder, "
@@ -151,7 +142,8 @@ def folder(name: str, cache_dir: Path | None = None, progress: Progress = print_
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / f"{name}.lock"):  # only one process may convert a model
         if not target.is_dir():
-            _check_converter(packaged)
+            for package in ("gguf", "accelerate"):  # missing ones are named before the download
+                import_package(package, f"converting {name}", '"slimkv[eval]"')
             gguf = _gguf(packaged, root, progress)
             progress(f"converting {name}", 0, 1)
             with tempfile.TemporaryDirectory(dir=root) as work:
@@ -160,9 +152,22 @@ def folder(name: str, cache_dir: Path | None = None, progress: Progress = print_
     return target
 
 
-def source(name: str) -> str:
-    """The model argument of an engine: the folder of a packaged model, any other name unchanged."""
-    return str(folder(name)) if name in PACKAGED else name
+def source(name: str, progress: Progress = print_progress) -> str:
+    """The model argument of an engine: the folder of a packaged model, any other name unchanged.
+
+    Raises for a name that is neither a folder with a model nor possible on the hub.
+    """
+    if name in PACKAGED:
+        return str(folder(name, progress=progress))
+    if name and Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise InputError(f"{name} is a folder without a config.json; it must hold a transformers model")
+    elif not name or name.count("/") > 1 or name[0] in "./~" or "\\" in name:
+        raise InputError(
+            f"no model {name!r}: it is neither a folder nor a hub name (owner/name); packaged models are "
+            f"{', '.join(PACKAGED)}"
+        )
+    return name
 
 
 def default_cache_dir() -> Path:
@@ -172,24 +177,7 @@ def default_cache_dir() -> Path:
 
 def import_transformers() -> Any:
     """The package; raises if it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError(
-            'loading a model needs transformers, which is not installed: pip install "slimkv[transformers]"'
-        ) from error
-    return transformers
-
-
-def _check_converter(packaged: Packaged) -> None:
-    """Raises before any download if a package that converts GGUF files is missing."""
-    for package in ("gguf", "accelerate"):
-        try:
-            __import__(package)
-        except ImportError as error:
-            raise MissingDependencyError(
-                f'converting {packaged.name} needs {package}, which is not installed: pip install "slimkv[eval]"'
-            ) from error
+    return import_package("transformers", "loading a model", '"slimkv[transformers]"')
 
 
 def _convert(packaged: Packaged, gguf: Path, target: Path) -> None:

@@ -52,7 +52,7 @@ class Registry:
     @classmethod
     def of_kernels(cls, operation: str, package: str, **modules: str) -> Registry:
         """From ``cpu``, ``cuda``, ``triton`` and ``reference``, each with its module in ``slimkv.ops.<package>``."""
-        return cls(operation, [Backend(n, f"slimkv.ops.{package}.{m}", _AVAILABLE[n]) for n, m in modules.items()])
+        return cls(operation, [Backend(n, f"slimkv.ops.{package}.{m}", AVAILABLE[n]) for n, m in modules.items()])
 
     @property
     def names(self) -> list[str]:
@@ -99,7 +99,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
-_AVAILABLE: dict[str, Callable[[torch.device], str | None]] = {
+AVAILABLE: dict[str, Callable[[torch.device], str | None]] = {
     "cpu": compiled_unavailable_reason,
     "cuda": cuda_unavailable_reason,
     "triton": triton_unavailable_reason,

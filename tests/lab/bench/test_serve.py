@@ -82,7 +82,7 @@ def test_systems_in_sglang(system, arguments, monkeypatch):
         ({"phases": ("sleep",)}, "unknown phase 'sleep'; known are decode, full, poisson, offload"),
         ({"shape": "huge"}, "unknown shape 'huge'"),
         ({"requests": 0}, "requests must be at least 1"),
-        ({"new_tokens": 1}, "new_tokens must be at least 2"),
+        ({"new_tokens": 1}, "--new-tokens must be at least 2"),
         ({"rate": 0.0}, "rate must be a positive number"),
     ],
 )

@@ -225,7 +225,7 @@ def test_a_load_ends_by_number_and_counts(fake):
         ({"seconds": 0}, "seconds must be a positive number"), ({"seconds": math.inf}, "seconds"),
         ({"requests": 0}, "requests"), ({"cancelled": 1.0}, "cancelled"),
         ({"cache_tokens": 100}, "does not hold one request"), ({"format": "int4"}, "unknown format"),
-        ({"concurrency": True}, "concurrency"), ({"max_model_len": 16}, "max_model_len"), ({"sleeps": -1}, "sleeps"),
+        ({"concurrency": True}, "concurrency"), ({"max_model_len": 16}, "--max-model-len"), ({"sleeps": -1}, "sleeps"),
     ],
     ids=str,
 )  # fmt: skip

@@ -118,7 +118,7 @@ class Case:
         return replace(self.cell, name="", format="", prefill="16bit")
 
     def baselines(self) -> dict[str, tuple[int, Callable[[], baselines.Candidates]]]:
-        """Attention on plain tensors of the same shape: the bytes that each moves, and what prepares it."""
+        """Attention on plain tensors of the same shape: the bytes that each moves, and its preparation."""
         cell, device = self.cell, self.query.device
         bf16, fp8 = cell.dense_bytes(2), cell.dense_bytes(1)
         if cell.rope_dim:

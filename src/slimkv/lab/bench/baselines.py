@@ -135,7 +135,7 @@ def fa3(inputs: DenseInputs, fp8: bool) -> Candidates:
                 )  # fmt: skip
             yield (
                 f"pages of {page}, " + {0: "own split heuristic", 1: "one split"}.get(
-                    num_splits, f"schedule of up to {num_splits} num_splits"),
+                    num_splits, f"schedule of up to {num_splits} splits"),
                 functools.partial(
                     module.flash_attn_varlen_func, query, *pages, cell.queries, starts, cell.context, seqused_k=lens,
                     causal=True, block_table=table, out=out, scheduler_metadata=schedule, num_splits=num_splits,
@@ -204,7 +204,7 @@ def turboquant_attend(inputs: DenseInputs) -> Candidates:
     lens = torch.full((cell.batch,), cell.context, dtype=torch.int32, device=device)
     middle = torch.empty(cell.batch, cell.num_heads, num_splits, cell.head_dim + 1, device=device)
     yield (
-        f"pages of {page}, {num_splits} num_splits",
+        f"pages of {page}, {num_splits} splits",
         functools.partial(
             triton_turboquant_decode_attention, inputs.query, cache, table, lens, turbo.rotation, turbo.centroids,
             cell.head_dim**-0.5, turbo.config.key_mse_bits, turbo.config.key_packed_size,

@@ -1,7 +1,7 @@
 """Times decoding through ``generate``: a packed cache with fused attention, and the stock cache with SDPA.
 
-Torch may prepare for each new sequence length (cuDNN builds a plan), and every decode step of a request has a new one.
-So rounds do not repeat lengths.
+Every decode step has a new sequence length, and torch may prepare for each length (cuDNN builds a plan). So rounds use
+different lengths.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ CPU_SIZES: dict[str, Any] = {"context": 1024, "layers": 2, "dtype": "float32"}  
 class GenerateSettings:
     """A random-weight Llama (or a named model) and its workload."""
 
-    model: str | None = setting(None, "A model; default: a Llama with random weights.")
+    model: str | None = setting(None, "A packaged model, a folder or a hub name; default: a Llama with random weights.")
     formats: tuple[str, ...] = setting(("k4v4",), "Formats to time, such as k4v4,k6v6.", option="format")
-    context: int = setting(32768, "Tokens in the cache at first; default: 32768 on a GPU, 1024 on a CPU.", least=1)
+    context: int = setting(32768, "Tokens cached before decoding; default: 32768 on a GPU, 1024 on a CPU.", least=1)
     batch: int = setting(1, "Sequences in the batch.", least=1)
     new_tokens: int = setting(64, "Decode steps to time.", least=1)
     layers: int = setting(8, "Layers of the random-weight model; default: 8 on a GPU, 2 on a CPU.", least=1)
@@ -39,7 +39,7 @@ class GenerateSettings:
     num_kv_heads: int = setting(8, least=1)
     head_dim: int = 128
     rounds: int = setting(3, "Rounds; each times every cache once, and the median is reported.", least=1)
-    dtype: str = setting("bfloat16", "Data type, bfloat16 on a GPU and float32 on a CPU unless given", known=DTYPES)
+    dtype: str = setting("bfloat16", "Data type; default: bfloat16 on a GPU, float32 on a CPU", known=DTYPES)
     device: str = "cuda"
     prefill_chunk: int = setting(4096, least=1)
     seed: int = 0

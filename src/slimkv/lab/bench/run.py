@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from slimkv.errors import SlimKVError
+from slimkv.errors import InputError, SlimKVError, UnsupportedError
 from slimkv.lab.bench.baselines import time_baseline
 from slimkv.lab.bench.results import Baseline, Report, Row, run_facts
 from slimkv.lab.bench.timing import Timer, copy_bandwidth
 from slimkv.lab.settings import check_limits, setting
 from slimkv.ops.cuda import cuda_unavailable_reason
+from slimkv.ops.registry import AVAILABLE
 
 _COMPILE_PROCESSES = 8
 Step = Callable[[str], object]
@@ -82,6 +83,11 @@ def run_cells(
 ) -> Report:
     """Times every cell with each of its backends, and the baselines once per shape."""
     device = options.torch_device()
+    for name in options.backends:
+        if name not in AVAILABLE:
+            raise InputError(f"no implementation is called {name!r}; known: {', '.join(AVAILABLE)}")
+        if reason := AVAILABLE[name](device):
+            raise UnsupportedError(f"--backend {name} does not run on {device}: {reason}")
     work = [(cell, backend) for cell in cells for backend in backends(cell)]
     if device.type == "cuda":
         _compile_ahead([(create, cell, backend, str(device)) for cell, backend in work], step)

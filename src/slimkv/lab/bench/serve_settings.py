@@ -84,20 +84,20 @@ class ServeSettings:
     requests: int = setting(16, "Requests of the decode phase.", least=1)
     context: int = setting(16384, "Tokens of each prompt.", least=1)
     new_tokens: int = setting(96, "Tokens generated for each request.", least=2)
-    most_requests: int = setting(0, "Limit of the full phase; 0: as many as the cache holds.", least=0)
+    most_requests: int = setting(0, "Maximum requests of the full phase; 0: as many as the cache holds.", least=0)
     arrivals: int = setting(80, "Requests of the Poisson phase.", least=1)
     rate: float = setting(5.0, "Arrivals per second.", positive=True)
-    memory: float = setting(0.85, "Fraction of the device's memory for each engine.")
-    max_num_seqs: int = setting(256, "Requests that an engine runs at once.", least=1)
-    max_num_batched_tokens: int = setting(8192, "Tokens of a step.", least=1)
+    memory: float = setting(0.85, "Fraction of the device's memory for each engine.", positive=True, most=1)
+    max_num_seqs: int = setting(256, "Maximum requests that an engine runs at once.", least=1)
+    max_num_batched_tokens: int = setting(8192, "Maximum tokens of one engine step.", least=1)
     prefill: str = setting(AUTO, "Arithmetic of slimkv's prefill: 16bit, 8bit or auto.")
     drafts: int = setting(0, "Tokens drafted for each step from n-grams of the text; 0: none.", least=0)
-    eager: bool = setting(False, "Without torch.compile and CUDA graphs.")
-    seed: int = setting(0, "Seed of prompts and arrivals.")
+    eager: bool = setting(False, "Run without torch.compile and CUDA graphs.")
+    seed: int = setting(0, "Seed of prompts and arrivals.", least=0)
     limit_seconds: int = setting(600, "Time limit of each system.", least=1)
-    offload_gib: float = setting(40.0, "Host memory of the offload phase.")
+    offload_gib: float = setting(40.0, "Host memory of the offload phase, in GiB.", positive=True)
     short_context: int = setting(0, "Tokens of a second prompt of the offload phase; 0: none.", least=0)
-    rounds: int = setting(5, "Rounds of the offload phase to take the median of.", least=1)
+    rounds: int = setting(5, "Rounds of the offload phase; the median is reported.", least=1)
     users: int = setting(32, "Users of the sessions phase.", least=1)
     turns: int = setting(4, "Turns of each user.", least=1)
     think: float = setting(4.0, "Mean seconds between an answer and the user's next turn.", positive=True)
@@ -172,7 +172,7 @@ def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> d
 
 
 def is_stock(system: str, engine: str = "vllm") -> bool:
-    """Whether a system's cache is the engine's own, with nothing of slimkv behind it."""
+    """Whether a system uses the engine's own cache alone, without slimkv."""
     parts = System.parse(system)
     return parts.tier != "cold" and _is_stock_format(parts.format, engine)
 
@@ -182,7 +182,7 @@ def _is_stock_format(format: str, engine: str) -> bool:
 
 
 def tier_arguments(system: str, gib: float) -> dict[str, Any]:
-    """vLLM's arguments for the tier behind a system's cache: ``+host``, ``+cold`` or none."""
+    """vLLM's arguments for a system's tier: ``+host``, ``+cold`` or none."""
     tier = System.parse(system).tier
     if tier not in ("", "host", "cold"):
         raise InputError(f"the system {system!r} names a tier {tier!r}; known are +host and +cold")

@@ -76,7 +76,7 @@ class Case:
         return {"cold": not self.cell.scattered, "before": _writer(self.key, self.value) if self.cell.warm else None}
 
     def baselines(self) -> dict[str, tuple[int, Callable[[], baselines.Candidates]]]:
-        """A copy, unquantised stores, and vLLM's own: the bytes that each moves, and what prepares it."""
+        """A copy, unquantised stores and vLLM's store: the bytes that each moves, and its preparation."""
         moved, inputs = self.moved_bytes, (self.key, self.value, self.slots)
         plain = 2 * (self.key.nbytes + self.value.nbytes)
         found: dict[str, tuple[int, Callable[[], baselines.Candidates]]] = {
@@ -89,7 +89,7 @@ class Case:
 
 
 def _writer(key: Tensor, value: Tensor) -> Callable[[], object]:
-    """Writes K and V again, which leaves them in the cache as far as they fit."""
+    """A call that writes K and V again, so that the L2 cache holds as much of them as fits."""
     copies = key.clone(), value.clone()
 
     def write() -> None:
@@ -100,7 +100,7 @@ def _writer(key: Tensor, value: Tensor) -> Callable[[], object]:
 
 
 def _rounding(cell: StoreCell, codec: Codec) -> Rounding:
-    """Matrices for queries in a few directions that differ by head, and by position if the cell has positions."""
+    """Matrices from synthetic queries with few strong directions, per head and, with positions, per range."""
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(cell.num_kv_heads, 512, cell.head_dim, generator=generator)
     queries = queries * torch.logspace(0, -1.5, cell.head_dim)

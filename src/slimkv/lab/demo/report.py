@@ -10,7 +10,7 @@ from pathlib import Path
 from slimkv.lab.demo.showcase import Answer, Question, Showcase
 from slimkv.lab.evals.agreement import AgreementReport
 from slimkv.lab.report.charts import Axis, Series, chart
-from slimkv.lab.report.page import Plot, document, plot_cards, table, td, tile, versions_line
+from slimkv.lab.report.page import Plot, document, plot_cards, table, td, tile, tr, versions_line
 from slimkv.lab.report.plots import quality_plot
 
 
@@ -60,7 +60,7 @@ def _tiles(showcase: Showcase) -> str:
     ]
     for other in ("k4v4", "turboquant_4bit_nc"):
         if other in rows and other != best.format and best.kl > 0:
-            note = f"the KL divergence of {best.format} over that of {other} ({rows[other].bytes_per_token:,.0f} bytes)"
+            note = f"KL divergence of {best.format} relative to {other} ({rows[other].bytes_per_token:,.0f} bytes)"
             tiles.append(tile(f"{best.kl / rows[other].kl:.2f}x", note))
     tiles.append(tile(f"{best.top1:.1%}", f"same next token as the stock cache ({showcase.quality.mode})"))
     return "".join(tiles)
@@ -84,7 +84,7 @@ def _quality_table(quality: AgreementReport) -> str:
         f"{quality.mode}: attention reads every key and value through the codec; {quality.windows} windows of "
         f"{quality.window_tokens} tokens. +cal: keys are rounded with the model's calibration."
     )
-    rows = [[td(cell) for cell in row] for row in (stock, *quality_rows(quality))]
+    rows = [tr(td(cell) for cell in row) for row in (stock, *quality_rows(quality))]
     return table(QUALITY, rows, "quality", note=note)
 
 

@@ -22,7 +22,7 @@ from slimkv.memory_plan import sequence_bytes, shape_of
 BEST = "k4v4+cal"
 ANSWERING = (BEST, "k4v4", "turboquant_4bit_nc", "fp8")
 MEASURED = (*ANSWERING, "k3v3+cal", "k6v6+cal")
-REMEMBERED = ("fp8", "turboquant_4bit_nc", "k4v4", "k3v3")  # formats of the memory chart
+REMEMBERED = {"bf16": RAW, **{x: x for x in ("fp8", "turboquant_4bit_nc", "k4v4", "k3v3")}}  # of the memory chart
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 TEXT_TOKENS = 1024
 SHORT_QUESTION = "What is photosynthesis, and why does it matter?"
@@ -37,7 +37,7 @@ Shown = Callable[[str, Mapping[str, str]], None]  # the question, and the texts 
 
 @dataclass(frozen=True)
 class Answer:
-    """One cache answering."""
+    """One cache's answer to a question."""
 
     cache: str
     text: str
@@ -173,18 +173,12 @@ class Showcase:
     calibration: str  # the tokens the calibration was made on
     best: str  # the cache shown beside the stock cache
     short: Question
-    long: Question | None  # None: the context of the model is too short
+    long: Question | None  # None: the model's context is too short
     quality: AgreementReport
     contexts: tuple[int, ...]
     memory: dict[str, tuple[int, ...]]  # cache bytes of one sequence at each context, by format
     run: Provenance
     seconds: float
-
-
-def memory_curves(model: Any, formats: Sequence[str], contexts: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Bytes of one sequence at each context by format, bfloat16 first; sliding layers hold at most their window."""
-    shape, named = shape_of(model.config.to_dict()), {"bf16": RAW, **{format: format for format in formats}}
-    return {name: tuple(sequence_bytes(shape, x, c, 64) for c in contexts) for name, x in named.items()}
 
 
 def run_showcase(
@@ -207,7 +201,8 @@ def run_showcase(
         long = ask(model, tokenizer, kinds, LONG_QUESTION, prompt, long_new_tokens, shown)
     ids = token_windows(tokenizer, text, windows, window_tokens)
     quality = measure_agreement(model, ids, measured, name=name, progress=progress, calibration=calibration)
-    curves = memory_curves(model, REMEMBERED, CONTEXTS)
+    shape = shape_of(model.config.to_dict())
+    curves = {name: tuple(sequence_bytes(shape, x, c, 64) for c in CONTEXTS) for name, x in REMEMBERED.items()}
     return Showcase(
         name, calibration.source, best, short, long, quality, CONTEXTS, curves, provenance(model.device), watch.seconds
     )

@@ -1,7 +1,7 @@
 """Acceptance of n-gram drafts (prompt lookup) with a packed cache: lower acceptance makes speculative decoding slower.
 
-A draft repeats what followed the last tokens earlier in the text. Greedy verification accepts the drafted tokens that
-the model would generate anyway, so the acceptance follows from text that was generated without drafts.
+A draft repeats the tokens that followed the last n-gram earlier in the text. Greedy verification accepts the drafted
+tokens that the model would generate anyway, so acceptance can be computed from text generated without drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AcceptanceRow:
     """One cache."""
 
     format: str
-    acceptance_length: float  # mean tokens per verification step: the accepted ones, and one more
+    acceptance_length: float  # mean tokens per verification step: accepted ones plus one
     over_raw: float
 
 

@@ -72,16 +72,16 @@ def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def relative_increase(raw: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[Interval, float]:
-    """By how much the perplexity of ``other`` exceeds that of ``raw``, and a p-value against no difference.
+    """The relative increase in perplexity from ``raw`` to ``other``, and a p-value against no difference.
 
-    Both have the losses [tokens] of the same windows.
+    Both are the losses [tokens] of each window; the windows are the same.
     """
     found, p = mean_over_tokens([b - a for a, b in zip(raw, other, strict=True)])
     return Interval(math.expm1(found.value), math.expm1(found.low), math.expm1(found.high)), p
 
 
 def growth_over(base: Sequence[float], other: Sequence[float]) -> tuple[float, float | None]:
-    """The relative growth of the second of two means over windows, and its standard error if there are several."""
+    """The relative growth of a mean over windows, and its standard error if there are several windows."""
     ratio = sum(other) / sum(base)
     rest = [b - ratio * a for a, b in zip(base, other, strict=True)]
     return ratio - 1, stdev(rest) * len(rest) ** 0.5 / sum(base) if len(rest) > 1 else None

@@ -1,4 +1,4 @@
-"""How evals run a model over windows of text with a cache."""
+"""Runs a model over windows of text with stock and packed caches."""
 
 from __future__ import annotations
 
@@ -57,8 +57,11 @@ def check_formats(names: Sequence[str], calibrated: bool) -> None:
     for name in names:
         format = name.removesuffix(WITH_CALIBRATION)
         if format.startswith(MEMORY):
-            given = format.removeprefix(MEMORY)
-            (parse_size if given[:1].isdigit() else parse_format)(given.removesuffix("%"))
+            given = format.removeprefix(MEMORY).removesuffix("%")
+            if not given[:1].isdigit():
+                parse_format(given)
+            elif not parse_size(given):
+                raise InputError(f"{name!r} leaves a cache no memory; write {MEMORY}90MiB or {MEMORY}50%, for example")
         elif format != CALIBRATED:
             parse_format(format)
         if name.endswith(WITH_CALIBRATION) and format in (RAW, CALIBRATED):
@@ -88,7 +91,7 @@ def cache_kinds(names: Sequence[str], calibration: Calibration | None) -> list[C
 
 
 def budget(given: str, model: Any, tokens: int) -> int:
-    """The bytes of a budget: ``90MiB``, ``50%`` of ``tokens`` tokens in bfloat16, or what they take in ``k4v4``."""
+    """The bytes of a budget: ``90MiB``, ``50%`` of ``tokens`` tokens in bfloat16, or of them in ``k4v4``."""
     if given[:1].isdigit() and not given.endswith("%"):
         return parse_size(given)
     if not tokens:
@@ -150,7 +153,7 @@ def attending(model: Any, format: str) -> Iterator[None]:
 def window_logits(model: Any, ids: Tensor, cache: Any, chunk: int | None = None) -> Tensor:
     """Logits of every position of ids [1, tokens]: float [tokens, vocabulary].
 
-    Runs one pass, or passes of ``chunk`` tokens, in which later passes read what earlier ones cached.
+    Runs one pass, or passes of ``chunk`` tokens that read the cache of the passes before.
     """
     size = chunk or ids.shape[1]
     parts = [
@@ -163,7 +166,7 @@ def window_logits(model: Any, ids: Tensor, cache: Any, chunk: int | None = None)
 def each_window(
     model: Any, windows: Tensor, kinds: Sequence[CacheKind], run: Run, chunk: int
 ) -> Iterator[tuple[CacheKind, Tensor, Tensor, float]]:
-    """Every cache over every window of int64 [count, tokens]: cache, ids [tokens], logits, bytes per token.
+    """Runs every cache over windows int64 [count, tokens]; yields cache, ids [tokens], logits, bytes per token.
 
     ``serving`` feeds packed caches in passes of ``chunk`` tokens.
     """
@@ -241,7 +244,7 @@ class Run(Stopwatch):
         super().__init__()
         self.kinds = cache_kinds(formats, calibration)
         self.name, self.mode, self.progress = name, mode, progress
-        self.source = calibration.source if calibration is not None else None  # tokens that were calibrated on
+        self.source = calibration.source if calibration is not None else None  # the calibration's tokens
 
     def each(self, items: Sequence[T], name: Callable[[T], str]) -> Iterator[T]:
         """The items in order, each reported as one step of the progress."""

@@ -25,7 +25,7 @@ class PositionRow:
     kl: tuple[float, ...]  # mean KL(raw || packed) of each range, nats
     top1: tuple[float, ...]  # share of its positions whose most likely token is the same
     mean_kl: float  # over all positions
-    bytes: tuple[int, ...] = ()  # that the cache takes at the end of each range
+    bytes: tuple[int, ...] = ()  # allocated by the cache at the end of each range
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PositionReport:
 
 
 def range_edges(tokens: int) -> tuple[int, ...]:
-    """The ranges that ``tokens`` positions are reported in."""
+    """The ends of the ranges of positions in a window of ``tokens``."""
     return (*(edge for edge in EDGES if edge < tokens), tokens)
 
 

@@ -1,4 +1,4 @@
-"""The noise that quantised keys add to attention scores, layer by layer: what the fidelity guard of engines limits."""
+"""The noise that quantised keys add to attention scores, by layer. The engines' fidelity guard limits it."""
 
 from __future__ import annotations
 

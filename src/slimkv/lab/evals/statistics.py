@@ -84,7 +84,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def paired_answers(raw: Sequence[bool], other: Sequence[bool], clusters: Sequence[object]) -> PairedTest:
-    """Right answers of two caches to the same questions; ``clusters`` names the text each question is about."""
+    """Tests two caches on the same questions; ``clusters`` names the text that each question is about."""
     if not len(raw) == len(other) == len(clusters) or not raw:
         raise InputError(f"answers do not pair: {len(raw)} and {len(other)} in {len(clusters)} texts")
     by_cluster: dict[object, list[float]] = {}

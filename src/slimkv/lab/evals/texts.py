@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimkv.errors import InputError, MissingDependencyError
+from slimkv.errors import InputError
+from slimkv.lab.engine_process import import_package
 
 SHIPPED = "shipped"  # the opening of "Pride and Prejudice" (Jane Austen, 1813; public domain)
 CHARACTERS_PER_TOKEN = 12  # more than any tokenizer needs on prose
@@ -23,23 +24,21 @@ def load_text(source: str = SHIPPED) -> str:
     path = Path(source)
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise InputError(f"{source} is not a UTF-8 text file (byte {error.start}); give a text file") from error
-    if path.is_dir():
+        if not text.strip():
+            raise InputError(f"{source} has no words in it; give a text file")
+        return text
+    if source and path.is_dir():
         raise InputError(f"{source} is a folder; give a text file")
-    if path.suffix or source.startswith((".", "/", "~")) or source.count("/") > 1:
+    if not source or path.suffix or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise InputError(f"no text file {source!r}; give a file, a hub data set (name:config:split) or {SHIPPED!r}")
     return _hub_text(source)
 
 
 def _hub_text(source: str) -> str:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{source!r} is not a file; to load it from the hub, install the datasets package: pip install datasets"
-        ) from error
+    datasets = import_package("datasets", f"{source!r} is not a file; loading it from the hub", "datasets")
     name, config, split = [*source.split(":"), None, None][:3]
     try:
         rows = datasets.load_dataset(name, config, split=split or "test")

@@ -18,7 +18,7 @@ _ROW, _ROW_TOP, _ROW_BOTTOM = 26, 10, 40  # of charts with one row per name
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one colour, joined by a line or labelled one by one."""
+    """Points of one colour, joined by a line or labelled individually."""
 
     name: str
     x: Sequence[float]
@@ -145,7 +145,7 @@ class Bar:
     name: str
     value: float
     label: str
-    quiet: bool = False  # the reference for the others
+    quiet: bool = False  # drawn in grey: the baseline
 
 
 def _left(names: Sequence[str]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -32,19 +32,20 @@ def td(value: Any, fmt: str = "{}") -> str:
     return f"<td>{'' if value is None else escape(fmt.format(value))}</td>"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], name: str, style: str = "", note: str = "") -> str:
-    """A table in a card; the cells of ``rows`` are HTML, ``note`` is text below it."""
-    return table_of_lines(head, [f"<tr>{''.join(cells)}</tr>" for cells in rows], name, style, note)
+def tr(cells: Iterable[str], style: str = "") -> str:
+    """A row of a table from its cells, which are HTML."""
+    kind = f' class="{style}"' if style else ""
+    return f"<tr{kind}>{''.join(cells)}</tr>"
 
 
-def table_of_lines(head: Sequence[str], lines: Sequence[str], name: str, style: str = "", note: str = "") -> str:
-    """The same from whole ``<tr>`` elements."""
+def table(head: Sequence[str], rows: Iterable[str], name: str, style: str = "", note: str = "") -> str:
+    """A table in a card, from rows made by ``tr``; ``note`` is text below it."""
     top = "".join(f"<th>{escape(title)}</th>" for title in head)
     kind = f' class="{style}"' if style else ""
     below = f'<p class="sub small">{escape(note)}</p>' if note else ""
     return (
         f'<div class="card scroll"><table id="{name}"{kind}><thead><tr>{top}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table>{below}</div>"
+        f"<tbody>{''.join(rows)}</tbody></table>{below}</div>"
     )
 
 
@@ -74,5 +75,5 @@ def document(title: str, body: str) -> str:
 
 
 def table_line(cells: Sequence[str]) -> str:
-    """One row of a table."""
+    """One row of a Markdown table."""
     return f"| {' | '.join(cells)} |"

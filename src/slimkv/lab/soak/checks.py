@@ -30,7 +30,7 @@ class Answers:
     first: list[str]
     again: list[str]
     last: list[str]
-    prefix_hit: list[str]  # after it, from the prefix cache that ``last`` left
+    prefix_hit: list[str]  # after the load, from the prefix cache that ``last`` filled
 
 
 @dataclass(frozen=True)

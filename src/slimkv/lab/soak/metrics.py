@@ -9,7 +9,7 @@ from statistics import median
 _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)\s*$")
 _REASON = re.compile(r'finished_reason="(\w+)"')
 
-# Reported name -> the metric, with the reason for which requests finished. Samples of several engines are added up.
+# Reported name -> the metric, with the finish reason of requests. Samples of several engines are summed.
 GAUGES = {
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slimkv.arguments import typed_fields
 from slimkv.errors import InputError
+from slimkv.lab.models import DTYPES
 from slimkv.lab.settings import check_limits, setting
 from slimkv.spec import parse_format
 
@@ -21,8 +22,8 @@ class SoakSettings:
     requests: int = setting(100_000, "Maximum number of requests.", least=1)
     concurrency: int = setting(12, "Maximum number of requests in flight.", least=1)
     rate: float = setting(2.0, "Arrivals per second outside bursts.", positive=True)
-    cancelled: float = setting(0.3, "Fraction of requests whose client disconnects.")
-    cache_tokens: int = setting(2048, "Size of the KV cache in tokens; small, so that vLLM preempts.")
+    cancelled: float = setting(0.3, "Fraction of requests whose client disconnects, 0 to 0.9.", least=0, most=0.9)
+    cache_tokens: int = setting(2048, "Size of the KV cache in tokens; small, so that vLLM preempts.", least=0)
     max_model_len: int = setting(768, "Maximum tokens of one request.", least=128)
     block_size: int = setting(32, least=1)
     prefixes: int = setting(4, least=1)  # shared by half of the prompts
@@ -34,19 +35,17 @@ class SoakSettings:
     growth_mib: float = setting(32.0, "MiB by which memory may grow after a third of the load.", positive=True)
     sample_seconds: float = setting(2.0, positive=True)  # between samples of memory and metrics
     start_seconds: float = setting(1200.0, positive=True)  # for the server's start
-    dtype: str = setting("float32", "Data type of weights and activations.")
-    seed: int = setting(0, "Seed of the random load.")
+    dtype: str = setting("float32", "Data type of weights and activations", known=DTYPES)
+    seed: int = setting(0, "Seed of the random load.", least=0)
 
     def __post_init__(self) -> None:
         if self.format != "stock":
             parse_format(self.format)
         check_limits(self)
-        if not 0 <= self.cancelled <= 0.9:
-            raise InputError(f"cancelled must be a fraction between 0 and 0.9, not {self.cancelled}")
         if self.cache_tokens < self.max_model_len + self.block_size:
             raise InputError(
                 f"a cache of {self.cache_tokens} tokens does not hold one request of {self.max_model_len} and a block "
-                f"of {self.block_size}: raise cache_tokens or lower max_model_len"
+                f"of {self.block_size}: raise --cache-tokens or lower --max-model-len"
             )
 
     @property

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slimkv.errors import InputError, MissingDependencyError
+from slimkv.errors import InputError
 from slimkv.integrations.serving.listener import Progress
+from slimkv.lab.engine_process import import_package
 from slimkv.lab.evals.harness import RAW, STRICT, CacheKind, attending
 from slimkv.lab.suite.settings import VLLM
 from slimkv.lab.suite.vllm_engine import engine_arguments
@@ -24,14 +25,9 @@ if TYPE_CHECKING:
     from lm_eval.api.model import LM
 
 
-def _import_lm_eval() -> Any:
-    try:
-        import lm_eval
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'tasks of lm-evaluation-harness need lm_eval ({error}): pip install "slimkv[suite]"'
-        ) from error
-    return lm_eval
+def import_lm_eval() -> Any:
+    """The package; raises if it is not installed."""
+    return import_package("lm_eval", "--tasks", '"slimkv[suite]"')
 
 
 def slimkv_lm(model: Any, tokenizer: Any, kind: CacheKind, batch_size: int = 1) -> LM:
@@ -39,7 +35,7 @@ def slimkv_lm(model: Any, tokenizer: Any, kind: CacheKind, batch_size: int = 1) 
 
     ``raw`` is the stock cache; any other format is packed, formats of raw numbers (``krawfp32vrawfp32``) included.
     """
-    _import_lm_eval()
+    import_lm_eval()
     from lm_eval.models.huggingface import HFLM
 
     class SlimKVLM(HFLM):
@@ -75,7 +71,7 @@ def evaluate(model: LM, tasks: tuple[str, ...], limit: int | None, task_folder: 
 
     Returns ``{"results": {task: {metric: value}}, "samples": {task: {metric: [value of each example]}}}``.
     """
-    lm_eval = _import_lm_eval()
+    lm_eval = import_lm_eval()
     manager = _task_manager(task_folder)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
@@ -122,7 +118,7 @@ def run_lm_eval(bench: Workbench, format: str, progress: Progress) -> dict[str, 
     settings = bench.settings
     progress(f"lm-evaluation-harness: {format}", 0, 1)
     if settings.engine == VLLM:
-        _import_lm_eval()
+        import_lm_eval()
         from lm_eval.models.vllm_causallms import VLLM as VLLMModel
 
         bench.release()

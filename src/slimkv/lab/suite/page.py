@@ -7,7 +7,7 @@ from html import escape
 from slimkv.lab.evals.harness import RAW
 from slimkv.lab.evals.statistics import NOT_DISTINGUISHABLE
 from slimkv.lab.report.charts import Axis, Bar, Estimate, Series, bars, chart, intervals, shaded
-from slimkv.lab.report.page import Plot, document, plot_cards, table, table_of_lines, td, tile, versions_line
+from slimkv.lab.report.page import Plot, document, plot_cards, table, td, tile, tr, versions_line
 from slimkv.lab.report.plots import position_plots, quality_plot
 from slimkv.lab.suite.summary import SHOWN, Column, Document, first_part, parts_of, words
 
@@ -16,11 +16,6 @@ _TONE = {NOT_DISTINGUISHABLE: "same", "worse": "worse", "better": "better"}
 
 def _rows(results: Document, *needed: str) -> list[Document]:
     return [row for row in results["summary"]["rows"] if all(row.get(name) is not None for name in needed)]
-
-
-def _quality_plot(results: Document) -> list[Plot]:
-    rows = [row for row in _rows(results, "kl", "bytes_per_token") if row["format"] != RAW]
-    return [quality_plot([(row["format"], row["bytes_per_token"], row["kl"]) for row in rows])] if rows else []
 
 
 def _answers_plot(results: Document) -> list[Plot]:
@@ -35,14 +30,6 @@ def _answers_plot(results: Document) -> list[Plot]:
         "Share of questions answered exactly, with 95% intervals; shaded: raw's. Grey: not distinguishable from raw."
     )
     return [("Synthetic tasks", caption, intervals("exact match over all tasks and lengths", found))]
-
-
-def _position_plot(results: Document) -> list[Plot]:
-    found = first_part(results, "positions")
-    if found is None:
-        return []
-    rows = [(row["format"], row["kl"], row.get("bytes", ())) for row in found["rows"]]
-    return position_plots(found["edges"], rows)
 
 
 def _length_plot(results: Document) -> list[Plot]:
@@ -102,19 +89,19 @@ def _costs(results: Document) -> str:
     kept = [column for column in columns if any(column.text(row) for row in rows.values())]
     body = []
     for name in dict.fromkeys([*order, *rows]):
-        style = ' class="same-bytes"' if name in firsts else ""
-        body.append(f"<tr{style}>{td(name)}{''.join(_cell(column, rows[name]) for column in kept)}</tr>")
+        cells = [td(name), *(_cell(column, rows[name]) for column in kept)]
+        body.append(tr(cells, "same-bytes" if name in firsts else ""))
     caption = (
         "A line separates caches of different bytes. Hover for intervals and corrected p-values. "
         "Perplexity is tested by a paired bootstrap over blocks of tokens; answers by McNemar's test and a paired "
         "bootstrap over contexts, whichever p-value is larger; both are corrected for the number of caches (Holm)."
     )
-    return table_of_lines(["cache", *(column.title for column in kept)], body, "costs", note=caption)
+    return table(["cache", *(column.title for column in kept)], body, "costs", note=caption)
 
 
 def _grid(title: str, head: list[str], lines: list[list[str]], name: str, style: str = "") -> str:
     """A section with a table; nothing without lines."""
-    return f"<h2>{title}</h2>{table(head, lines, name, style)}" if lines else ""
+    return f"<h2>{title}</h2>{table(head, map(tr, lines), name, style)}" if lines else ""
 
 
 def _task_cell(row: Document | None) -> str:
@@ -174,7 +161,7 @@ def _tiles(results: Document) -> str:
         tiles.append(tile(f"{best['smaller']:.2f}x", caption))
     for calibrated, other in (("k4v4+cal", "turboquant_4bit_nc"), ("k3v3+cal", "turboquant_3bit_nc")):
         if rows.get(calibrated, {}).get("kl") and rows.get(other, {}).get("kl"):
-            caption = f"the KL divergence of {calibrated} over that of {other}, at about equal bytes"
+            caption = f"KL divergence of {calibrated} relative to {other}, at about equal bytes"
             tiles.append(tile(f"{rows[calibrated]['kl'] / rows[other]['kl']:.2f}x", caption))
     asked = rows[RAW].get("answers")
     if asked:
@@ -192,8 +179,13 @@ def _failures(results: Document) -> str:
 
 def html(results: Document) -> str:
     """The page."""
-    plots = [*_quality_plot(results), *_answers_plot(results), *_position_plot(results), *_length_plot(results),
-             *_speed_plots(results)]  # fmt: skip
+    points = [(row["format"], row["bytes_per_token"], row["kl"]) for row in _rows(results, "kl", "bytes_per_token")]
+    plots = [quality_plot(points)] if points else []
+    plots += _answers_plot(results)
+    if (found := first_part(results, "positions")) is not None:
+        rows = [(row["format"], row["kl"], row.get("bytes", ())) for row in found["rows"]]
+        plots += position_plots(found["edges"], rows)
+    plots += _length_plot(results) + _speed_plots(results)
     run, sentences = results["run"], "".join(f"<li>{escape(line)}</li>" for line in words(results))
     parts = [[td(p["title"]), td(p["status"]), td(p["seconds"], "{:.1f}")] for p in results["parts"]]
     calibration = first_part(results, "calibration")

@@ -35,7 +35,7 @@ class Part:
     name: str  # also names its file
     kind: str  # one of ``settings.PARTS``
     title: str
-    settings: Data  # what determines its result besides the model and the versions
+    settings: Data  # inputs of its result besides the model and the versions
     weight: float  # expected cost, in tokens that the model reads
     run: Callable[..., Data]  # takes ``progress``
 
@@ -74,7 +74,7 @@ def _fitting(bench: Workbench, lengths: tuple[int, ...], what: str, notes: list[
 
 
 def _window(bench: Workbench, tokens: int, what: str, notes: list[str]) -> int:
-    """Tokens of a window within the limit."""
+    """The tokens of a window, reduced to the limit."""
     limit, why = _limit(bench, of_text=True)
     if limit < tokens:
         notes.append(f"{what}: {limit:,} tokens in place of {tokens:,}, limited by {why}")

@@ -17,7 +17,7 @@ from typing import Any
 import slimkv
 from slimkv.errors import InputError
 from slimkv.integrations.serving.listener import Progress, silent
-from slimkv.lab.evals.harness import RAW
+from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION
 from slimkv.lab.provenance import device_name, provenance
 from slimkv.lab.suite.parts import Part, plan_parts
 from slimkv.lab.suite.settings import SuiteSettings, lighter
@@ -91,13 +91,16 @@ def run_suite(
     _check_folder(folder)
     settings, less = lighter(settings, Workbench(settings, folder).parameters)
     bench = Workbench(settings, folder)
-    (folder / _KEPT).mkdir(parents=True, exist_ok=True)
     begin, worked = time.monotonic(), time.process_time()
     parts, notes = plan_parts(bench)
     notes = [*less, *notes]
     if not parts:
-        raise InputError(f"nothing to measure: the parts {', '.join(settings.parts)} do not run with {settings.engine}")
-    if bench.wants_calibration:
+        raise InputError(
+            f"nothing to measure: the parts {', '.join(settings.parts)} do not run with {settings.engine}, or lm-eval "
+            "has no --tasks"
+        )
+    (folder / _KEPT).mkdir(parents=True, exist_ok=True)
+    if any(format.endswith(WITH_CALIBRATION) for format in settings.formats):
         parts.insert(0, Part("calibration", "calibration", "calibration", {}, 6000, partial(_calibrate, bench)))
     for note in notes:
         tell(note)
@@ -113,7 +116,7 @@ def run_suite(
             tell(f"[{number}/{len(parts)}] {part.title}: {told} {timedelta(seconds=round(seconds))}{reason}")
             records.append(record)
             if part.kind == "calibration" and record["status"] == FAILED:
-                bench.without_calibration()
+                bench.formats = tuple(f for f in bench.formats if not f.endswith(WITH_CALIBRATION))
             elif part.kind == "calibration":
                 digest = record["data"]["digest"]
         done += part.weight

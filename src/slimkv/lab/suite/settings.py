@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 
+from slimkv.config import AUTO, CALIBRATED
 from slimkv.errors import InputError
-from slimkv.lab.evals.harness import RAW, WITH_CALIBRATION, check_formats
+from slimkv.lab.evals.harness import MEMORY, RAW, WITH_CALIBRATION, check_formats
 from slimkv.lab.evals.texts import SHIPPED
 from slimkv.lab.models import DTYPES
 from slimkv.lab.settings import check_limits, setting
+from slimkv.spec import parse_size
 
 SMOKE, QUICK, FULL = "smoke", "quick", "full"
 TRANSFORMERS, VLLM = "transformers", "vllm"
-ENGINES = (TRANSFORMERS, VLLM)
-AUTO, NO_CALIBRATION = "auto", "none"
+NO_CALIBRATION = "none"
 
+NAMES = (SMOKE, QUICK, FULL)
 _FEW = ("fp8", "turboquant_4bit_nc", "k4v4", "k4v4+cal")
 # Pairs of about equal bytes: 8 bits, 6, 4 and 3.
 _PAIRS = ("fp8", "turboquant_k8v4", "k6v6+cal", "turboquant_4bit_nc", "k4v4", "k4v4+cal", "turboquant_3bit_nc",
@@ -64,7 +66,6 @@ SIZES: dict[tuple[str, bool], Size] = {  # by name and whether there is a GPU
         (2048, 4096, 8192, 16384, 32768, 65536, 131072), 40, 8, 32768, 64, 3, None,
     ),
 }  # fmt: skip
-NAMES = (SMOKE, QUICK, FULL)
 CPU_PARAMETERS = 150_000_000  # of the largest model for which a CPU keeps the sizes
 PARTS = ("memory", "agreement", "positions", "needle", "tasks", "lm-eval", "drafts", "generate")
 
@@ -76,9 +77,9 @@ class SuiteSettings:
     name: str  # smoke, quick, full
     model: str
     size: Size
-    engine: str = setting(TRANSFORMERS, "Engine that answers the tasks", known=ENGINES)
+    engine: str = setting(TRANSFORMERS, "Engine that answers the tasks", known=(TRANSFORMERS, VLLM))
     device: str = "cpu"
-    dtype: str = setting("float32", "Data type, float32 on a CPU and bfloat16 on a GPU unless given", known=DTYPES)
+    dtype: str = setting("float32", "Data type; default: float32 on a CPU, bfloat16 on a GPU", known=DTYPES)
     calibration: str = setting(AUTO, "Calibration of +cal: a file from slimkv calibrate, auto, or none.")
     text: str = setting(SHIPPED, "A text file, a data set on the Hugging Face hub (name:config:split), or shipped.")
     memory: str = setting("8GiB", "Memory that the tokens must fit into; default: 8GiB on a CPU, 40GiB on a GPU.")
@@ -89,6 +90,8 @@ class SuiteSettings:
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if not parse_size(self.memory):
+            raise InputError(f"--memory must be more than 0 bytes, not {self.memory}; write 8GiB, for example")
         if self.task_folder is not None and not Path(self.task_folder).is_dir():
             raise InputError(f"there is no folder {self.task_folder} with task definitions")
         check_formats([f for f in self.size.formats if f != RAW], self.calibration != NO_CALIBRATION)
@@ -96,8 +99,8 @@ class SuiteSettings:
             raise InputError(
                 f"list each format once, and leave out raw, which is always measured: not {','.join(self.size.formats)}"
             )
-        if "calibrated" in self.size.formats:
-            raise InputError("'calibrated' has another format in each layer; name formats such as k4v4+cal")
+        if mixed := [f for f in self.size.formats if f == CALIBRATED or f.startswith(MEMORY)]:
+            raise InputError(f"{mixed[0]!r} has several formats in one cache; name formats such as k4v4+cal")
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -125,7 +128,7 @@ def make_settings(name: str, model: str, *, device: str | None = None, **changes
 
 
 def lighter(settings: SuiteSettings, parameters: int) -> tuple[SuiteSettings, list[str]]:
-    """The settings for a model with this many parameters, and a note of changes: on a CPU, larger models read less.
+    """The settings for a model with this many parameters, and a note of changes: a CPU runs larger models on less text.
 
     Counts set by the user, ``full`` and GPUs are not changed.
     """
@@ -138,5 +141,5 @@ def lighter(settings: SuiteSettings, parameters: int) -> tuple[SuiteSettings, li
         "position_tokens": max(512, int(size.position_tokens * share) // 256 * 256),
     }  # fmt: skip
     told = ", ".join(f"{name} {value} in place of {getattr(size, name)}" for name, value in less.items())
-    note = f"on a CPU with {parameters / 1e6:,.0f} million parameters: {told}; set one of them to choose it yourself"
+    note = f"on a CPU with {parameters / 1e6:,.0f} million parameters: {told}; set any of them to override all"
     return replace(settings, size=replace(size, **less)), [note]

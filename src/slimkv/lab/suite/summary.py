@@ -1,4 +1,4 @@
-"""From the parts of a run to one row for every cache: bytes, tokens that fit, quality with tests, speed."""
+"""Summarises the parts of a run in one row per cache: bytes, tokens that fit, quality with tests, speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EQUAL = 1.08  # largest relative difference in bytes of caches that are compare
 
 
 class Column(NamedTuple):
-    """A column of the table of caches: its title, the field of a row, and how that is written."""
+    """A column of the table of caches: its title, the field of a row, and the field's format."""
 
     title: str
     key: str
@@ -53,12 +53,12 @@ def parts_of(document: Document, kind: str) -> list[Document]:
 
 
 def first_part(document: Document, kind: str) -> Document | None:
-    """The data of the first of them."""
+    """The data of the first finished part of a kind, or None."""
     return next(iter(parts_of(document, kind)), None)
 
 
 def summarise(document: Document) -> Document:
-    """The rows, by cache and by task."""
+    """The rows by cache and by task, and groups of caches of equal size."""
     rows: dict[str, Document] = {name: {"format": name} for name in document["formats"]}
     _add_memory(document, rows)
     _add_agreement(document, rows)

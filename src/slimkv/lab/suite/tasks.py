@@ -40,7 +40,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Draft:
-    """A context before it is filled to its length."""
+    """A context without its filler text."""
 
     header: str
     blocks: list[str]  # in the order of the text

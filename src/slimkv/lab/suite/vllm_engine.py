@@ -24,7 +24,7 @@ _CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def engine_arguments(bench: Workbench, format: str, longest: int | None) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``: the stock cache for ``raw``; otherwise slimkv's pages, read for new tokens too."""
+    """Arguments of ``vllm.LLM``: the stock cache for ``raw``; otherwise slimkv's cache, for new tokens too."""
     settings = bench.settings
     arguments: dict[str, Any] = {
         "model": bench.model_source, "dtype": settings.dtype, "max_model_len": longest, "enable_prefix_caching": True,

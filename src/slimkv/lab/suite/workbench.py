@@ -14,12 +14,13 @@ import torch
 
 from slimkv.calibration import Calibration
 from slimkv.calibration.identity import folder_digest
+from slimkv.config import AUTO
 from slimkv.errors import InputError
 from slimkv.integrations.serving.listener import Progress
 from slimkv.lab import models
 from slimkv.lab.evals.harness import RAW, STOCK, WITH_CALIBRATION, CacheKind, cache_kinds
 from slimkv.lab.evals.texts import load_text, token_windows
-from slimkv.lab.suite.settings import AUTO, NO_CALIBRATION, SuiteSettings
+from slimkv.lab.suite.settings import SuiteSettings
 from slimkv.lab.suite.tasks import TaskMaker
 
 
@@ -103,12 +104,6 @@ class Workbench:
 
     # -- calibration -----------------------------------------------------------------------------------------------
 
-    @property
-    def wants_calibration(self) -> bool:
-        """Whether some format uses a calibration."""
-        named = any(format.endswith(WITH_CALIBRATION) for format in self.settings.formats)
-        return named and self.settings.calibration != NO_CALIBRATION
-
     def calibrate(self, progress: Progress) -> Path:
         """Loads or makes the calibration; returns the run's copy, which is passed to engines."""
         from slimkv.integrations.transformers.calibration.cached import find_calibration
@@ -119,10 +114,6 @@ class Workbench:
         path = self.folder / "calibration.safetensors"
         self.calibration.save(path)
         return path
-
-    def without_calibration(self) -> None:
-        """Drops the formats that need a calibration."""
-        self.formats = tuple(f for f in self.formats if not f.endswith(WITH_CALIBRATION))
 
     @property
     def used_calibration(self) -> Calibration | None:
@@ -148,9 +139,9 @@ class Workbench:
         self, measure: Callable[..., Any], *inputs: Any, progress: Progress, windows: tuple[int, int] | None = None,
         more: Sequence[str] = (), **options: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """What an eval, ``measure(model, *inputs, formats)``, reports of the packed caches and of ``more``.
+        """The report of an eval, ``measure(model, *inputs, formats)``, on the packed caches and ``more``.
 
-        ``windows``: how many windows of how many tokens of the text are its input.
+        ``windows``: the number of windows of the text and the tokens of each; they become the input.
         """
         if windows is not None:
             inputs = (token_windows(self.tokenizer, self.text, *windows),)
