@@ -86,6 +86,8 @@ def test_policy_applies_to_lloyd_sides_only():
     assert spec.value == uniform(4)
     with pytest.raises(SpecError, match=r"'fast'.*plain, norm, unbiased"):
         CodecSpec.parse("k4v4", 128, key_policy="fast")
+    with pytest.raises(SpecError, match=r"'fast'.*plain, norm, unbiased"):
+        CodecSpec.parse("fp8", 128, key_policy="fast")
 
 
 @pytest.mark.parametrize("dim", [0, 8, 100, 130, 1040, -16])

@@ -112,7 +112,8 @@ class CodecSpec:
         """The same spec with these scale policies of Lloyd-Max sides; None keeps a side's own."""
 
         def side(fmt: TensorFormat, policy: ScalePolicy | str | None) -> TensorFormat:
-            return fmt if policy is None or fmt.kind != Kind.LLOYD else replace(fmt, policy=parse_policy(policy))
+            policy = fmt.policy if policy is None else parse_policy(policy)
+            return replace(fmt, policy=policy) if fmt.kind == Kind.LLOYD else fmt
 
         return replace(self, key=side(self.key, key), value=side(self.value, value))
 

@@ -60,6 +60,17 @@ def test_a_list_with_a_block_that_is_not_owned_changes_nothing(method):
     assert allocator.references(block) == 1
 
 
+def test_a_block_is_freed_once_by_each_owner():
+    allocator = BlockAllocator(2)
+    (block,) = allocator.allocate()
+    with pytest.raises(InputError, match=f"block {block} has 1 owners; it cannot be freed 2 times"):
+        allocator.free([block, block])
+    assert (allocator.references(block), allocator.free_blocks) == (1, 1)
+    allocator.share([block])
+    allocator.free([block, block])
+    assert (allocator.references(block), allocator.free_blocks) == (0, 2)
+
+
 def test_mistakes_are_named():
     allocator = BlockAllocator(2)
     with pytest.raises(InputError, match="a pool of -1 blocks"):

@@ -196,7 +196,7 @@ def test_wrong_arguments_are_named(device):
     with pytest.raises(InputError, match="k4v4 is a format of K and V"):
         ops.gather_latent(key_value, built.slots(0))
     other = PageLayout(LatentSpec.parse("c4", 128, 32), 16)
-    with pytest.raises(InputError, match="the layout is of c4 and the codec of c4r8"):
+    with pytest.raises(InputError, match=r"the layout is of .*'c4', .* and the codec of .*'c4r8'"):
         ops.gather_latent(replace(built.kv, layout=other), built.slots(0))
     two = built.pages.unsqueeze(1).expand(-1, 2, -1).contiguous()
     with pytest.raises(InputError, match="pages of 2 heads hold K and V"):
@@ -205,7 +205,7 @@ def test_wrong_arguments_are_named(device):
         ops.gather_latent(replace(built.kv, key_offset=torch.zeros(1, 128)), built.slots(0))
     with pytest.raises(InputError, match=r"latent must be \[tokens, 128\]"):
         ops.store_latent(built.latent.unsqueeze(1), built.rope, built.kv, built.slots(0))
-    with pytest.raises(InputError, match=r"query_rope must be \[queries, heads, 32\]"):
+    with pytest.raises(InputError, match=r"query_rope must be \[\d+, \d+, 32\]"):
         replace(built, query_rope=built.query_rope[:, :2]).attend()
     with pytest.raises(InputError, match="softmax_scale must be finite"):
         replace(built, case=replace(built.case, scale=float("inf"))).attend()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from slimkv.errors import InputError, OutOfPagesError
@@ -48,8 +48,14 @@ class BlockAllocator:
 
     def free(self, blocks: Iterable[int]) -> None:
         """Removes an owner from each block."""
-        for block in self._owned(blocks):
-            self._references[block] -= 1
+        owned = Counter(self._owned(blocks))
+        for block, times in owned.items():
+            if times > self._references[block]:
+                raise InputError(
+                    f"block {block} has {self._references[block]} owners; it cannot be freed {times} times"
+                )
+        for block, times in owned.items():
+            self._references[block] -= times
             if self._references[block] == 0:
                 self._free.append(block)
 

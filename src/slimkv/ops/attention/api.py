@@ -14,7 +14,7 @@ from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset, score_shift, subtract_offset
 from slimkv.errors import InputError
 from slimkv.ops.batch import AttentionBatch, PackedKV
-from slimkv.ops.checks import check_pages, check_pair, check_vectors
+from slimkv.ops.checks import check_lse, check_packed, check_pair, check_vectors
 from slimkv.ops.registry import Registry
 from slimkv.spec import PageLayout
 
@@ -196,7 +196,7 @@ def checked_request(
     """The arguments of ``attend``, checked; ``out`` is allocated where it is missing."""
     pages, layout, key_offset = kv.pages, kv.layout, kv.key_offset
     block_table, max_query_len, max_seq_len = batch.block_table, batch.max_query_len, batch.max_seq_len
-    check_pages(pages, layout)
+    check_packed(kv)
     options = options or AttendOptions()
     device, num_kv_heads = pages.device, pages.shape[1]
     check_vectors("query", query, ("queries", "heads", layout.spec.key_dim), device)
@@ -233,8 +233,7 @@ def checked_request(
     if out is None:
         out = query.new_empty(shape)
     check_vectors("out", out, shape, device)
-    if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
-        raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
+    check_lse(lse, total, heads, device)
     return AttendRequest(
         query, pages, block_table, batch.seq_lens, batch.cu_seqlens_q, max_query_len, max_seq_len, kv.codec, layout,
         options, fresh, out, lse, workspace, num_splits, batch.min_query_len, key_offset,

@@ -17,9 +17,9 @@ from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import check_tables
 from slimkv.ops.batch import AttentionBatch, PackedKV
-from slimkv.ops.checks import FLOATS, check_pages
+from slimkv.ops.checks import check_lse, check_packed, check_vectors
 from slimkv.ops.registry import Registry
-from slimkv.spec import CodecSpec, LatentSpec, PageLayout
+from slimkv.spec import LatentSpec, PageLayout
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,9 @@ def checked_request(
     """The arguments of ``attend_latent``, checked; ``out`` is allocated where it is missing."""
     kv = checked_latents(kv)
     device, layout, spec = kv.pages.device, kv.layout, kv.layout.spec
-    total, heads = _check_queries(query_latent, query_rope, spec, device)
+    check_vectors("query_latent", query_latent, ("queries", "heads", spec.key_dim), device)
+    total, heads, _ = query_latent.shape
+    check_vectors("query_rope", query_rope, (total, heads, spec.value_dim), device)
     check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, device)
     width = batch.block_table.shape[1]
     of_entry, entries = (1, "tokens") if layout.token_rows else (layout.block_size, "blocks")
@@ -152,13 +154,8 @@ def checked_request(
     shape = (total, heads, spec.key_dim)
     if out is None:
         out = query_latent.new_empty(shape)
-    elif tuple(out.shape) != shape or out.stride(-1) != 1 or out.device != device or out.dtype not in FLOATS:
-        raise InputError(
-            f"out must be float {list(shape)} on {device} with a contiguous last axis, not {out.dtype} "
-            f"{list(out.shape)} on {out.device}"
-        )
-    if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
-        raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
+    check_vectors("out", out, shape, device)
+    check_lse(lse, total, heads, device)
     return LatentRequest(
         query_latent, query_rope, kv.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_query_len,
         batch.max_seq_len, softmax_scale, kv.codec, layout, out, lse, workspace, num_splits,
@@ -169,32 +166,16 @@ def checked_latents(kv: PackedKV) -> PackedKV:
     """``kv`` with pages uint8 [blocks, 1, page_bytes], checked."""
     codec, layout, pages = kv.codec, kv.layout, kv.pages
     _check_codec(codec)
-    if layout.spec != codec.spec:
-        raise InputError(f"the layout is of {layout.spec.format} and the codec of {codec.spec.format}")
     pages = pages.unsqueeze(1) if pages.ndim == 2 else pages
-    check_pages(pages, layout)
+    if kv.key_offset is not None:
+        raise InputError("latents are stored without a key offset; leave out key_offset")
+    kv = PackedKV(pages, codec, layout)
+    check_packed(kv)
     if pages.shape[1] != 1:
         raise InputError(f"latents have one head; pages of {pages.shape[1]} heads hold K and V")
-    if kv.key_offset is not None:
-        raise InputError("latents are stored without an offset of keys; leave out key_offset")
-    return PackedKV(pages, codec, layout)
+    return kv
 
 
 def _check_codec(codec: Codec) -> None:
     if not isinstance(codec.spec, LatentSpec):
         raise InputError(f"{codec.spec.format} is a format of K and V; latents take a LatentSpec, such as 'c4'")
-
-
-def _check_queries(latent: Tensor, rope: Tensor, spec: CodecSpec, device: torch.device) -> tuple[int, int]:
-    """Queries and their heads."""
-    for name, x, dim in (("query_latent", latent, spec.key_dim), ("query_rope", rope, spec.value_dim)):
-        if x.ndim != 3 or x.shape[2] != dim or x.stride(-1) != 1 or x.shape[:2] != latent.shape[:2]:
-            raise InputError(
-                f"{name} must be [queries, heads, {dim}] with a contiguous last axis, not {list(x.shape)} beside a "
-                f"query_latent of {list(latent.shape)}"
-            )
-        if x.dtype not in FLOATS:
-            raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
-        if x.device != device:
-            raise InputError(f"{name} is on {x.device}, the pages on {device}")
-    return latent.shape[0], latent.shape[1]

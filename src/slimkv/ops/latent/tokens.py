@@ -11,6 +11,7 @@ from torch import Tensor
 from slimkv.arguments import describe, typed
 from slimkv.errors import InputError
 from slimkv.ops.batch import PackedKV
+from slimkv.ops.checks import check_pair
 from slimkv.ops.gather.api import gather_kv
 from slimkv.ops.latent.api import checked_latents
 from slimkv.ops.store.api import store_kv
@@ -74,8 +75,8 @@ def gather_latent(
     dims, device = (kv.codec.spec.key_dim, kv.codec.spec.value_dim), kv.pages.device
     if slots.ndim != 1:
         raise InputError(f"slots must be int32 or int64 [tokens], not {describe(slots)}")
-    if out is not None and (len(out) != 2 or not all(isinstance(x, Tensor) for x in out)):
-        raise InputError(f"out must be a pair of tensors, for latents and rope parts, not {describe(out)}")
+    if out is not None:
+        check_pair("out", out, "latents and rope parts")
     if out is None:
         out = (
             torch.empty(len(slots), dims[0], dtype=dtype, device=device),

@@ -14,7 +14,7 @@ from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset, subtract_offset
 from slimkv.errors import InputError
 from slimkv.ops.batch import PackedKV, Rounding
-from slimkv.ops.checks import check_int32, check_pages, check_slots, check_vectors
+from slimkv.ops.checks import check_int32, check_packed, check_slots, check_vectors
 from slimkv.ops.registry import Registry
 from slimkv.spec import Kind, PageLayout, ScalePolicy
 
@@ -85,7 +85,7 @@ def checked_request(
 ) -> StoreRequest:
     """The arguments of ``store_kv``, checked."""
     pages, layout, key_offset = kv.pages, kv.layout, kv.key_offset
-    check_pages(pages, layout)
+    check_packed(kv)
     heads, device, spec = pages.shape[1], pages.device, layout.spec
     check_vectors("key", key, ("tokens", heads, spec.key_dim), device)
     check_vectors("value", value, ("tokens", heads, spec.value_dim), device)
