@@ -17,13 +17,14 @@ from slimkv.spec import CodecSpec, PageLayout, parse_spec
 from slimkv.spec import parse_size as parse_size
 
 FULL, SLIDING, LATENT, NO_KV = "full", "sliding", "latent", "no_kv"
-_STATE = "state"  # no KV, but a recurrent state
+_STATE = "state"  # a recurrent state instead of K and V
 INDEXER = "indexer"  # keys of sparse attention's indexer, which no format packs; key_dim is their bytes
 BASELINE = "raw"
 DEFAULT_FORMATS = ("raw", "fp8", "k4v4", "k3v3", "k2v2")
 DEFAULT_LATENT_FORMATS = ("raw", "c8r8", "c6r8", "c4", "c4r8")
 USEFUL_MATCH = 1024  # tokens; prompts seldom share larger blocks
-_BLOCK_ALIGNMENT, _STOCK_ALIGNMENT = 64, 16  # tokens by which vLLM rounds a hybrid model's blocks: slimkv's, its own
+# Alignment of a hybrid model's blocks in vLLM, in tokens: with slimkv and without.
+_BLOCK_ALIGNMENT, _STOCK_ALIGNMENT = 64, 16
 _KIND_OF_TYPE = {
     **dict.fromkeys(("full_attention", "attention", "full", "global", "indexed_attention"), FULL),
     **dict.fromkeys(("sliding_attention", "sliding", "local", "chunked_attention"), SLIDING),
@@ -64,8 +65,8 @@ class LayerGroup:
     kind: str  # full, sliding, latent, no_kv, indexer
     layers: int
     num_kv_heads: int
-    key_dim: int  # of latents: their own size
-    value_dim: int  # of latents: that of the rope part
+    key_dim: int  # the size of a latent in latent layers
+    value_dim: int  # the size of the rope part in latent layers
     window: int | None = None  # window of a sliding layer
 
 
@@ -75,8 +76,8 @@ class ModelShape:
 
     name: str
     groups: tuple[LayerGroup, ...]
-    state: StateShape | None = None  # of a hybrid model
-    latent: bool = False  # whether it caches latents (MLA) instead of K and V
+    state: StateShape | None = None  # recurrent states of a hybrid model
+    latent: bool = False  # whether the model caches latents (MLA) instead of K and V
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class GroupPlan:
     num_kv_heads: int
     window: int | None
     bytes_per_token: float  # all layers of the group, while the window is not full
-    bytes_at_window: int | None  # maximum bytes of a sequence in these layers; None if they grow with the length
+    bytes_at_window: int | None  # maximum bytes per sequence in these layers; None if they grow with its length
 
 
 @dataclass(frozen=True)
@@ -119,16 +120,16 @@ class Plan:
 
 
 def read_config(path: Path) -> ModelShape:
-    """A transformers ``config.json`` (or the folder that holds it) -> the shape of its cache."""
+    """The cache shape of a model, from its transformers ``config.json`` or the folder with that file."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise InputError(f"there is no file {file}; give a model's config.json or the folder it is in")
+        raise InputError(f"there is no file {file}; give the config.json of a model or its folder")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise InputError(f"{file} holds a {type(config).__name__}, not a model configuration")
+        raise InputError(f"{file} contains a {type(config).__name__}, not a model configuration")
     return shape_of(config)
 
 
@@ -194,7 +195,7 @@ def _sizes(config: Mapping[str, Any], kind: str) -> tuple[int, int, int]:
 
 
 def _indexers(config: Mapping[str, Any], layers: int) -> int:
-    """How many layers select tokens; the others reuse the selection of the layer before them."""
+    """The number of layers that select tokens; the other layers reuse the selection of the layer before them."""
     if pattern := config.get("index_topk_pattern"):
         return layers - str(pattern)[:layers].count("S")
     every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
@@ -202,7 +203,7 @@ def _indexers(config: Mapping[str, Any], layers: int) -> int:
 
 
 def _indexer_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes that an indexer keeps of a token: a key in fp8, with a float32 scale for every 128 numbers."""
+    """Bytes per token of an indexer: a key in fp8, with a float32 scale for every 128 values."""
     dim = _number(config, "index_head_dim")
     return dim + 4 * -(-dim // 128)
 
@@ -270,7 +271,7 @@ def _kind(format: str, config: Mapping[str, Any]) -> tuple[str, int | None]:
 
 
 def window_blocks(window: int, block_size: int) -> int:
-    """Blocks that a window of ``window`` tokens can touch, wherever it starts."""
+    """The largest number of blocks that a window of ``window`` tokens overlaps."""
     return (window - 1 + block_size - 1) // block_size + 1
 
 
@@ -280,7 +281,7 @@ def _group_blocks(group: LayerGroup, tokens: int, layout: PageLayout) -> int:
 
 
 def _layouts(shape: ModelShape, format: str, block_size: int) -> list[tuple[LayerGroup, PageLayout]]:
-    """The groups that store anything in the format, each with its layout."""
+    """The groups whose tensors are stored in the format, each with its layout."""
     packed = [group for group in shape.groups if group.kind not in (NO_KV, INDEXER)]
     return [(group, PageLayout(_spec(shape, group, format), block_size)) for group in packed]
 
@@ -291,7 +292,7 @@ def _spec(shape: ModelShape, group: LayerGroup, format: str) -> CodecSpec:
 
 
 def sequence_bytes(shape: ModelShape, format: str, tokens: int, block_size: int) -> int:
-    """Bytes of the pages of a sequence of ``tokens`` tokens in all layers."""
+    """Bytes of the pages of a sequence of ``tokens`` tokens, in all layers."""
     layouts = _layouts(shape, format, block_size)
     pages = sum(la.pool_bytes(_group_blocks(g, tokens, la), g.num_kv_heads) * g.layers for g, la in layouts)
     indexed = sum(group.layers * group.key_dim for group in shape.groups if group.kind == INDEXER)
@@ -318,15 +319,16 @@ def _tokens_that_fit(shape: ModelShape, format: str, budget: int, block_size: in
 def make_plan(
     shape: ModelShape, formats: Sequence[str] | None, memory: int, *, sequences: int = 1, block_size: int = 16
 ) -> Plan:
-    """Bytes and tokens of every format, compared with the bf16 cache (``raw``). ``formats`` None: a default selection
-    for what the model caches.
+    """Bytes and tokens of every format, compared with the bf16 cache (``raw``).
+
+    ``formats``: None is a selection for K and V or for latents.
     """
     if formats is None:
         formats = DEFAULT_LATENT_FORMATS if shape.latent else DEFAULT_FORMATS
     if sequences < 1:
         raise InputError(f"sequences must be at least 1, not {sequences}")
     if not formats:
-        raise SpecError("no format was given")
+        raise SpecError("formats is empty; give at least one, such as 'k4v4', or None for a selection")
     states = shape.state.sequence_bytes if shape.state is not None else 0
     each = max(memory // sequences - states, 0)
     base_bytes = sum(group.bytes_per_token for group in _group_plans(shape, BASELINE, block_size))

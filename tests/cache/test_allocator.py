@@ -12,7 +12,7 @@ def test_all_or_nothing():
     allocator = BlockAllocator(4)
     first = allocator.allocate(3)
     assert len(set(first)) == 3
-    with pytest.raises(OutOfPagesError, match="2 blocks asked for, 1 of 4 free"):
+    with pytest.raises(OutOfPagesError, match="2 blocks requested, 1 of 4 are free"):
         allocator.allocate(2)
     assert allocator.free_blocks == 1
     assert allocator.allocate(0) == []
@@ -73,7 +73,7 @@ def test_a_block_is_freed_once_by_each_owner():
 
 def test_mistakes_are_named():
     allocator = BlockAllocator(2)
-    with pytest.raises(InputError, match="a pool of -1 blocks"):
+    with pytest.raises(InputError, match="a pool cannot have -1 blocks"):
         BlockAllocator(-1)
     with pytest.raises(InputError, match="cannot allocate -1 blocks"):
         allocator.allocate(-1)

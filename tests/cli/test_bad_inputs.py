@@ -75,7 +75,7 @@ ROWS = {
     "bench attend --cells nothing": "no cell is called 'nothing'",
     "bench attend --device cuda": "torch sees no CUDA device",
     "bench attend --output missing/r.json": "the folder missing does not exist",
-    "bench store --backend warp --cells decode-16 --quiet --device cpu": "called 'warp'; known: ",
+    "bench store --backend warp --cells decode-16 --quiet --device cpu": "no backend 'warp'; known are ",
     "bench generate --dtype int8": "unknown dtype 'int8'; known are float32, bfloat16, float16",
     "bench generate --format k9v9": "k9v9",
     "bench generate --model ./nowhere": "neither a folder nor a hub name",

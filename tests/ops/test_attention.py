@@ -374,7 +374,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
     ("changes", "message"),
     [
         ({"page": 1, "lens": (3,), "queries": (1,)}, "blocks of 1 token"),
-        ({"dim": 528, "lens": (3,), "queries": (1,)}, "head sizes 528/528 are beyond the 512"),
+        ({"dim": 528, "lens": (3,), "queries": (1,)}, "head sizes 528/528 exceed the 512"),
         ({"dim": 16, "lens": (3,), "queries": (1,)}, "head sizes 16/16 are below 32"),
         ({"group": 130, "lens": (3,), "queries": (1,)}, "130 query heads per KV head are more than"),
     ],

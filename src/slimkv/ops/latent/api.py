@@ -24,7 +24,7 @@ from slimkv.spec import LatentSpec, PageLayout
 
 @dataclass(frozen=True)
 class LatentRequest:
-    """The checked arguments of one ``attend_latent``, with queries of the latent and the output in its stored space."""
+    """The checked arguments of one ``attend_latent``; latent queries and output are in the latent's stored space."""
 
     query_latent: Tensor  # [total_queries, num_heads, latent_dim]
     query_rope: Tensor  # [total_queries, num_heads, rope_dim], not rotated
@@ -44,7 +44,7 @@ class LatentRequest:
 
     @property
     def stored_query_rope(self) -> Tensor:
-        """The queries of the rope part in the space it is stored in."""
+        """The rope part of the queries in its stored space."""
         return self.codec.rotate_value(self.query_rope) if self.layout.spec.value.rotated else self.query_rope
 
 
@@ -57,7 +57,7 @@ REGISTRY = Registry.of_kernels(
 def latent_rotation(codec: Codec) -> Tensor | None:
     """The rotation R, float32 [latent_dim, latent_dim], that takes a latent (as a row) to its stored space.
 
-    None where the latent is stored as it is. Folding it into the absorbed projections once, W_UK' = W_UK R on the way
+    None if the latent is stored unrotated. Folding it into the absorbed projections once, W_UK' = W_UK R on the way
     in and W_UV' = R^T W_UV on the way out, makes ``query_is_rotated`` and ``output_is_rotated`` true.
     """
     _check_codec(codec)
@@ -82,25 +82,25 @@ def attend_latent(
 ) -> Tensor:
     """Attention of absorbed queries on packed latents.
 
-    Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and
-    stand at its last positions, each seeing what is before it and itself. Decode is one query per sequence.
+    Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` at
+    its last positions; each attends to the tokens up to its own. Decode is one query per sequence.
 
     Args:
-        query_latent: [total_queries, num_heads, latent_dim], the queries after the absorbed up-projection of keys;
+        query_latent: [total_queries, num_heads, latent_dim], queries after the absorbed up-projection of keys;
             float16, bfloat16 or float32.
-        query_rope: [total_queries, num_heads, rope_dim], their rope part as the model computes it.
+        query_rope: [total_queries, num_heads, rope_dim], the rope part of the queries, as the model computes it.
         kv: its pages are uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
-        batch: with a layout of token rows its block_table is int32 [sequences, max_tokens]: the slot (block *
-            block_size + position) of every token, for sparse attention; negative ones are skipped.
-        softmax_scale: multiplies the scores; of the model, which knows the head size before absorption.
-        query_is_rotated: ``query_latent`` is in the space the latent is stored in (``latent_rotation`` is folded into
-            the projection before). For formats that are stored unrotated it makes no difference.
-        output_is_rotated: leave the output in that space.
+        batch: for layouts of token rows (sparse attention), its block_table is int32 [sequences, max_tokens] with the
+            slot (block * block_size + position) of every token; negative slots are skipped.
+        softmax_scale: multiplies the scores; from the model, because it depends on the head size before absorption.
+        query_is_rotated: ``query_latent`` is in the stored space of the latent, because ``latent_rotation`` is folded
+            into the preceding projection. It has no effect for unrotated formats.
+        output_is_rotated: whether the output stays in that space.
         out: [total_queries, num_heads, latent_dim] to write into (default: of the query's dtype).
-        lse: float32 [total_queries, num_heads], contiguous: where the natural log-sum-exp is written.
-        workspace: uint8, at least ``latent_workspace_bytes(...)``; without it one is allocated.
-        num_splits: how many parts a sequence's keys are cut into, by backends that let the caller choose (``triton``).
-        backend: a backend's name; by default the best one that takes the request.
+        lse: float32 [total_queries, num_heads], contiguous: receives the natural log-sum-exp.
+        workspace: uint8, at least ``latent_workspace_bytes(...)``; allocated if None.
+        num_splits: the number of split-KV parts per sequence, for backends that let the caller choose (``triton``).
+        backend: the name of a backend; by default the best one that supports the request.
 
     Returns out.
     """
@@ -117,7 +117,7 @@ def attend_latent(
 
 
 def _write_rows(out: Tensor, result: Tensor, cu_seqlens_q: Tensor) -> None:
-    """The rows of ``result`` that belong to a sequence; none is read back to the host."""
+    """Copies the rows of ``result`` that belong to a sequence to ``out`` without a synchronisation."""
     real = torch.arange(out.shape[0], device=out.device) < cu_seqlens_q[-1]
     out.copy_(torch.where(real[:, None, None], result.to(out.dtype), out))
 
@@ -133,7 +133,7 @@ def checked_request(
     workspace: Tensor | None = None,
     num_splits: int | None = None,
 ) -> LatentRequest:
-    """The arguments of ``attend_latent``, checked; ``out`` is allocated where it is missing."""
+    """The arguments of ``attend_latent``, checked; ``out`` is allocated if it is None."""
     kv = checked_latents(kv)
     device, layout, spec = kv.pages.device, kv.layout, kv.layout.spec
     check_vectors("query_latent", query_latent, ("queries", "heads", spec.key_dim), device)
@@ -144,8 +144,8 @@ def checked_request(
     of_entry, entries = (1, "tokens") if layout.token_rows else (layout.block_size, "blocks")
     if not 0 <= batch.max_query_len <= total or batch.max_seq_len > width * of_entry:
         raise InputError(
-            f"max_query_len {batch.max_query_len} or max_seq_len {batch.max_seq_len} does not fit {total} queries and "
-            f"a table of {width} {entries}"
+            f"max_query_len {batch.max_query_len} must lie in 0..{total} and max_seq_len {batch.max_seq_len} must fit "
+            f"the block table's {width} {entries}"
         )
     if not math.isfinite(softmax_scale):
         raise InputError(f"softmax_scale must be finite, not {softmax_scale}")
@@ -172,10 +172,10 @@ def checked_latents(kv: PackedKV) -> PackedKV:
     kv = PackedKV(pages, codec, layout)
     check_packed(kv)
     if pages.shape[1] != 1:
-        raise InputError(f"latents have one head; pages of {pages.shape[1]} heads hold K and V")
+        raise InputError(f"pages of latents have one KV head, not {pages.shape[1]}")
     return kv
 
 
 def _check_codec(codec: Codec) -> None:
     if not isinstance(codec.spec, LatentSpec):
-        raise InputError(f"{codec.spec.format} is a format of K and V; latents take a LatentSpec, such as 'c4'")
+        raise InputError(f"{codec.spec.format} is a format of K and V; use one of latents: LatentSpec.parse('c4')")

@@ -1,6 +1,6 @@
 """store_latent and gather_latent: latents of new tokens to their slots, and slots to dense latents.
 
-A latent has the place of a key and its rope part that of a value, so these are ``store_kv`` and ``gather_kv``.
+They call ``store_kv`` and ``gather_kv`` with latents as K and rope parts as V.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def store_latent(
         slot_mapping: int32 or int64 [tokens]: block * block_size + position; negative slots are skipped.
         backend: one of ``store_kv``; by default the best one for the device.
 
-    A NaN or Inf raises in the reference; a kernel marks that token, so that whoever attends it gets NaN.
+    The reference raises on NaN or Inf; a kernel marks the token, and attention to it gives NaN.
     """
     kv = checked_latents(kv)
     dims = kv.codec.spec.key_dim, kv.codec.spec.value_dim
@@ -64,8 +64,8 @@ def gather_latent(
     Args:
         kv: its pages are uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
         slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
-        dtype: of the result when ``out`` is not given.
-        rotated: leave both parts in the space they are stored in.
+        dtype: the dtype of the result if ``out`` is None.
+        rotated: whether both parts stay in their stored space.
         out: latent [tokens, latent_dim] and rope [tokens, rope_dim] to write into; rows may be strided.
         backend: one of ``gather_kv``; by default the best one for the device.
 
