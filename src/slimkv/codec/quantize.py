@@ -98,11 +98,7 @@ def squared_norm_in_steps(fixed: Tensor) -> Tensor:
 
 
 def encode_lloyd(
-    x: Tensor,
-    fmt: TensorFormat,
-    tables: SideTables,
-    query_aware: Tensor | None = None,
-    short: bool = False,
+    x: Tensor, fmt: TensorFormat, tables: SideTables, query_aware: Tensor | None = None, short: bool = False
 ) -> Encoded:
     """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale.
 

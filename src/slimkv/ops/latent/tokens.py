@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimkv.arguments import describe, typed
+from slimkv.arguments import typed
 from slimkv.errors import InputError
 from slimkv.ops.batch import PackedKV
 from slimkv.ops.checks import check_pair
@@ -19,12 +19,7 @@ from slimkv.ops.store.api import store_kv
 
 @typed
 def store_latent(
-    latent: Tensor,
-    rope: Tensor,
-    kv: PackedKV,
-    slot_mapping: Tensor,
-    *,
-    backend: str | None = None,
+    latent: Tensor, rope: Tensor, kv: PackedKV, slot_mapping: Tensor, *, backend: str | None = None
 ) -> None:
     """Encodes and writes new tokens.
 
@@ -72,21 +67,14 @@ def gather_latent(
     Returns latent [tokens, latent_dim] and rope [tokens, rope_dim].
     """
     kv = checked_latents(kv)
-    dims, device = (kv.codec.spec.key_dim, kv.codec.spec.value_dim), kv.pages.device
-    if slots.ndim != 1:
-        raise InputError(f"slots must be int32 or int64 [tokens], not {describe(slots)}")
-    if out is not None:
-        check_pair("out", out, "latents and rope parts")
     if out is None:
-        out = (
-            torch.empty(len(slots), dims[0], dtype=dtype, device=device),
-            torch.empty(len(slots), dims[1], dtype=dtype, device=device),
-        )
-    latent, rope = out
-    if latent.ndim != 2 or rope.ndim != 2:
+        latent, rope = gather_kv(kv, slots, dtype=dtype, rotated=rotated, backend=backend)
+        return latent[:, 0], rope[:, 0]
+    check_pair("out", out, "latents and rope parts")
+    if out[0].ndim != 2 or out[1].ndim != 2:
         raise InputError(
-            f"out must be [tokens, {dims[0]}] and [tokens, {dims[1]}], not {list(latent.shape)} and {list(rope.shape)}"
+            f"out must be [tokens, {kv.codec.spec.key_dim}] and [tokens, {kv.codec.spec.value_dim}], "
+            f"not {list(out[0].shape)} and {list(out[1].shape)}"
         )
-    pair = latent.unsqueeze(1), rope.unsqueeze(1)
-    gather_kv(kv, slots, rotated=rotated, out=pair, backend=backend)
-    return latent, rope
+    gather_kv(kv, slots, rotated=rotated, out=(out[0].unsqueeze(1), out[1].unsqueeze(1)), backend=backend)
+    return out
