@@ -158,12 +158,11 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     states = layers if config.get("model_type") == "falcon_h1" else types.count((_STATE, None))
     types = [(NO_KV, None) if kind == _STATE else (kind, window) for kind, window in types]
     types = types[: layers - shared] + [(NO_KV, None)] * shared  # the last layers share the caches of earlier layers
-    given = config.get("per_layer_config") or {}
-    own = {int(layer): {**config, **fields} for layer, fields in given.items()}
-    found = Counter((kind, *_sizes(own.get(i, config), kind), window) for i, (kind, window) in enumerate(types))
+    own = {int(i): {**config, **fields} for i, fields in (config.get("per_layer_config") or {}).items()}
+    found = Counter((kind, window, _sizes(own.get(i, config), kind)) for i, (kind, window) in enumerate(types))
     groups = [
-        LayerGroup(LATENT if latent and kind == FULL else kind, count, *sizes)
-        for (kind, *sizes), count in sorted(found.items(), key=lambda item: str(item[0]))
+        LayerGroup(LATENT if latent and kind == FULL else kind, count, *sizes, window)
+        for (kind, window, sizes), count in sorted(found.items(), key=lambda item: str(item[0]))
     ]
     if config.get("index_topk"):
         groups.append(LayerGroup(INDEXER, _indexers(config, layers), 1, _indexer_bytes(config), 0))
@@ -180,7 +179,7 @@ def _sizes(config: Mapping[str, Any], kind: str) -> tuple[int, int, int]:
     one = config.get("multi_query") and not config.get("new_decoder_architecture")  # Falcon's two ways
     if config.get("num_key_value_heads") is not None or not one:
         num_kv_heads = _number(config, *_KV_HEADS, *_HEADS)
-    dims = ("head_dim", "attention_head_dim", "kv_channels")
+    dims: tuple[str, ...] = ("head_dim", "attention_head_dim", "kv_channels")
     if kind == FULL and config.get("global_head_dim"):  # Gemma 4
         dims = ("global_head_dim",)
         if config.get("attention_k_eq_v"):
@@ -239,7 +238,7 @@ def _layer_types(config: Mapping[str, Any], layers: int) -> list[tuple[str, int 
         return [(_STATE, None) if (i + 1) % every else (FULL, None) for i in range(layers)]
     if attending := config.get("attn_layer_indices"):  # Bamba
         return [(FULL, None) if i in attending else (_STATE, None) for i in range(layers)]
-    model = config.get("model_type")
+    model = str(config.get("model_type"))
     mixed = next((field for field in _MIXED if config.get(field)), None)
     if mixed is not None and model != "falcon_h1":
         raise UnsupportedError(_NOT_LISTED.format(model=model, field=mixed))
