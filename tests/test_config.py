@@ -67,9 +67,9 @@ def test_layers_that_do_not_exist(layers, count):
         ({"colour": "red"}, "slimkv has no setting 'colour'; known are format, layers"),
         ({"format": "k9v4"}, "unknown format 'k9v4'"),
         ({"format": "tq4"}, "unknown format 'tq4'; known are"),
-        ({"format": 4}, "format must be a format's name such as 'k4v4', not 4"),
+        ({"format": 4}, "format must be a format name such as 'k4v4', not 4"),
         ({"format": {0: "raw"}}, "formats of single layers go into layers"),
-        ({"format": CALIBRATED}, "takes the widths from a calibration made for a budget"),
+        ({"format": CALIBRATED}, "needs a calibration made for a budget"),
         ({"layers": ["raw"]}, "layers must map layers to formats"),
         ({"layers": {"last": "raw"}}, "'last', which is neither a layer's number"),
         ({"layers": {True: "raw"}}, "True, which is neither a layer's number"),
@@ -77,8 +77,8 @@ def test_layers_that_do_not_exist(layers, count):
         ({"format": "k3v3", "layers": {"default": "k4v4"}}, "give one of them"),
         ({"fresh": "none"}, "fresh must be one of auto, codes, raw, not 'none'"),
         ({"prefill": "4bit"}, "prefill must be one of auto, 8bit, 16bit, not '4bit'"),
-        ({"prefill": "8bit", "fresh": "raw"}, "reads every token through one kind of codes"),
-        ({"prefill": "8bit", "recent_tokens": 4}, "reads every token through one kind of codes"),
+        ({"prefill": "8bit", "fresh": "raw"}, "reads every token as codes of one format"),
+        ({"prefill": "8bit", "recent_tokens": 4}, "reads every token as codes of one format"),
         ({"sink_tokens": -1}, "sink_tokens must be an integer of 0 or more, not -1"),
         ({"recent_tokens": True}, "recent_tokens must be an integer of 0 or more, not True"),
         ({"fresh": "codes", "sink_tokens": 4}, "choose one"),
@@ -119,7 +119,7 @@ def test_an_engine_refuses_by_name():
 
 
 def test_something_else_altogether():
-    with pytest.raises(InputError, match="a format's name or a mapping of fields, not 4"):
+    with pytest.raises(InputError, match="a format name or a mapping of fields, not 4"):
         KVCacheConfig.parse(4)
 
 

@@ -90,12 +90,55 @@ def test_gpt_oss_alternates():
 
 
 def test_mistral_slides_in_every_layer():
-    assert shape_of({**LLAMA, "sliding_window": 4096}).groups == (LayerGroup(SLIDING, 32, 8, 128, 128, 4096),)
+    assert shape_of({**LLAMA, "model_type": "mistral", "sliding_window": 4096}).groups == (
+        LayerGroup(SLIDING, 32, 8, 128, 128, 4096),
+    )
+
+
+@pytest.mark.parametrize(
+    "model", ["gemma2", "gpt_oss", "cohere2", "olmo3", "gemma3n_text", "gemma3_text", "gemma4_text"]
+)
+def test_layers_that_are_not_listed_are_those_of_transformers(model):
+    config = pytest.importorskip("transformers").CONFIG_MAPPING[model]().to_dict()
+    listed = shape_of(config)
+    assert {group.kind for group in listed.groups} >= {FULL, SLIDING}
+    del config["layer_types"]
+    assert shape_of(config) == listed
+
+
+def test_layers_of_their_own_size():
+    """Gemma 4: larger heads in full layers, as transformers writes them and as its authors do."""
+    sliding = {**LLAMA, "num_hidden_layers": 4, "head_dim": 256, "sliding_window": 512}
+    sliding |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    wanted = (LayerGroup(FULL, 2, 2, 512, 512), LayerGroup(SLIDING, 2, 8, 256, 256, 512))
+    own = {"head_dim": 512, "num_key_value_heads": 2}
+    assert shape_of({**sliding, "per_layer_config": {"01": own, "03": own}}).groups == wanted
+    authors = {"global_head_dim": 512, "num_global_key_value_heads": 2}
+    assert shape_of({**sliding, **authors, "attention_k_eq_v": True}).groups == wanted
+    assert shape_of({**sliding, **authors}).groups == (full(2, 8, 512), wanted[1])
+
+
+def test_names_of_kv_heads():
+    bare = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+    falcon = {**bare, "num_kv_heads": 4, "multi_query": True}
+    assert shape_of(falcon).groups == (full(32, 1, 128),)
+    assert shape_of({**falcon, "new_decoder_architecture": True}).groups == (full(32, 4, 128),)
+    assert shape_of({**bare, "multi_query_group_num": 2, "kv_channels": 64}).groups == (full(32, 2, 64),)
+    assert shape_of({**bare, "num_attention_groups": 1}).groups == (full(32, 1, 128),)
+    assert shape_of({**LLAMA, "attention_head_dim": 224}).groups == (full(32, 8, 224),)
+
+
+def test_two_attentions_in_a_layer():
+    config = {"model_type": "longcat_flash", "num_layers": 28, "num_attention_heads": 64}
+    assert shape_of({**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64}).groups[0].layers == 56
 
 
 def test_hybrids_hold_nothing_in_linear_layers():
     linear = {**LLAMA, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8}
     assert shape_of(linear).groups == (full(8, 8, 128), LayerGroup(NO_KV, 24, 0, 0, 0))
+    assert shape_of({**LLAMA, "full_attention_interval": 4}) == shape_of(linear)
+    bamba = {**LLAMA, "attn_layer_indices": [9, 18, 27], "mamba_d_state": 256}
+    assert shape_of(bamba).groups == (full(3, 8, 128), LayerGroup(NO_KV, 29, 0, 0, 0))
     jamba = {**LLAMA, "attn_layer_period": 8, "attn_layer_offset": 4}
     assert shape_of(jamba).groups == (full(4, 8, 128), LayerGroup(NO_KV, 28, 0, 0, 0))
     nemotron = {**LLAMA, "num_hidden_layers": 5, "hybrid_override_pattern": "M-*M-"}
@@ -125,9 +168,9 @@ def test_latents_belong_to_all_heads():
         "raw": 27 * 1152, "c8r8": 27 * 580, "c6r8": 27 * 452, "c4": 27 * 386, "c4r8": 27 * 324,
     }  # fmt: skip
     assert make_plan(shape, ["auto"], 2**34).formats[0].ratio_to_bf16 == pytest.approx(1152 / 386)
-    with pytest.raises(SpecError, match="'k4v4' is one of K and V, and this model caches latents: use 'c4'"):
+    with pytest.raises(SpecError, match="'k4v4' is for K and V, but this model caches latents: use 'c4'"):
         make_plan(shape, ["k4v4"], 2**34)
-    with pytest.raises(SpecError, match="'c4' is one of latents, and this model caches K and V: use 'k4v4'"):
+    with pytest.raises(SpecError, match="'c4' is for latents, but this model caches K and V: use 'k4v4'"):
         make_plan(shape_of(LLAMA), ["c4"], 2**34)
 
 
@@ -142,6 +185,8 @@ def test_an_indexer_keeps_what_no_format_packs():
     assert packed.tokens_per_sequence == 2**34 // (61 * (386 + 132) * 64) * 64
     assert [group.kind for group in packed.groups] == [LATENT, INDEXER]
     assert shape_of({**config, "index_topk_freq": 4}).groups[1].layers == 1 + 1 + 14  # layers 0, 1, 5, 9, ..., 57
+    listed = {**config, "layer_types": ["indexed_attention"] * 61}
+    assert shape_of(listed) == shape
     assert shape_of({**config, "index_topk_pattern": "FSSS" * 20}).groups[1].layers == 16
 
 
@@ -168,6 +213,22 @@ def test_gpt2_names_and_multi_query():
             "'telepathy' is unknown; known are full_attention",
         ),
         ({**LLAMA, "layer_types": ["sliding_attention"] * 32}, InputError, "no window size"),
+        ({**LLAMA, "layer_types": 32}, InputError, "must list the type of each layer, not 32"),
+        ({**LLAMA, "layer_types": ["indexed_attention"] * 32}, UnsupportedError, "'indexed_attention' is unknown"),
+        ({**LLAMA, "index_topk": 2048}, UnsupportedError, "llama has sparse attention on K and V"),
+        ({**LLAMA, "sliding_window": 4096}, UnsupportedError, "'llama' with sliding_window has several kinds"),
+        ({**LLAMA, "sliding_window": [2047, None] * 16}, InputError, r"sliding_window=\[2047, None"),
+        ({**LLAMA, "sliding_window": 4096, "sliding_window_pattern": "LLLG"}, InputError, "pattern='LLLG'"),
+        ({**LLAMA, "attn_type_list": [0, 1] * 16}, UnsupportedError, "'llama' with attn_type_list has several kinds"),
+        ({**LLAMA, "mamba_d_state": 128}, UnsupportedError, "with mamba_d_state has several kinds of layers"),
+        ({**LLAMA, "is_encoder_decoder": True}, UnsupportedError, "llama has cross-attention"),
+        ({**LLAMA, "use_cla": True, "cla_share_factor": 2}, UnsupportedError, "layers that share caches"),
+        ({**LLAMA, "block_configs": [{}] * 32}, UnsupportedError, "layers of different sizes"),
+        ({**LLAMA, "num_key_value_heads": [8] * 32}, InputError, "needs one integer of 1 or more"),
+        ({**LLAMA, "num_hidden_layers": "many"}, InputError, "num_hidden_layers='many'"),
+        ({**LLAMA, "head_dim": 127.5}, InputError, "head_dim=127.5"),
+        ({**LLAMA, "hidden_size": 4100}, InputError, "no head_dim, and 32 heads do not divide"),
+        ({**LLAMA, "num_kv_shared_layers": 32}, InputError, "32 of them sharing the caches"),
     ],
 )
 def test_configurations_that_are_refused(config, error, message):
@@ -184,7 +245,7 @@ def test_read_config_from_file_and_folder(tmp_path):
     with pytest.raises(InputError, match="is not JSON"):
         read_config(tmp_path / "bad.json")
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(InputError, match="holds a list"):
+    with pytest.raises(InputError, match="contains a list"):
         read_config(tmp_path / "list.json")
 
 
@@ -275,7 +336,7 @@ def test_bad_arguments():
         make_plan(shape_of(LLAMA), ["k4v4"], 2**30, sequences=0)
     with pytest.raises(SpecError, match="unknown format 'int4'"):
         make_plan(shape_of(LLAMA), ["int4"], 2**30)
-    with pytest.raises(SpecError, match="no format"):
+    with pytest.raises(SpecError, match="formats is empty"):
         make_plan(shape_of(LLAMA), [], 2**30)
     with pytest.raises(SpecError, match="head_dim 100"):
         make_plan(ModelShape("odd", (full(1, 1, 100),)), ["k4v4"], 2**30)

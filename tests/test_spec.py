@@ -86,6 +86,8 @@ def test_policy_applies_to_lloyd_sides_only():
     assert spec.value == uniform(4)
     with pytest.raises(SpecError, match=r"'fast'.*plain, norm, unbiased"):
         CodecSpec.parse("k4v4", 128, key_policy="fast")
+    with pytest.raises(SpecError, match=r"'fast'.*plain, norm, unbiased"):
+        CodecSpec.parse("fp8", 128, key_policy="fast")
 
 
 @pytest.mark.parametrize("dim", [0, 8, 100, 130, 1040, -16])
@@ -259,7 +261,7 @@ def test_token_rows_are_aligned_and_as_small_as_tiles():
         assert rows != tiles
         assert pickle.loads(pickle.dumps(rows)) == rows
     assert 656 * 64 / PageLayout(LatentSpec.parse("c4"), 64, True).page_bytes > 1.69  # fp8_ds_mla
-    with pytest.raises(SpecError, match="token rows hold latents, not K and V of format k4v4"):
+    with pytest.raises(SpecError, match="token_rows is for latents, not for K and V of format k4v4"):
         PageLayout(CodecSpec.parse("k4v4", 128), 64, True)
 
 

@@ -27,7 +27,7 @@ _NAMES: dict[Any, str] = {
     torch.Tensor: "a tensor", torch.device: "a device", torch.dtype: "a dtype", Path: "a path", tuple: "a tuple",
     list: "a list", Mapping: "a mapping", Sequence: "a sequence",
 }  # fmt: skip
-# Classes that an annotation accepts besides its own.
+# Further classes that an annotation accepts.
 _ALSO: dict[Any, tuple[type, ...]] = {int: (np.integer,), float: (int, np.integer, np.floating), bool: (np.bool_,)}
 _TEXTS = (str, bytes)
 
@@ -60,7 +60,7 @@ class _Rule:
 
 
 def describe(value: Any) -> str:
-    """``value`` in a message: tensors by dtype, shape and device, everything else as it prints, cut short."""
+    """``value`` as text for a message: tensors by dtype, shape and device, everything else by a truncated ``repr``."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)} on {value.device}"
     text = repr(value)
@@ -86,7 +86,7 @@ def _rules(annotations: dict[str, Any], scope: dict[str, Any], error: type[SlimK
     for name, annotation in annotations.items():
         if isinstance(annotation, str):
             try:
-                annotation = eval(annotation, scope)  # our own source, with names of its own module
+                annotation = eval(annotation, scope)  # slimkv's own source, evaluated in its module
             except (NameError, TypeError):  # a name for type checkers only
                 continue
         kinds = _kinds(annotation)

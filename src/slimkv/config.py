@@ -37,39 +37,39 @@ class KVCacheConfig:
     An engine raises an error that names any setting it does not support.
 
     Attributes:
-        format: how K and V are stored, as ``CodecSpec.parse`` reads it (``k4v4``, ``fp8``, ``raw``, ...), or the
-            latents of a model with latent attention, as ``LatentSpec.parse`` reads it (``c4``, ``c4r8``, ``craw``);
-            ``auto``: 4 bits, for K and V or for latents; ``calibrated``: each layer as the calibration chose for its
-            budget.
+        format: the format of K and V, as in ``CodecSpec.parse`` (``k4v4``, ``fp8``, ``raw``, ...), or of the latents
+            of a model with latent attention, as in ``LatentSpec.parse`` (``c4``, ``c4r8``, ``craw``). ``auto``: 4 bits,
+            for K and V or for latents. ``calibrated``: the widths that the calibration chose per layer.
         layers: formats of single layers. A key is a layer's number (``0``, ``"0"``), counted from the end when negative
             (``-1``), a range with both ends (``"4-6"``, ``"-2--1"``), or ``"default"``, which is ``format``. Later
             entries win over earlier ones.
         fresh: how the tokens of one forward pass see one another. ``codes``: as codes, as every later step sees them,
             so that a prefix-cache hit gives the same output as a miss. ``raw``: as unquantised K and V, which is closer
-            to the stock cache, but the output then depends on how the prompt was chunked. ``auto``: codes if pages are
+            to the stock cache, but the output depends on how the prompt was chunked. ``auto``: codes if pages are
             shared between requests, raw in a private cache.
-        prefill: the arithmetic of passes of more than 32 new tokens. ``16bit``; ``8bit``: 8-bit tensor cores, for
-            Lloyd-Max codes of up to 4 bits on both sides and ``fresh`` other than raw, otherwise an error; ``auto``: 16
-            bits, because with 8 a prefix-cache hit whose few remaining tokens are decoded differs from a miss.
+        prefill: the arithmetic of passes of more than 32 new tokens. ``16bit``. ``8bit``: 8-bit tensor cores; requires
+            Lloyd-Max codes of up to 4 bits on both sides and ``fresh`` other than raw. ``auto``: 16 bits, because a
+            prefix-cache hit with few remaining tokens is decoded, and with 8 bits it would differ from a miss.
         sink_tokens: the number of first tokens that are kept in the model's dtype.
         recent_tokens: the same for the last tokens.
-        age: formats of older tokens, as in ``{512: "k6v6", 4096: "k4v4"}``: a token that 512 newer ones have followed
-            is re-encoded as ``k6v6``, block by block; younger ones are as ``format`` says.
-        memory: bytes that the cache may take (a number, or ``"2GiB"``). It starts as ``format`` (``auto``: the model's
-            dtype), and as it fills re-encodes old tokens in fewer and fewer bits; the first and latest stay fine.
-        calibration: how keys are rounded: a file from ``slimkv calibrate`` or a loaded ``Calibration``; ``auto``: the
-            one made before for exactly this model; None: to the nearest level.
+        age: formats of older tokens, as in ``{512: "k6v6", 4096: "k4v4"}``: once 512 newer tokens follow a token, it is
+            re-encoded as ``k6v6``, block by block. Younger tokens are stored in ``format``.
+        memory: a limit on the bytes of the cache (a number, or ``"2GiB"``). The cache starts in ``format`` (``auto``:
+            the model's dtype) and re-encodes old tokens with fewer bits as it fills; the first and latest keep more.
+        calibration: query statistics for rounding keys: a file from ``slimkv calibrate`` or a loaded ``Calibration``.
+            ``auto``: the cached calibration of exactly this model. None: keys are rounded to the nearest level.
         center_keys: subtract a constant vector per layer and KV head from keys before they are encoded. It comes from
-            the calibration, from a short pass of the model, or from the first prompt. Not for ``raw`` keys and vLLM's
-            own recipes.
+            the calibration, from a short pass of the model, or from the first prompt. ``raw`` keys and vLLM's own
+            recipes are never centred.
         max_score_error: the guard's limit, in nats. Once per layer an engine compares attention scores from stored keys
-            with true ones, and stops beyond it. 0 switches the guard off.
-        key_policy: the scale policy of Lloyd-Max keys; None is the default of the format.
+            with exact ones and stops with an error beyond the limit. 0 switches the guard off.
+        key_policy: the scale policy of Lloyd-Max keys; None: the default of the format.
         value_policy: the same for values.
         seed: the seed of the rotation.
-        backend: the backend of store and attention by name; None is the best one for the device.
-        deterministic: a token's attention depends on its own sequence alone, to the last bit. Every token is then read
-            through its codes (``fresh`` is not raw), and prefill is in 16 bits.
+        backend: the name of the backend of store and attention; None: the best one for the device.
+        deterministic: the attention output of a token depends only on its own sequence, bit for bit: not on other
+            requests, on chunked prefill, on prefix caching or on drafts. It requires that every token is read through
+            its codes (``fresh`` is not raw) and prefill in 16 bits.
     """
 
     format: str = AUTO
@@ -129,9 +129,9 @@ class KVCacheConfig:
         self._check_choice("prefill", PREFILL)
         if self.prefill == EIGHT_BIT and (self.fresh == "raw" or self.tiered):
             raise InputError(
-                f"prefill='8bit' reads every token through one kind of codes; fresh={self.fresh!r}, sink_tokens="
+                f"prefill='8bit' reads every token as codes of one format; fresh={self.fresh!r}, sink_tokens="
                 f"{self.sink_tokens}, recent_tokens={self.recent_tokens}, age={dict(self.age)!r} and memory="
-                f"{self.memory!r} mean that some are not: choose one"
+                f"{self.memory!r} store some tokens otherwise: choose one"
             )
 
     def _check_deterministic(self) -> None:
@@ -140,7 +140,7 @@ class KVCacheConfig:
         for name, allowed in _DETERMINISTIC.items():
             if getattr(self, name) not in allowed:
                 raise InputError(
-                    f"deterministic reads every token through its codes, in 16 bits: {name} must be one of "
+                    f"deterministic=True reads every token through its codes, in 16 bits: {name} must be one of "
                     f"{', '.join(map(repr, allowed))}, not {getattr(self, name)!r}"
                 )
         for format in (self.format, *self.layers.values()):
@@ -167,20 +167,20 @@ class KVCacheConfig:
 
     @property
     def tiered(self) -> bool:
-        """Whether tokens of one layer are stored in different formats."""
+        """Whether one layer stores tokens in several formats."""
         return bool(self.sink_tokens or self.recent_tokens or self.age or self.memory is not None)
 
     def _check_format(self, where: str, format: object) -> None:
         if not isinstance(format, str):
             hint = "; formats of single layers go into layers" if isinstance(format, Mapping) else ""
-            raise InputError(f"{where} must be a format's name such as 'k4v4', not {format!r}{hint}")
+            raise InputError(f"{where} must be a format name such as 'k4v4', not {format!r}{hint}")
         if format != CALIBRATED:
             if format != AUTO and not is_latent_format(format):
                 parse_format(format)
         elif self.calibration is None:
             raise InputError(
-                f"{where} {CALIBRATED!r} takes the widths from a calibration made for a budget: run slimkv calibrate "
-                "with --budget, and give the file as calibration"
+                f"{where} {CALIBRATED!r} needs a calibration made for a budget: run slimkv calibrate with --budget, "
+                "and pass the file as calibration"
             )
 
     def _checked_layers(self) -> Mapping[int | str, str]:
@@ -213,13 +213,13 @@ class KVCacheConfig:
 
     @classmethod
     def parse(cls, given: object) -> KVCacheConfig:
-        """From a configuration, a format's name, or a mapping of fields, as an engine's options hold it."""
+        """A configuration from a format name, a mapping of fields (an engine's options) or another configuration."""
         if isinstance(given, KVCacheConfig):
             return given
         if isinstance(given, str):
             return cls(format=given)
         if not isinstance(given, Mapping):
-            raise InputError(f"slimkv's settings are a format's name or a mapping of fields, not {describe(given)}")
+            raise InputError(f"slimkv settings must be a format name or a mapping of fields, not {describe(given)}")
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
@@ -229,10 +229,10 @@ class KVCacheConfig:
     # -- what engines ask ----------------------------------------------------------------------------------------------
 
     def format_of(self, layer: int | None, num_layers: int, *, latent: bool = False) -> str:
-        """The format of layer ``layer`` of a model of ``num_layers`` (None, or beyond them: ``format``).
+        """The format of layer ``layer`` in a model of ``num_layers``; ``format`` if it is None or beyond them.
 
-        ``latent``: the layer caches latents. A format of the other kind raises an error. A drafter's layer, numbered
-        after the model's layers, may be of another kind; it then takes the default of its kind.
+        ``latent``: whether the layer caches latents. A format of the other kind raises an error, except for a drafter's
+        layer, which is numbered after the model's layers: it then takes the default of its kind.
         """
         if latent and self.deterministic and not (layer is not None and layer >= num_layers):
             raise UnsupportedError(f"{_LATENT_NOT_DETERMINISTIC}, and this model caches latents")
@@ -246,12 +246,12 @@ class KVCacheConfig:
         return format_of_kind(found, latent)
 
     def layer_formats(self, num_layers: int, *, latent: bool = False) -> list[str]:
-        """One format per layer; raises where ``layers`` names one that the model does not have."""
+        """The format of every layer; raises if ``layers`` names a layer that the model does not have."""
         self.check_layers(num_layers)
         return [self.format_of(i, num_layers, latent=latent) for i in range(num_layers)]
 
     def check_layers(self, num_layers: int) -> None:
-        """Raises unless every layer that is named exists in a model of ``num_layers`` layers."""
+        """Raises if ``layers`` names a layer that a model of ``num_layers`` layers does not have."""
         for where in self.layers:
             ends = _parse_layers(where)
             if any(not -num_layers <= end < num_layers for end in ends) or not _range(where, num_layers):
@@ -271,7 +271,7 @@ class KVCacheConfig:
         return SIXTEEN_BIT if self.prefill == AUTO and (shared_pages or self.deterministic) else self.prefill
 
     def refuse(self, engine: str, *names: str) -> None:
-        """Raises ``UnsupportedError`` if one of the fields ``names`` is set, which ``engine`` cannot do."""
+        """Raises ``UnsupportedError`` if a field in ``names``, which ``engine`` does not support, is set."""
         for name in self.changed():
             if name in names:
                 raise UnsupportedError(
@@ -279,7 +279,7 @@ class KVCacheConfig:
                 )
 
     def changed(self) -> Iterator[str]:
-        """The names of the fields that are not at their default."""
+        """The names of the fields that differ from their defaults."""
         return (name for name, default in _DEFAULTS.items() if getattr(self, name) != default)
 
 
@@ -289,21 +289,21 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def unknown_setting(name: object, known: list[str]) -> str:
-    """The message for a setting that does not exist."""
+    """The error message for an unknown setting."""
     close = difflib.get_close_matches(str(name), known, 1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"slimkv has no setting {name!r}; {hint}known are {', '.join(known)}"
 
 
 def _tokens(age: object) -> int:
-    """A key of ``age``: a number of tokens, or its digits, as JSON has them."""
+    """A key of ``age``: a number of tokens, or its digits, because keys in JSON are strings."""
     if isinstance(age, bool) or not (isinstance(age, int) or (isinstance(age, str) and age.isdigit())) or int(age) < 1:
         raise InputError(f"age has {age!r}, which is not a number of tokens of 1 or more")
     return int(age)
 
 
 def _parse_layers(where: object) -> tuple[int, ...]:
-    """The bounds in a key of ``layers``: one number, or the two ends of a range."""
+    """The bounds in a key of ``layers``: one layer, or both ends of a range."""
     if isinstance(where, int) and not isinstance(where, bool):
         return (where,)
     match = _LAYERS.fullmatch(where.strip()) if isinstance(where, str) else None
@@ -316,6 +316,6 @@ def _parse_layers(where: object) -> tuple[int, ...]:
 
 
 def _range(where: object, num_layers: int) -> range:
-    """The layers of a key of ``layers`` in a model of ``num_layers``; empty for ends in the wrong order."""
+    """The layers that a key of ``layers`` names in a model of ``num_layers``; empty if its ends are swapped."""
     ends = [end + num_layers if end < 0 else end for end in _parse_layers(where)]
     return range(ends[0], ends[-1] + 1)

@@ -24,7 +24,7 @@ class Check:
     name: str
     works: bool
     version: str | None
-    detail: str  # its purpose, or what is wrong and how to fix it
+    detail: str  # its purpose, or the problem and its remedy
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _cpu_kernels() -> Check:
         reason = failure.splitlines()[0]
         return Check("cpu", False, None, f"no compiled kernels; the reference in plain torch runs, slowly: {reason}")
     library = module.library()
-    threads = "torch's threads" if library.team is not None else "threads of their own: torch's OpenMP was not found"
+    threads = "torch's threads" if library.team is not None else "own threads, because torch's OpenMP was not found"
     return Check("cpu", True, library.name, f"compiled kernels ({library.path}) on {threads}")
 
 
@@ -132,10 +132,10 @@ class _Engine:
     package: str
     title: str
     distributions: tuple[str, ...]
-    group: str  # of its entry points
-    allowed: str  # the environment variable that restricts its plugins
+    group: str  # the group of its entry points
+    allowed: str  # the environment variable that lists allowed plugins
     empty_allows_all: bool
-    loads: str  # a program that fails if the plugin cannot load; it may print lines that begin with "slimkv: "
+    loads: str  # a program that fails if the plugin cannot load; lines it prints after "slimkv: " are notes
     usage: str
 
 
@@ -162,7 +162,7 @@ _SGLANG = _Engine(
 
 
 def _plugin(engine: _Engine) -> Check:
-    """Checks that an engine is installed and loads the plugin, in another process because engines change their own."""
+    """Checks that an engine loads the plugin, in a separate process because engines modify theirs."""
     found = _package(engine.package, "", engine.distributions)
     if not found.works:
         return found
@@ -207,7 +207,7 @@ CHECKS: dict[str, Callable[[], Check]] = {
 
 
 def diagnose(required: Sequence[str] = ()) -> Diagnosis:
-    """Runs every check; ``required`` names those that must pass."""
+    """Runs every check; ``required`` names the checks that must pass."""
     unknown = [name for name in required if name not in CHECKS]
     if unknown:
         raise InputError(f"unknown requirement {unknown[0]!r}; known are {', '.join(CHECKS)}")

@@ -62,7 +62,7 @@ class TensorFormat:
                 raise SpecError(f"raw {self.raw_dtype} has {RAW_DTYPES[self.raw_dtype]} bits, not {self.bits}")
         elif self.bits not in allowed[self.kind]:
             widths = ", ".join(map(str, allowed[self.kind]))
-            raise SpecError(f"{self.kind} does not come in {self.bits} bits; it comes in {widths}")
+            raise SpecError(f"{self.kind} does not support {self.bits} bits; supported are {widths}")
         if self.kind == Kind.LLOYD and not self.rotated:
             raise SpecError("lloyd is defined on rotated vectors only; use uniform for unrotated ones")
         if self.kind in (Kind.FP8, Kind.RAW) and self.rotated:
@@ -80,7 +80,7 @@ class TensorFormat:
 
     @property
     def name(self) -> str:
-        """The format as ``CodecSpec.parse`` reads it after ``k`` or ``v``."""
+        """The part of a format's name after ``k`` or ``v``."""
         if self.kind == Kind.LLOYD:
             return str(self.bits)
         if self.kind == Kind.UNIFORM:
@@ -106,7 +106,7 @@ def fp8() -> TensorFormat:
 
 
 def raw(dtype: str | None = None) -> TensorFormat:
-    """The input's own bits, lossless; without a ``dtype``, in that of the model (bfloat16 where none is known)."""
+    """The input's own bits, lossless. Without ``dtype``: the dtype of the model, or bfloat16 if it is unknown."""
     if dtype is None:
         return TensorFormat(Kind.RAW, 16, dtype_of_model=True)
     return TensorFormat(Kind.RAW, RAW_DTYPES.get(dtype, 16), raw_dtype=dtype)
@@ -165,7 +165,7 @@ DEFAULT_FORMAT = "k4v4"
 # The default for latents: 4-bit codes, and the rope part in the dtype of the model.
 DEFAULT_LATENT_FORMAT = "c4"
 RAW, RAW_LATENT = "raw", "craw"  # unquantised, in the dtype of the model
-# Names that stand for other formats: the default for what a model caches, and the calibration's choice per layer.
+# Names that resolve to other formats: the default for K and V or for latents, and the calibration's choice per layer.
 AUTO, CALIBRATED = "auto", "calibrated"
 
 
@@ -176,7 +176,7 @@ def known_latent_formats() -> str:
 
 
 def is_latent_format(name: str) -> bool:
-    """Whether ``name`` is a latent format (``c4r8``) rather than one of K and V (``k4v4``)."""
+    """Whether ``name`` is a latent format (``c4r8``) and not a format of K and V (``k4v4``)."""
     return isinstance(name, str) and _LATENT.fullmatch(name.strip().lower()) is not None
 
 
@@ -190,23 +190,23 @@ def parse_latent_format(name: str) -> tuple[TensorFormat, TensorFormat]:
 
 
 def format_of_kind(format: str, latent: bool) -> str:
-    """``format`` for layers that cache latents, or K and V; raises if it is a format of the other kind."""
+    """``format`` resolved for layers that cache latents, or K and V; raises if it is a format of the other kind."""
     if format == AUTO:
         return DEFAULT_LATENT_FORMAT if latent else DEFAULT_FORMAT
     if not latent:
         if is_latent_format(format):
             raise SpecError(
-                f"format {format!r} is one of latents, and this model caches K and V: use {DEFAULT_FORMAT!r}, another "
+                f"format {format!r} is for latents, but this model caches K and V: use {DEFAULT_FORMAT!r}, another "
                 f"format of K and V, or {AUTO!r}"
             )
         return format
     if format == CALIBRATED:
-        raise SpecError("slimkv does not calibrate latent attention: give a format of latents, such as 'c4'")
+        raise SpecError("slimkv does not calibrate latent attention: use a latent format, such as 'c4'")
     if format == RAW:
         return RAW_LATENT
     if not is_latent_format(format):
         raise SpecError(
-            f"format {format!r} is one of K and V, and this model caches latents: use {DEFAULT_LATENT_FORMAT!r}, "
-            f"another format of latents ({known_latent_formats()}), or {AUTO!r}"
+            f"format {format!r} is for K and V, but this model caches latents: use {DEFAULT_LATENT_FORMAT!r}, "
+            f"another latent format ({known_latent_formats()}), or {AUTO!r}"
         )
     return format

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slimkv.arguments import describe
 from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.formats import format_of_kind
 from slimkv.recurrent_state import StateShape, aligned_block_size, state_shape
@@ -16,19 +17,45 @@ from slimkv.spec import CodecSpec, PageLayout, parse_spec
 from slimkv.spec import parse_size as parse_size
 
 FULL, SLIDING, LATENT, NO_KV = "full", "sliding", "latent", "no_kv"
-_STATE = "state"  # no KV, but a recurrent state
+_STATE = "state"  # a recurrent state instead of K and V
 INDEXER = "indexer"  # keys of sparse attention's indexer, which no format packs; key_dim is their bytes
 BASELINE = "raw"
 DEFAULT_FORMATS = ("raw", "fp8", "k4v4", "k3v3", "k2v2")
 DEFAULT_LATENT_FORMATS = ("raw", "c8r8", "c6r8", "c4", "c4r8")
 USEFUL_MATCH = 1024  # tokens; prompts seldom share larger blocks
-_BLOCK_ALIGNMENT, _STOCK_ALIGNMENT = 64, 16  # tokens by which vLLM rounds a hybrid model's blocks: slimkv's, its own
+# Alignment of a hybrid model's blocks in vLLM, in tokens: with slimkv and without.
+_BLOCK_ALIGNMENT, _STOCK_ALIGNMENT = 64, 16
 _KIND_OF_TYPE = {
-    **dict.fromkeys(("full_attention", "attention", "full", "global"), FULL),
+    **dict.fromkeys(("full_attention", "attention", "full", "global", "indexed_attention"), FULL),
     **dict.fromkeys(("sliding_attention", "sliding", "local", "chunked_attention"), SLIDING),
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent"), _STATE),
     **dict.fromkeys(("conv", "mlp", "moe"), NO_KV),
 }
+_HEADS = ("num_attention_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups")
+# Fields of models that cache other tensors than the fields read here describe.
+_UNCOUNTED = {
+    "compress_ratios": "sparse attention on compressed tokens", "is_encoder_decoder": "cross-attention",
+    "cross_attention_layers": "cross-attention", "use_cla": "layers that share caches",
+    "block_configs": "layers of different sizes", "num_key_value_heads_per_layer": "layers of different sizes",
+    "swa_num_key_value_heads": "sliding layers of another size",
+}  # fmt: skip
+# Fields of models with several kinds of layers.
+_MIXED = (
+    "attn_type_list", "linear_attn_config", "block_types", "full_attn_idxs", "layer_group_size", "hybrid_layer_pattern",
+    "mixer_types", "attention_chunk_size", "linear_num_key_heads", "linear_num_heads", "mamba_d_state",
+    "ssm_state_size", "mamba_step",
+)  # fmt: skip
+_NOT_LISTED = (
+    "model type {model!r} with {field} has several kinds of layers, and the configuration does not list them: give a "
+    "config.json with layer_types, as AutoConfig.from_pretrained(MODEL).save_pretrained(DIR) writes it"
+)
+# The defaults of transformers for configurations that have a window and list no layers.
+_PERIODS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "olmo3": 4, "gemma3n_text": 5, "gemma3_text": 6, "gemma4_text": 6}
+_ALL_SLIDING = (
+    "kyutai_speech_to_text", "ministral", "mistral", "mixtral", "moshi", "phi3", "phimoe", "starcoder2",
+    "voxtral_realtime_text",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,8 +65,8 @@ class LayerGroup:
     kind: str  # full, sliding, latent, no_kv, indexer
     layers: int
     num_kv_heads: int
-    key_dim: int  # of latents: their own size
-    value_dim: int  # of latents: that of the rope part
+    key_dim: int  # the size of a latent in latent layers
+    value_dim: int  # the size of the rope part in latent layers
     window: int | None = None  # window of a sliding layer
 
 
@@ -49,8 +76,8 @@ class ModelShape:
 
     name: str
     groups: tuple[LayerGroup, ...]
-    state: StateShape | None = None  # of a hybrid model
-    latent: bool = False  # whether it caches latents (MLA) instead of K and V
+    state: StateShape | None = None  # recurrent states of a hybrid model
+    latent: bool = False  # whether the model caches latents (MLA) instead of K and V
 
 
 @dataclass(frozen=True)
@@ -62,7 +89,7 @@ class GroupPlan:
     num_kv_heads: int
     window: int | None
     bytes_per_token: float  # all layers of the group, while the window is not full
-    bytes_at_window: int | None  # maximum bytes of a sequence in these layers; None if they grow with the length
+    bytes_at_window: int | None  # maximum bytes per sequence in these layers; None if they grow with its length
 
 
 @dataclass(frozen=True)
@@ -93,57 +120,81 @@ class Plan:
 
 
 def read_config(path: Path) -> ModelShape:
-    """A transformers ``config.json`` (or the folder that holds it) -> the shape of its cache."""
+    """The cache shape of a model, from its transformers ``config.json`` or the folder with that file."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise InputError(f"there is no file {file}; give a model's config.json or the folder it is in")
+        raise InputError(f"there is no file {file}; give the config.json of a model or its folder")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise InputError(f"{file} holds a {type(config).__name__}, not a model configuration")
+        raise InputError(f"{file} contains a {type(config).__name__}, not a model configuration")
     return shape_of(config)
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """A configuration as a mapping -> the shape of its cache."""
+    """The cache shape of a model, from its configuration as a mapping. Raises for caches that it cannot count."""
     name = str(config.get("_name_or_path") or config.get("model_type") or "model")
     for nested in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(nested), Mapping):
             config = {**config, **config[nested]}
-    if config.get("compress_ratios") or (config.get("index_topk") and not config.get("kv_lora_rank")):
-        raise UnsupportedError(
-            f"{name} has sparse attention on compressed tokens, or on K and V: beside what its layers attend they keep "
-            "what this plan cannot count"
-        )
+    if uncounted := next((field for field in _UNCOUNTED if config.get(field)), None):
+        raise UnsupportedError(f"{name} has {_UNCOUNTED[uncounted]} ({uncounted}), which this plan cannot count")
+    latent = bool(config.get("kv_lora_rank"))
+    if config.get("index_topk") and not latent:
+        raise UnsupportedError(f"{name} has sparse attention on K and V (index_topk), which this plan cannot count")
     layers = _number(config, "num_hidden_layers", "n_layer", "num_layers")
-    heads = _number(config, "num_attention_heads", "n_head")
-    num_kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
-    dim = config.get("head_dim") or _number(config, "hidden_size", "n_embd") // heads
-    value_dim = config.get("v_head_dim") or dim
-    attends: tuple[str, tuple[int, int, int]] = (FULL, (int(num_kv_heads), int(dim), int(value_dim)))
-    if latent_dim := config.get("kv_lora_rank"):
-        attends = (LATENT, (1, int(latent_dim), _number(config, "qk_rope_head_dim")))
-    shared = int(config.get("num_kv_shared_layers") or 0)
+    if config.get("model_type") == "longcat_flash" and not config.get("num_hidden_layers"):
+        layers *= 2  # two attentions per layer
+    shared = _number(config, "num_kv_shared_layers") if config.get("num_kv_shared_layers") else 0
     types = _layer_types(config, layers)
-    if len(types) != layers:
-        raise InputError(f"{name} has {layers} layers but its configuration lists {len(types)} layer types")
+    if len(types) != layers or shared >= layers:
+        raise InputError(
+            f"{name} has {layers} layers but its configuration lists {len(types)} layer types, {shared} of them "
+            "sharing the caches of earlier layers"
+        )
     # falcon_h1 has attention and a state side by side in every layer.
     states = layers if config.get("model_type") == "falcon_h1" else types.count((_STATE, None))
     types = [(NO_KV, None) if kind == _STATE else (kind, window) for kind, window in types]
     types = types[: layers - shared] + [(NO_KV, None)] * shared  # the last layers share the caches of earlier layers
-    groups = []
-    for (kind, window), count in sorted(Counter(types).items(), key=lambda item: str(item[0])):
-        stored = (0, 0, 0) if kind == NO_KV else attends[1]
-        groups.append(LayerGroup(attends[0] if kind == FULL else kind, count, *stored, window))
+    own = {int(i): {**config, **fields} for i, fields in (config.get("per_layer_config") or {}).items()}
+    found = Counter((kind, window, _sizes(own.get(i, config), kind)) for i, (kind, window) in enumerate(types))
+    groups = [
+        LayerGroup(LATENT if latent and kind == FULL else kind, count, *sizes, window)
+        for (kind, window, sizes), count in sorted(found.items(), key=lambda item: str(item[0]))
+    ]
     if config.get("index_topk"):
         groups.append(LayerGroup(INDEXER, _indexers(config, layers), 1, _indexer_bytes(config), 0))
-    return ModelShape(name, tuple(groups), state_shape(config, states), attends[0] == LATENT)
+    return ModelShape(name, tuple(groups), state_shape(config, states), latent)
+
+
+def _sizes(config: Mapping[str, Any], kind: str) -> tuple[int, int, int]:
+    """(KV heads, key size, value size) of a layer."""
+    if kind == NO_KV:
+        return 0, 0, 0
+    if config.get("kv_lora_rank"):
+        return 1, _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
+    heads, num_kv_heads = _number(config, *_HEADS), 1
+    one = config.get("multi_query") and not config.get("new_decoder_architecture")  # Falcon's two ways
+    if config.get("num_key_value_heads") is not None or not one:
+        num_kv_heads = _number(config, *_KV_HEADS, *_HEADS)
+    dims: tuple[str, ...] = ("head_dim", "attention_head_dim", "kv_channels")
+    if kind == FULL and config.get("global_head_dim"):  # Gemma 4
+        dims = ("global_head_dim",)
+        if config.get("attention_k_eq_v"):
+            num_kv_heads = _number(config, "num_global_key_value_heads", "num_key_value_heads")
+    if any(config.get(name) is not None for name in dims):
+        dim = _number(config, *dims)
+    else:
+        dim, rest = divmod(_number(config, "hidden_size", "n_embd"), heads)
+        if rest:
+            raise InputError(f"the configuration has no head_dim, and {heads} heads do not divide its hidden size")
+    return num_kv_heads, dim, _number(config, "v_head_dim") if config.get("v_head_dim") else dim
 
 
 def _indexers(config: Mapping[str, Any], layers: int) -> int:
-    """How many layers select tokens; the others reuse the selection of the layer before them."""
+    """The number of layers that select tokens; the other layers reuse the selection of the layer before them."""
     if pattern := config.get("index_topk_pattern"):
         return layers - str(pattern)[:layers].count("S")
     every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
@@ -151,15 +202,22 @@ def _indexers(config: Mapping[str, Any], layers: int) -> int:
 
 
 def _indexer_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes that an indexer keeps of a token: a key in fp8, with a float32 scale for every 128 numbers."""
+    """Bytes per token of an indexer: a key in fp8, with a float32 scale for every 128 values."""
     dim = _number(config, "index_head_dim")
     return dim + 4 * -(-dim // 128)
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
+    """The first of these fields that the configuration has."""
     for name in names:
-        if config.get(name):
-            return int(config[name])
+        value = config.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or value < 1:
+            raise InputError(
+                f"the configuration has {name}={describe(value)}; this plan needs one integer of 1 or more"
+            )
+        return int(value)
     raise InputError(
         f"the configuration has no {' or '.join(names)}; give --layers, --num-kv-heads and --head-dim instead"
     )
@@ -167,38 +225,52 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 def _layer_types(config: Mapping[str, Any], layers: int) -> list[tuple[str, int | None]]:
     """(kind, window) of every layer."""
-    window = config.get("sliding_window") or config.get("attention_window_size")
     if listed := config.get("layer_types") or config.get("layers_block_type"):
-        return [_kind(str(format), window, config) for format in listed]
+        if not isinstance(listed, list | tuple):
+            raise InputError(f"layer_types must list the type of each layer, not {describe(listed)}")
+        return [_kind(str(format), config) for format in listed]
     if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H: * attends, M is Mamba, - is an MLP
         return [({"*": FULL, "M": _STATE}.get(mark, NO_KV), None) for mark in pattern]
     if period := config.get("attn_layer_period"):  # Jamba
         offset = config.get("attn_layer_offset") or 0
         return [(FULL, None) if i % period == offset else (_STATE, None) for i in range(layers)]
+    if every := config.get("full_attention_interval"):  # Qwen3-Next
+        return [(_STATE, None) if (i + 1) % every else (FULL, None) for i in range(layers)]
+    if attending := config.get("attn_layer_indices"):  # Bamba
+        return [(FULL, None) if i in attending else (_STATE, None) for i in range(layers)]
+    model = str(config.get("model_type"))
+    mixed = next((field for field in _MIXED if config.get(field)), None)
+    if mixed is not None and model != "falcon_h1":
+        raise UnsupportedError(_NOT_LISTED.format(model=model, field=mixed))
+    window = config.get("sliding_window") or config.get("attention_window_size")
     if not window or config.get("use_sliding_window") is False:
         return [(FULL, None)] * layers
-    if every := config.get("sliding_window_pattern"):  # Gemma 3 before layer_types: the last of each run is full
-        return [(SLIDING, int(window)) if (i + 1) % every else (FULL, None) for i in range(layers)]
+    sliding = _kind("sliding_attention", config)
+    if config.get("sliding_window_pattern") or model in _PERIODS:  # the last layer of each period attends everything
+        every = _number({"sliding_window_pattern": _PERIODS.get(model), **config}, "sliding_window_pattern")
+        return [sliding if (i + 1) % every else (FULL, None) for i in range(layers)]
     if config.get("use_sliding_window") and config.get("max_window_layers") is not None:  # Qwen 2: the first are full
         first = int(config["max_window_layers"])
-        return [(FULL, None) if i < first else (SLIDING, int(window)) for i in range(layers)]
-    return [(SLIDING, int(window))] * layers
+        return [(FULL, None) if i < first else sliding for i in range(layers)]
+    if model not in _ALL_SLIDING:
+        raise UnsupportedError(_NOT_LISTED.format(model=model, field="sliding_window"))
+    return [sliding] * layers
 
 
-def _kind(format: str, window: Any, config: Mapping[str, Any]) -> tuple[str, int | None]:
-    if format not in _KIND_OF_TYPE:
+def _kind(format: str, config: Mapping[str, Any]) -> tuple[str, int | None]:
+    if format not in _KIND_OF_TYPE or (format == "indexed_attention" and not config.get("index_topk")):
         raise UnsupportedError(f"layer type {format!r} is unknown; known are {', '.join(_KIND_OF_TYPE)}")
     kind = _KIND_OF_TYPE[format]
     if kind != SLIDING:
         return kind, None
-    size = config.get("attention_chunk_size") if format == "chunked_attention" else window
-    if not size:
-        raise InputError(f"the configuration has {format} layers but no window size")
-    return kind, int(size)
+    fields = ("attention_chunk_size",) if format == "chunked_attention" else ("sliding_window", "attention_window_size")
+    if not any(config.get(field) for field in fields):
+        raise InputError(f"the configuration has {format} layers but no window size ({' or '.join(fields)})")
+    return kind, _number(config, *fields)
 
 
 def window_blocks(window: int, block_size: int) -> int:
-    """Blocks that a window of ``window`` tokens can touch, wherever it starts."""
+    """The largest number of blocks that a window of ``window`` tokens overlaps."""
     return (window - 1 + block_size - 1) // block_size + 1
 
 
@@ -208,7 +280,7 @@ def _group_blocks(group: LayerGroup, tokens: int, layout: PageLayout) -> int:
 
 
 def _layouts(shape: ModelShape, format: str, block_size: int) -> list[tuple[LayerGroup, PageLayout]]:
-    """The groups that store anything in the format, each with its layout."""
+    """The groups whose tensors are stored in the format, each with its layout."""
     packed = [group for group in shape.groups if group.kind not in (NO_KV, INDEXER)]
     return [(group, PageLayout(_spec(shape, group, format), block_size)) for group in packed]
 
@@ -219,7 +291,7 @@ def _spec(shape: ModelShape, group: LayerGroup, format: str) -> CodecSpec:
 
 
 def sequence_bytes(shape: ModelShape, format: str, tokens: int, block_size: int) -> int:
-    """Bytes of the pages of a sequence of ``tokens`` tokens in all layers."""
+    """Bytes of the pages of a sequence of ``tokens`` tokens, in all layers."""
     layouts = _layouts(shape, format, block_size)
     pages = sum(la.pool_bytes(_group_blocks(g, tokens, la), g.num_kv_heads) * g.layers for g, la in layouts)
     indexed = sum(group.layers * group.key_dim for group in shape.groups if group.kind == INDEXER)
@@ -246,15 +318,16 @@ def _tokens_that_fit(shape: ModelShape, format: str, budget: int, block_size: in
 def make_plan(
     shape: ModelShape, formats: Sequence[str] | None, memory: int, *, sequences: int = 1, block_size: int = 16
 ) -> Plan:
-    """Bytes and tokens of every format, compared with the bf16 cache (``raw``). ``formats`` None: a default selection
-    for what the model caches.
+    """Bytes and tokens of every format, compared with the bf16 cache (``raw``).
+
+    ``formats``: None is a selection for K and V or for latents.
     """
     if formats is None:
         formats = DEFAULT_LATENT_FORMATS if shape.latent else DEFAULT_FORMATS
     if sequences < 1:
         raise InputError(f"sequences must be at least 1, not {sequences}")
     if not formats:
-        raise SpecError("no format was given")
+        raise SpecError("formats is empty; give at least one, such as 'k4v4', or None for a selection")
     states = shape.state.sequence_bytes if shape.state is not None else 0
     each = max(memory // sequences - states, 0)
     base_bytes = sum(group.bytes_per_token for group in _group_plans(shape, BASELINE, block_size))

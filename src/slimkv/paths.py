@@ -36,19 +36,22 @@ def unsafe_reason(folder: Path) -> str | None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            return f"{path} cannot be looked at ({error.strerror})"
+            return f"{path} cannot be inspected ({error.strerror})"
         if not stat.S_ISDIR(about.st_mode):
             return f"{path} is not a folder"
         if about.st_uid not in owners:
-            return f"{path} belongs to user {about.st_uid}, not to this one ({me})"
+            return f"{path} belongs to user {about.st_uid}, not to the current user ({me})"
         sticky = path != folder and about.st_mode & stat.S_ISVTX  # sticky, as /tmp: only owners can rename
         if about.st_mode & _OTHERS and not sticky:
-            return f"others may write to {path} (mode {stat.S_IMODE(about.st_mode):o}); use: chmod go-w {path}"
+            return f"other users may write to {path} (mode {stat.S_IMODE(about.st_mode):o}); use: chmod go-w {path}"
     return None
 
 
 def keep_code(path: Path, content: bytes) -> str | None:
-    """Writes machine code to ``path``, in a folder of this user alone; if that fails, warns once and says why."""
+    """Writes machine code to ``path``, in a folder that only this user may write to.
+
+    If that fails, warns once and returns the reason.
+    """
     folder = path.parent
     reason = unsafe_reason(folder)
     try:
@@ -56,7 +59,7 @@ def keep_code(path: Path, content: bytes) -> str | None:
             folder.parent.parent.mkdir(parents=True, exist_ok=True)
             for made in (folder.parent, folder):
                 made.mkdir(mode=0o700, exist_ok=True)
-            reason = unsafe_reason(folder)  # another process may have been faster
+            reason = unsafe_reason(folder)  # another process may have created it
         if reason is None:
             write_whole(path, content)
     except OSError as error:
@@ -69,15 +72,15 @@ def keep_code(path: Path, content: bytes) -> str | None:
 @cache
 def _warn_unsafe(folder: Path, reason: str) -> None:
     _LOG.warning(
-        "compiled kernels are not kept in %s: %s. They are compiled again by every process until then", folder, reason
+        "compiled kernels are not cached in %s: %s. Until then every process compiles them again", folder, reason
     )
 
 
 @contextmanager
 def whole_file(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
-    """A file to write beside ``path``, then moved there: others see all of it or nothing, and a failure leaves nothing.
+    """Yields a temporary file that then becomes ``path`` atomically; a failure leaves no file behind.
 
-    ``overwrite=False``: a file that is already there stays, as the first process wrote it.
+    ``overwrite=False`` keeps an existing file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -96,6 +99,6 @@ def whole_file(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes, *, overwrite: bool = True) -> None:
-    """``whole_file`` of these bytes."""
+    """Writes ``content`` through ``whole_file``."""
     with whole_file(path, overwrite=overwrite) as temporary:
         temporary.write_bytes(content)

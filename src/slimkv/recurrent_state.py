@@ -18,12 +18,12 @@ class StateShape:
 
     @property
     def sequence_bytes(self) -> int:
-        """All layers."""
+        """Bytes of the states of all layers."""
         return self.layers * self.layer_bytes
 
 
 def state_shape(config: Mapping[str, Any], layers: int) -> StateShape | None:
-    """The states of a hybrid model, one in each of ``layers`` layers; None if it has none or of an unknown kind."""
+    """The states of a model with states in ``layers`` layers; None without states or if their kind is unknown."""
     numbers = _numbers(config) if layers else None
     if numbers is None:
         return None

@@ -1,4 +1,4 @@
-"""Formats and sizes: what is stored for one K or V vector, and where each byte of a page sits.
+"""Formats and sizes: what is stored for one K or V vector, and the place of each byte in a page.
 
 Every byte count and offset in the project is a property of the frozen dataclasses in this file.
 
@@ -7,7 +7,7 @@ A *page* is one block of tokens of one KV head. Inside a page:
     key codes | value codes | 16-bit fields (key scale [, key zero], value scale [, value zero])
 
 Codes are laid out in tiles of 16 tokens, in the register order of the tensor-core instruction
-``mma.m16n8k16``, so that a lane of a warp finds the values it must hold in whole 32-bit words:
+``mma.m16n8k16``, so that a lane of a warp loads its values as whole 32-bit words:
 
 * a *slice* is 16 dimensions; lane ``4 g + t`` (g < 8, t < 4) owns 8 values of every 16 x 16 slice;
 * keys:   tokens g and g + 8, dimensions 2t, 2t+1, 2t+8, 2t+9;
@@ -17,7 +17,7 @@ Codes are laid out in tiles of 16 tokens, in the register order of the tensor-co
 A width is stored as *planes* of 1, 2, 4, 8, 16 or 32 bits (3 = 2 + 1, 5 = 4 + 1, ...), low bits first.
 In a plane of w <= 4 bits one word holds 4 / w slices: value n of the j-th of them sits at bit
 ``4 n + w j``, so one shift and one mask align any plane to nibbles. Slices that do not fill a word
-(odd head sizes in 1- and 2-bit planes) follow as plain token rows. No byte is padded.
+(odd head sizes in 1- and 2-bit planes) follow as plain token rows. There is no padding.
 
 Latents that are attended token by token (sparse attention) are stored in *token rows* instead: the codes of a token's
 latent and of its rope part side by side, dimension after dimension, one token after the other; then the fields.
@@ -68,7 +68,7 @@ class CodecSpec:
     key_dim: int
     value_dim: int
     seed: int = DEFAULT_SEED
-    name: str | None = field(default=None, compare=False, repr=False)  # the name that ``parse`` was given
+    name: str | None = field(default=None, compare=False, repr=False)  # the name passed to ``parse``
 
     def __post_init__(self) -> None:
         for name, dim in (("key", self.key_dim), ("value", self.value_dim)):
@@ -101,7 +101,7 @@ class CodecSpec:
         """Reads a format's name, such as ``k4v4``, ``kfp8vu4`` or ``turboquant_4bit_nc``.
 
         A number is the bits of Lloyd-Max codes: ``k8v4`` has Lloyd-Max keys of 8 bits and values of 4. vLLM's recipes
-        have vLLM's names: ``turboquant_k8v4`` has fp8 keys and uniform 4-bit values. A policy applies to Lloyd-Max
+        keep their names: ``turboquant_k8v4`` has fp8 keys and uniform 4-bit values. A policy applies to Lloyd-Max
         sides only.
         """
         key, value = parse_format(format)
@@ -109,26 +109,27 @@ class CodecSpec:
         return cls(key, value, head_dim, value_dim, seed, name).with_policies(key_policy, value_policy)
 
     def with_policies(self, key: ScalePolicy | str | None, value: ScalePolicy | str | None) -> CodecSpec:
-        """The same spec with these scale policies of Lloyd-Max sides; None keeps a side's own."""
+        """The same spec with these scale policies on Lloyd-Max sides; None keeps a side's policy."""
 
         def side(fmt: TensorFormat, policy: ScalePolicy | str | None) -> TensorFormat:
-            return fmt if policy is None or fmt.kind != Kind.LLOYD else replace(fmt, policy=parse_policy(policy))
+            policy = fmt.policy if policy is None else parse_policy(policy)
+            return replace(fmt, policy=policy) if fmt.kind == Kind.LLOYD else fmt
 
         return replace(self, key=side(self.key, key), value=side(self.value, value))
 
     @property
     def format(self) -> str:
-        """The name of these formats, as ``parse`` was given it: ``parse(x).format == x``."""
+        """The name passed to ``parse``, or the canonical one: ``parse(x).format == x``."""
         return self.name or self.canonical_format
 
     @property
     def canonical_format(self) -> str:
-        """One name for equal formats, however they were spelled: ``fp8`` for ``kfp8vfp8``, for instance."""
+        """The same name for equal formats: ``fp8`` for ``kfp8vfp8``, for example."""
         plain = replace(self.key, policy=ScalePolicy.NORM), replace(self.value, policy=ScalePolicy.NORM)
         return PRESET_NAMES.get(plain) or f"k{self.key.name}v{self.value.name}"
 
     def is_lossless_for(self, dtype: str) -> bool:
-        """Whether numbers of ``dtype`` (``torch.bfloat16``, as text) are stored bit for bit."""
+        """Whether tensors of ``dtype``, given by name (``torch.bfloat16``), are stored bit for bit."""
         name = dtype.removeprefix("torch.")
         return all(side.kind == Kind.RAW and side.raw_dtype == name for side in (self.key, self.value))
 
@@ -170,7 +171,7 @@ class LatentSpec(CodecSpec):
 
     @property
     def canonical_format(self) -> str:
-        """One name for equal formats, however they were spelled: ``c4`` for ``c4rraw``."""
+        """The same name for equal formats: ``c4`` for ``c4rraw``."""
         rope = "" if self.value == raw() else f"r{self.value.name}"
         return f"c{self.key.name}{rope}"
 
@@ -196,10 +197,10 @@ class PlaneLayout:
     """One bit plane of the codes of a tile (or of a token row)."""
 
     bits: int
-    low_bit: int  # the code's bit that is this plane's lowest
+    low_bit: int  # the bit of the code that is the lowest of this plane
     offset: int  # bytes from the start of the tile's codes of this side
     words: int  # 32-bit words per lane in fragment order
-    tail_slices: int  # slices stored as token rows behind them
+    tail_slices: int  # slices stored as token rows after them
 
     @property
     def tail_offset(self) -> int:
@@ -208,13 +209,13 @@ class PlaneLayout:
 
     @property
     def tail_row_bytes(self) -> int:
-        """Bytes one token has in those rows."""
+        """Bytes of one token in those rows."""
         return self.tail_slices * SLICE_DIMS * self.bits // 8
 
 
 @dataclass(frozen=True)
 class SideLayout:
-    """Where the codes and fields of K (or V) sit inside a page."""
+    """The offsets of the codes and fields of K (or V) in a page."""
 
     format: TensorFormat
     dim: int
@@ -222,7 +223,7 @@ class SideLayout:
     codes_offset: int
     fields_offset: int
     transposed: bool  # values: the fragment's rows are dimensions
-    row_stride: int = 0  # token rows: bytes from a token's codes to the next one's; 0: tiles
+    row_stride: int = 0  # bytes between the codes of consecutive tokens in token rows; 0 for tiles
 
     @property
     def tile_tokens(self) -> int:
@@ -231,7 +232,7 @@ class SideLayout:
 
     @property
     def tile_stride(self) -> int:
-        """Bytes from a tile's codes to the next one's."""
+        """Bytes between the codes of consecutive tiles."""
         return self.row_stride or self.tile_bytes
 
     @property
@@ -262,13 +263,13 @@ class SideLayout:
         return tuple(out)
 
     def field_offset(self, index: int) -> int:
-        """Region offset of 16-bit field ``index`` (0 scale, 1 zero) of token 0; tokens follow each other."""
+        """Page offset of 16-bit field ``index`` (0 scale, 1 zero) of token 0; the other tokens follow."""
         if not 0 <= index < self.format.field_count:
-            raise SpecError(f"{self.format.name} stores {self.format.field_count} fields; there is no field {index}")
+            raise SpecError(f"{self.format.name} has {self.format.field_count} fields; there is no field {index}")
         return self.fields_offset + index * FIELD_BYTES * self.block_size
 
     def bit_positions(self, plane: PlaneLayout) -> np.ndarray:
-        """Bit offset inside a tile's codes of every value's lowest plane bit: int64 [tile_tokens, dim]."""
+        """Bit offset in a tile's codes of the lowest plane bit of every value: int64 [tile_tokens, dim]."""
         token = np.arange(self.tile_tokens)[:, None]
         dim = np.arange(self.dim)[None, :]
         row, col = (dim, token) if self.transposed else (token, dim)
@@ -289,7 +290,7 @@ class SideLayout:
 
 
 def fragment_word(word: np.ndarray, lane: np.ndarray, words: int) -> np.ndarray:
-    """Index of a lane's ``word``-th word: vectors of four words per lane, then of two, then of one."""
+    """Index of word ``word`` of a lane: vectors of four words per lane come first, then of two, then single words."""
     quads, pairs = words & ~3, words & ~1
     in_quads = (word >> 2) * (4 * LANES) + lane * 4 + (word & 3)
     in_pairs = quads * LANES + lane * 2 + (word & 1)
@@ -304,13 +305,13 @@ class PageLayout:
 
     spec: CodecSpec
     block_size: int
-    token_rows: bool = False  # a token's codes side by side, for attention on single tokens
+    token_rows: bool = False  # the codes of a token are contiguous, for attention on single tokens
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise SpecError(f"block size {self.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
         if self.token_rows and not isinstance(self.spec, LatentSpec):
-            raise SpecError(f"token rows hold latents, not K and V of format {self.spec.format}")
+            raise SpecError(f"token_rows is for latents, not for K and V of format {self.spec.format}")
 
     def __hash__(self) -> int:
         return self._hash
@@ -326,14 +327,14 @@ class PageLayout:
 
     @cached_property
     def key(self) -> SideLayout:
-        """Where the keys are."""
+        """The layout of the keys."""
         return SideLayout(
             self.spec.key, self.spec.key_dim, self.block_size, 0, self._fields_start, False, self._row_stride
         )
 
     @cached_property
     def value(self) -> SideLayout:
-        """Where the values are."""
+        """The layout of the values."""
         together = 1 if self.token_rows else self.block_size
         key_bytes = together * self.spec.key_dim * self.spec.key.bits // 8
         fields = self._fields_start + FIELD_BYTES * self.block_size * self.spec.key.field_count
@@ -357,13 +358,13 @@ class PageLayout:
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of a page in use, without padding."""
+        """Bytes of a page without padding."""
         fields = self.spec.key.field_count + self.spec.value.field_count
         return self._fields_start + FIELD_BYTES * self.block_size * fields
 
     @cached_property
     def page_bytes(self) -> int:
-        """Bytes of a page as allocated: ``content_bytes`` rounded up to 16."""
+        """Allocated bytes of a page: ``content_bytes`` rounded up to a multiple of 16."""
         return -(-self.content_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
     @property

@@ -21,7 +21,7 @@ _BLOCK = 64
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Forward: the second argument. Backward: the gradient goes to the first."""
+    """Returns the second argument; the gradient goes to the first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantized: Tensor) -> Tensor:
@@ -46,17 +46,17 @@ def fake_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values as attention reads them from a packed cache, in the dtype of the input.
 
-    The forward values are those that engines store, bit for bit: the vectors go through ``store_kv`` and ``gather_kv``.
+    The forward values equal those of engines, bit for bit: the vectors go through ``store_kv`` and ``gather_kv``.
     The gradient is straight-through.
 
     Args:
         key, value: [batch, num_kv_heads, tokens, dim], after rotary embedding.
-        config: a format or a whole ``KVCacheConfig``; ``layers``, ``center_keys``, the scale policies, ``seed`` and
-            ``backend`` of it are used.
-        calibration: how keys are rounded and centred; by default ``config.calibration``, if that is a loaded one.
+        config: a format or a ``KVCacheConfig``; its ``layers``, ``center_keys``, scale policies, ``seed`` and
+            ``backend`` are used.
+        calibration: statistics for rounding and centring keys; by default ``config.calibration``, if it is loaded.
         layer, num_layers: the layer's number, used by a calibration and by ``layers``, and the number of layers.
         key_offset: float [num_kv_heads, key_dim]: the offset that an engine subtracts from the keys of this layer.
-            None: the calibration's, else from these keys, as an engine learns it from a first prompt.
+            None: the offset of the calibration, or one learnt from these keys, as from a first prompt.
         first_position: the position of the first token, for a calibration whose rounding depends on it.
     """
     settings = config if isinstance(config, KVCacheConfig) else KVCacheConfig(format=config)
@@ -64,8 +64,8 @@ def fake_quantize(
         calibration = settings.calibration
     if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
         raise InputError(
-            f"key and value must be [batch, num_kv_heads, tokens, dim] of the same tokens, not {list(key.shape)} and "
-            f"{list(value.shape)}"
+            f"key and value must be [batch, num_kv_heads, tokens, dim] with the same first three sizes, not "
+            f"{list(key.shape)} and {list(value.shape)}"
         )
     batch, heads, tokens, dim = key.shape
     if key_offset is not None and (key_offset.shape != (heads, dim) or not key_offset.is_floating_point()):
@@ -77,7 +77,7 @@ def fake_quantize(
     format = format_of_kind(settings.format_of(layer, num_layers), latent=False)
     if format == CALIBRATED:
         if calibration is None or calibration.formats is None:
-            raise InputError("format 'calibrated' takes the widths from a calibration made for a budget: give one")
+            raise InputError("format 'calibrated' needs a calibration made for a budget (slimkv calibrate --budget)")
         format = calibration.formats[layer]
     spec = parse_spec(
         format, dim, value.shape[-1], key_policy=settings.key_policy, value_policy=settings.value_policy,

@@ -6,7 +6,7 @@ import re
 
 
 def version_numbers(version: str, count: int) -> tuple[int, ...]:
-    """The first ``count`` numbers: ``0.32.0rc1`` -> (0, 32); zeros where the text has none."""
+    """The first ``count`` numbers: ``0.32.0rc1`` -> (0, 32); missing ones are 0."""
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in found[0].split(".")] if found else []
     return tuple((numbers + [0] * count)[:count])

@@ -12,7 +12,7 @@ def test_all_or_nothing():
     allocator = BlockAllocator(4)
     first = allocator.allocate(3)
     assert len(set(first)) == 3
-    with pytest.raises(OutOfPagesError, match="2 blocks asked for, 1 of 4 free"):
+    with pytest.raises(OutOfPagesError, match="2 blocks requested, 1 of 4 are free"):
         allocator.allocate(2)
     assert allocator.free_blocks == 1
     assert allocator.allocate(0) == []
@@ -60,9 +60,20 @@ def test_a_list_with_a_block_that_is_not_owned_changes_nothing(method):
     assert allocator.references(block) == 1
 
 
+def test_a_block_is_freed_once_by_each_owner():
+    allocator = BlockAllocator(2)
+    (block,) = allocator.allocate()
+    with pytest.raises(InputError, match=f"block {block} has 1 owners; it cannot be freed 2 times"):
+        allocator.free([block, block])
+    assert (allocator.references(block), allocator.free_blocks) == (1, 1)
+    allocator.share([block])
+    allocator.free([block, block])
+    assert (allocator.references(block), allocator.free_blocks) == (0, 2)
+
+
 def test_mistakes_are_named():
     allocator = BlockAllocator(2)
-    with pytest.raises(InputError, match="a pool of -1 blocks"):
+    with pytest.raises(InputError, match="a pool cannot have -1 blocks"):
         BlockAllocator(-1)
     with pytest.raises(InputError, match="cannot allocate -1 blocks"):
         allocator.allocate(-1)

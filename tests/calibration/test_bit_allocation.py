@@ -80,14 +80,12 @@ def test_a_large_budget_buys_the_largest_widths(calibration):
 
 
 def test_impossible_wishes_are_named(calibration):
-    with pytest.raises(
-        InputError, match=r"2.000 bits per number is less than 2-bit codes and their scales take: 2.500"
-    ):
+    with pytest.raises(InputError, match=r"2.000 bits per value is less than 2-bit codes and their scales need: 2.500"):
         solve_widths(calibration, budget_bytes(calibration, 2.0))
     with pytest.raises(InputError, match="unknown profile 'best'; known are lossless, balanced, aggressive"):
         profile_bytes(calibration, "best")
     bare = {n: replace(x, key_weight=None) for n, x in calibration.layers.items()}
-    with pytest.raises(UnsupportedError, match="does not know what errors of layer 0 cost"):
+    with pytest.raises(UnsupportedError, match="has no error costs for layer 0"):
         solve_widths(replace(calibration, layers=bare), 1e9)
 
 

@@ -39,7 +39,7 @@ def test_formats_without_such_rounding_get_none(calibration):
 def test_what_does_not_fit_is_refused(calibration):
     with pytest.raises(InputError, match="has no layer 3; it has 3 attention layers"):
         calibration.query_aware_matrices(3, Codec.from_format("k4v4", 32))
-    with pytest.raises(InputError, match="keys of 32 dimensions in layer 0; these have 64"):
+    with pytest.raises(InputError, match="keys of 32 dimensions in layer 0; the codec has 64"):
         calibration.query_aware_matrices(0, Codec.from_format("k4v4", 64))
 
 

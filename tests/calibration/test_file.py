@@ -67,7 +67,7 @@ def test_packed_moments_take_a_triangle_of_half_precision():
 @pytest.mark.parametrize("keep", [0, 7, 200, -1])
 def test_a_truncated_file_is_refused(path, keep):
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CorruptDataError, match="not a whole calibration file"):
+    with pytest.raises(CorruptDataError, match="not a complete calibration file"):
         Calibration.load(path)
 
 
@@ -97,7 +97,7 @@ def test_other_files_are_refused_by_name(path, tmp_path):
     ):
         Calibration.load(path)
     save_file({"x": torch.zeros(1)}, tmp_path / "other", metadata={"format": "pt"})
-    with pytest.raises(CorruptDataError, match="no calibration: its format is pt"):
+    with pytest.raises(CorruptDataError, match="not a slimkv-calibration: its format is pt"):
         Calibration.load(tmp_path / "other")
     with pytest.raises(InputError, match="there is no calibration file"):
         Calibration.load(tmp_path / "missing")

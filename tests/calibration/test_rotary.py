@@ -65,7 +65,7 @@ def test_frequencies_that_change_hold_up_to_there():
 def test_shifts_reach_from_1_to_the_end():
     assert probe_shifts(8192) == (1, 32, 1024, 8128)
     assert probe_shifts(65) == (1,)
-    with pytest.raises(InputError, match="too short"):
+    with pytest.raises(InputError, match="too few to measure"):
         probe_shifts(64)
     for shifts in ((), (2,), (1, 100)):
         with pytest.raises(InputError, match="begin with 1"):

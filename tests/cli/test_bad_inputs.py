@@ -124,7 +124,7 @@ ROWS = {
     "bench attend --backend ,": "--backend takes at least one value",
     "bench attend --device cuda": "torch sees no CUDA device",
     "bench attend --output missing/r.json": "the folder missing does not exist",
-    "bench store --backend warp --cells decode-16 --quiet --device cpu": "called 'warp'; known: ",
+    "bench store --backend warp --cells decode-16 --quiet --device cpu": "no backend 'warp'; known are ",
     "bench generate --dtype int8": "unknown dtype 'int8'; known are float32, bfloat16, float16",
     "bench generate --format k9v9": "k9v9",
     "bench generate --model ./nowhere": "neither a folder nor a hub name",

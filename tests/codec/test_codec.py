@@ -84,7 +84,7 @@ def test_to_returns_itself_on_the_same_device():
 
 def test_wrong_inputs_are_named():
     codec = Codec.from_format("k4v4", 64)
-    with pytest.raises(InputError, match="key vectors have 32 dimensions; this codec is for 64"):
+    with pytest.raises(InputError, match="key vectors have 32 dimensions; this codec needs 64"):
         codec.encode_key(torch.zeros(32))
     with pytest.raises(
         InputError, match=r"value dtype torch\.float64 is not supported; use float16, bfloat16 or float32"

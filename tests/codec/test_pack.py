@@ -138,7 +138,7 @@ def test_mistakes_are_named():
     layout = PageLayout(CodecSpec.parse("k4v4", 64), 16)
     codec = Codec(layout.spec)
     key = codec.encode_key(torch.ones(17, 64))
-    with pytest.raises(InputError, match="do not pair up"):
+    with pytest.raises(InputError, match="must have the same batch shape"):
         pack.pack_rows(layout, key, codec.encode_value(torch.ones(3, 64)))
     with pytest.raises(InputError, match=r"uint8 rows of 34 bytes, not torch.uint8 of 33"):
         codec.unpack_key(torch.zeros(2, 33, dtype=torch.uint8))

@@ -165,7 +165,7 @@ def test_moments_that_are_none_are_refused(change, message):
 @pytest.mark.parametrize(
     ("format", "query_aware", "message"),
     [
-        ("turboquant_k8v4", torch.zeros(DIM, DIM, dtype=torch.int8), "for lloyd keys; these are fp8"),
+        ("turboquant_k8v4", torch.zeros(DIM, DIM, dtype=torch.int8), "needs Lloyd-Max keys; the key format is fp8"),
         ("k4v4", torch.zeros(32, 32, dtype=torch.int8), "must be int8 and broadcast"),
         ("k4v4", torch.eye(DIM), "must be int8"),
         ("k4v4", torch.zeros(5, DIM, DIM, dtype=torch.int8), "broadcast"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from attention_cases import DTYPES, Built, Case, build, exact, variants
 
-from slimkv import ops
+from slimkv import Codec, ops
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.ops import PackedKV
 from slimkv.ops.attention.api import AttendRequest, checked_request, split_workspace_bytes
@@ -331,6 +331,7 @@ def test_a_workspace_that_is_too_small_is_refused(device):
         ({"max_query_len": 2, "min_query_len": 2}, "min_query_len is 2, but a sequence of cu_seqlens_q has 1 queries"),
         ({"out": torch.zeros(2, 4, 32)}, r"out must be \[2, 4, 64\]"),
         ({"lse": torch.zeros(2, 5)}, r"lse must be contiguous float32 \[2, 4\]"),
+        ({"lse": torch.zeros(2, 4, device="meta")}, r"lse must be .* on cpu, not torch.float32 \[2, 4\] on meta"),
         ({"fresh": (torch.zeros(2, 2, 64), torch.zeros(2, 1, 64))}, "fresh value must be"),
         ({"options": ops.AttendOptions(sinks=torch.zeros(3))}, "sinks must be one number per query head"),
     ],
@@ -339,6 +340,20 @@ def test_wrong_arguments_are_named(changes, message):
     built = build(replace(TINY, num_kv_heads=2, group=2), torch.device("cpu"))
     with pytest.raises(InputError, match=message):
         ops.attend(**built.arguments(**changes))
+
+
+def test_a_codec_of_another_spec_is_refused():
+    """Another seed is another rotation, which no shape shows."""
+    kv = build(TINY, torch.device("cpu")).arguments()["kv"]
+    other = ops.PackedKV(kv.pages, Codec(replace(kv.codec.spec, seed=7)), kv.layout)
+    slots, vectors = torch.arange(1), torch.zeros(1, kv.pages.shape[1], 64)
+    for call in (
+        lambda: ops.attend(**{**build(TINY, torch.device("cpu")).arguments(), "kv": other}),
+        lambda: ops.store_kv(vectors, vectors, other, slots),
+        lambda: ops.gather_kv(other, slots),
+    ):
+        with pytest.raises(InputError, match=r"the layout is of .* and the codec of .*seed=7\): use the same spec"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -359,7 +374,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
     ("changes", "message"),
     [
         ({"page": 1, "lens": (3,), "queries": (1,)}, "blocks of 1 token"),
-        ({"dim": 528, "lens": (3,), "queries": (1,)}, "head sizes 528/528 are beyond the 512"),
+        ({"dim": 528, "lens": (3,), "queries": (1,)}, "head sizes 528/528 exceed the 512"),
         ({"dim": 16, "lens": (3,), "queries": (1,)}, "head sizes 16/16 are below 32"),
         ({"group": 130, "lens": (3,), "queries": (1,)}, "130 query heads per KV head are more than"),
     ],

@@ -110,7 +110,7 @@ def test_what_stands_above_is_looked_at_too(tmp_path):
     above = tmp_path / "slimkv"
     (above / "cpu").mkdir(parents=True, mode=0o700)
     above.chmod(0o777)
-    assert "others may write" in unsafe(above / "cpu")
+    assert "other users may write" in unsafe(above / "cpu")
     above.chmod(0o1777)
     assert unsafe(above / "cpu") is None, "as in /tmp, only its owner renames a folder there"
     above.chmod(0o700)

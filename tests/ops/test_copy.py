@@ -104,7 +104,7 @@ def test_rows_hold_every_meaningful_byte_of_a_page(format):
 def test_what_does_not_fit_is_refused(device):
     case = Case(heads=1, tokens=20, page=16, dtype="fp32")
     pages, slots = stored(case, device)
-    with pytest.raises(InputError, match="pair up"):
+    with pytest.raises(InputError, match="as many of both"):
         ops.copy_tokens(pages, slots[:3], slots[:2], layout=case.layout)
     with pytest.raises(InputError, match="int32 or int64"):
         ops.copy_tokens(pages, slots[:3].float(), slots[:3], layout=case.layout)

@@ -85,7 +85,7 @@ def test_token_rows_hold_the_codes_of_tiles(device):
     assert torch.equal(*decoded)
     with pytest.raises(UnsupportedError, match="tiles of 16 tokens, not blocks of 1 token or token rows"):
         both[1].attend(backend="triton")
-    with pytest.raises(InputError, match="a table of 73 tokens"):
+    with pytest.raises(InputError, match="the block table's 73 tokens"):
         replace(both[1], case=both[0].case).attend()
 
 
@@ -196,22 +196,22 @@ def test_wrong_arguments_are_named(device):
     with pytest.raises(InputError, match="k4v4 is a format of K and V"):
         ops.gather_latent(key_value, built.slots(0))
     other = PageLayout(LatentSpec.parse("c4", 128, 32), 16)
-    with pytest.raises(InputError, match="the layout is of c4 and the codec of c4r8"):
+    with pytest.raises(InputError, match=r"the layout is of .*'c4', .* and the codec of .*'c4r8'"):
         ops.gather_latent(replace(built.kv, layout=other), built.slots(0))
     two = built.pages.unsqueeze(1).expand(-1, 2, -1).contiguous()
-    with pytest.raises(InputError, match="pages of 2 heads hold K and V"):
+    with pytest.raises(InputError, match="pages of latents have one KV head, not 2"):
         ops.gather_latent(replace(built.kv, pages=two), built.slots(0))
     with pytest.raises(InputError, match="leave out key_offset"):
         ops.gather_latent(replace(built.kv, key_offset=torch.zeros(1, 128)), built.slots(0))
     with pytest.raises(InputError, match=r"latent must be \[tokens, 128\]"):
         ops.store_latent(built.latent.unsqueeze(1), built.rope, built.kv, built.slots(0))
-    with pytest.raises(InputError, match=r"query_rope must be \[queries, heads, 32\]"):
+    with pytest.raises(InputError, match=r"query_rope must be \[\d+, \d+, 32\]"):
         replace(built, query_rope=built.query_rope[:, :2]).attend()
     with pytest.raises(InputError, match="softmax_scale must be finite"):
         replace(built, case=replace(built.case, scale=float("inf"))).attend()
     with pytest.raises(InputError, match="num_splits must be at least 1"):
         built.attend(num_splits=0)
-    with pytest.raises(UnsupportedError, match="does not split keys as num_splits=2 asks"):
+    with pytest.raises(UnsupportedError, match="does not split keys; leave num_splits at None, not 2"):
         built.attend(num_splits=2, backend="reference")
 
 

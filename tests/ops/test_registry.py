@@ -62,13 +62,13 @@ def test_one_asked_for_by_name_is_used_or_the_call_fails(registry):
 
 
 def test_an_unknown_name_lists_the_known(registry):
-    with pytest.raises(InputError, match="called 'fast'; known: picky, cpu_only, any"):
+    with pytest.raises(InputError, match="no backend 'fast'; known are picky, cpu_only, any"):
         registry.select(CPU, None, "fast")
 
 
 def test_when_none_takes_it_every_reason_is_given(monkeypatch):
     sole = Registry("store", [Backend("picky", module("a_picky_one", "too odd", monkeypatch), anywhere)])
-    with pytest.raises(UnsupportedError, match="no implementation of store takes this on cpu: picky: too odd"):
+    with pytest.raises(UnsupportedError, match="no backend of store supports this call on cpu: picky: too odd"):
         sole.select(CPU, None, None)
 
 

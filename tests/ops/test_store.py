@@ -250,7 +250,7 @@ def test_what_the_kernel_does_not_do_is_refused(device):
         ops.store_kv(key, key, PackedKV(pages, Codec(spec, device), rows), slots, backend="triton")
     raw = PageLayout(CodecSpec.parse("raw", 64), 16)
     request = StoreRequest(key, key, pages, slots, Codec(raw.spec, device), raw)
-    assert "holds bfloat16 bit for bit, but the key is torch.float32" in store_triton.supports(request)
+    assert "stores bfloat16 bit for bit, but the key is torch.float32" in store_triton.supports(request)
 
 
 @pytest.mark.parametrize("policy", ["plain", "unbiased"])

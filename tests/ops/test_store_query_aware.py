@@ -101,9 +101,9 @@ def test_a_token_that_cannot_be_encoded_touches_no_other(device):
         (
             "turboquant_k8v4",
             torch.zeros(2, 64, 64, dtype=torch.int8),
-            "for lloyd keys; these are fp8: pass rounding=None",
+            "needs Lloyd-Max keys; the key format is fp8: pass rounding=None",
         ),
-        ("ku4v4", torch.zeros(2, 64, 64, dtype=torch.int8), "these are u4"),
+        ("ku4v4", torch.zeros(2, 64, 64, dtype=torch.int8), "the key format is u4"),
         ("k4v4", torch.zeros(2, 64, 64), r"must be int8 \[2, 64, 64\], or several of them, on cpu, not torch.float32"),
         ("k4v4", torch.zeros(64, 64, dtype=torch.int8), r"not torch.int8 \[64, 64\]"),
         ("k4v4", torch.zeros(2, 64, 64, dtype=torch.int8).mT, "contiguous"),

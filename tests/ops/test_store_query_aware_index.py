@@ -89,7 +89,7 @@ def test_what_an_index_must_be(device):
             ops.store_kv(key, value, PackedKV(pages, codec, TINY.layout), slots, Rounding(matrices, index))
     with pytest.raises(InputError, match="matrices must be a tensor, not None"):
         Rounding(None, good)
-    with pytest.raises(InputError, match="3 matrices by position: give its index"):
+    with pytest.raises(InputError, match=r"3 matrices by position: give Rounding.index"):
         ops.store_kv(key, value, PackedKV(pages, codec, TINY.layout), slots, Rounding(matrices))
     with pytest.raises(InputError, match="several of them"):
         ops.store_kv(key, value, PackedKV(pages, codec, TINY.layout), slots, Rounding(matrices[:0]))

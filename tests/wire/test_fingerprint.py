@@ -73,7 +73,7 @@ def test_the_rotation_and_the_levels_are_part_of_it():
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 3}', '{"version": 3, "layers": 3}'])
 def test_what_is_no_fingerprint_is_refused(text):
-    with pytest.raises(CorruptDataError, match="here holds no fingerprint"):
+    with pytest.raises(CorruptDataError, match="here contains no slimkv fingerprint"):
         Fingerprint.from_json(text, "here")
 
 

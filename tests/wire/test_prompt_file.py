@@ -85,7 +85,7 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(InputError, match="no prompt-cache file"):
         read_header(path)
     save_file({"a": torch.zeros(3)}, path)
-    with pytest.raises(CorruptDataError, match="no prompt cache of slimkv"):
+    with pytest.raises(CorruptDataError, match="not a slimkv prompt cache"):
         read_header(path)
     save_file({"a": torch.zeros(3)}, path, metadata={"slimkv-prompt-cache": '{"version": 1}'})
     with pytest.raises(UnsupportedError, match="version 1"):

@@ -25,10 +25,10 @@ def test_the_first_process_marks_an_empty_folder(tmp_path):
 
 def test_contents_without_a_marker_are_refused(tmp_path):
     (tmp_path / "something").touch()
-    with pytest.raises(InputError, match="without a fingerprint"):
+    with pytest.raises(InputError, match="contains files but no fingerprint"):
         check_marker(tmp_path, fingerprint())
     (tmp_path / MARKER).write_text("{")
-    with pytest.raises(CorruptDataError, match="no fingerprint"):
+    with pytest.raises(CorruptDataError, match="contains no slimkv fingerprint"):
         check_marker(tmp_path, fingerprint())
 
 

@@ -1,4 +1,4 @@
-"""Pages and their tables."""
+"""Pools of pages and their allocator."""
 
 from slimkv.cache.allocator import BlockAllocator
 from slimkv.cache.pool import PagedPool

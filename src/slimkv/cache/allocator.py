@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from slimkv.errors import InputError, OutOfPagesError
@@ -13,7 +13,7 @@ class BlockAllocator:
 
     def __init__(self, count: int) -> None:
         if count < 0:
-            raise InputError(f"a pool of {count} blocks is not possible; use 0 or more")
+            raise InputError(f"a pool cannot have {count} blocks; use 0 or more")
         self.count = count
         self._free = deque(range(count))
         self._references = [0] * count
@@ -28,12 +28,12 @@ class BlockAllocator:
         return self._references[self._known(block)]
 
     def allocate(self, count: int = 1) -> list[int]:
-        """``count`` fresh blocks with one owner each, or none at all and ``OutOfPagesError``."""
+        """``count`` new blocks with one owner each; raises ``OutOfPagesError`` and allocates none if fewer are free."""
         if count < 0:
-            raise InputError(f"cannot allocate {count} blocks")
+            raise InputError(f"cannot allocate {count} blocks; use 0 or more")
         if count > len(self._free):
             raise OutOfPagesError(
-                f"{count} blocks asked for, {len(self._free)} of {self.count} free; "
+                f"{count} blocks requested, {len(self._free)} of {self.count} are free; "
                 "free a sequence or use a larger pool"
             )
         blocks = [self._free.popleft() for _ in range(count)]
@@ -48,8 +48,14 @@ class BlockAllocator:
 
     def free(self, blocks: Iterable[int]) -> None:
         """Removes an owner from each block."""
-        for block in self._owned(blocks):
-            self._references[block] -= 1
+        owned = Counter(self._owned(blocks))
+        for block, times in owned.items():
+            if times > self._references[block]:
+                raise InputError(
+                    f"block {block} has {self._references[block]} owners; it cannot be freed {times} times"
+                )
+        for block, times in owned.items():
+            self._references[block] -= times
             if self._references[block] == 0:
                 self._free.append(block)
 
@@ -62,7 +68,7 @@ class BlockAllocator:
         self.count = count
 
     def writable(self, block: int) -> tuple[int, bool]:
-        """A block that its owner may write: ``block`` itself, or a fresh one if others share it.
+        """A block that its owner may write to: ``block`` itself, or a new one if it has several owners.
 
         Returns the block and whether the caller must copy the old block's bytes into it.
         """
@@ -74,7 +80,7 @@ class BlockAllocator:
 
     def _known(self, block: int) -> int:
         if not 0 <= block < self.count:
-            raise InputError(f"block {block} is not one of this pool's {self.count}")
+            raise InputError(f"block {block} is not one of this pool's {self.count} blocks")
         return block
 
     def _owned(self, blocks: Iterable[int]) -> list[int]:

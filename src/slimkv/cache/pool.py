@@ -26,8 +26,8 @@ class PagedPool:
     ``key_offset``: bfloat16 [num_kv_heads, key_dim] or None: subtracted from keys before they are encoded and added
     back by ``gather``; it must not change while tokens are stored.
 
-    ``query_aware``: int8 [num_kv_heads, key_dim, key_dim], or several of them by position, or None: how keys are
-    rounded; see ``slimkv.ops.store_kv``.
+    ``query_aware``: rounding matrices of keys, int8 [num_kv_heads, key_dim, key_dim], or several of them by position,
+    or None; see ``slimkv.ops.store_kv``.
     """
 
     @typed
@@ -66,17 +66,17 @@ class PagedPool:
 
     @property
     def kv(self) -> PackedKV:
-        """The pages as operations take them."""
+        """The pages as an argument of operations."""
         return PackedKV(self.pages, self.codec, self.layout, self.key_offset)
 
     @property
     def nbytes(self) -> int:
-        """Bytes the pages occupy; equals ``layout.pool_bytes(blocks, num_kv_heads)``."""
+        """Bytes of the pages; equals ``layout.pool_bytes(blocks, num_kv_heads)``."""
         return self.pages.untyped_storage().nbytes()
 
     @typed
     def grow(self, blocks: int) -> None:
-        """Enlarges the pool to ``blocks`` blocks, keeping what is stored."""
+        """Enlarges the pool to ``blocks`` blocks and keeps the stored tokens."""
         extra = blocks - self.allocator.count
         self.allocator.grow(blocks)
         if extra:
@@ -92,7 +92,7 @@ class PagedPool:
 
     @typed
     def move_tokens(self, source: Tensor, target: Tensor) -> None:
-        """Copies the token in slot ``source[i]`` to slot ``target[i]``, all at once."""
+        """Copies the token in slot ``source[i]`` to slot ``target[i]``; all are read before any is written."""
         pages = self.pages
         for name, slots in (("source", source), ("target", target)):
             if slots.dtype not in INTEGERS or slots.ndim != 1 or slots.shape != source.shape:
@@ -112,7 +112,7 @@ class PagedPool:
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Copies whole blocks."""
         if len(source) != len(target):
-            raise InputError(f"source and target: {len(source)} blocks cannot be copied onto {len(target)}")
+            raise InputError(f"source has {len(source)} blocks, target {len(target)}; their lengths must be equal")
         for name, blocks in (("source", source), ("target", target)):
             for block in blocks:
                 if isinstance(block, bool) or not isinstance(block, int) or not 0 <= block < self.pages.shape[0]:
@@ -122,7 +122,7 @@ class PagedPool:
             self.pages[index[1]] = self.pages[index[0]]
 
     def make_writable(self, blocks: list[int], first_position: int) -> None:
-        """Copy-on-write before tokens are written from ``first_position`` on: replaces what is shared in ``blocks``."""
+        """Copy-on-write from ``first_position`` on: replaces shared blocks in ``blocks`` by copies."""
         start = first_position // self.layout.block_size
         source, target = [], []
         for i in range(start, len(blocks)):
@@ -134,7 +134,7 @@ class PagedPool:
         self.copy_blocks(source, target)
 
     def store(self, key: Tensor, value: Tensor, slot_mapping: Tensor, query_aware_index: Tensor | None = None) -> None:
-        """K [tokens, num_kv_heads, key_dim], V [tokens, num_kv_heads, value_dim] -> the slots.
+        """Stores K [tokens, num_kv_heads, key_dim] and V [tokens, num_kv_heads, value_dim] in their slots.
 
         See ``slimkv.ops.store_kv``.
         """
@@ -160,8 +160,8 @@ class PagedPool:
 def _spec(spec: CodecSpec | str, head_dim: int | None) -> CodecSpec:
     if isinstance(spec, str):
         if head_dim is None:
-            raise InputError(f"a format's name, such as {spec!r}, needs the size of a head: head_dim=128, for instance")
+            raise InputError(f"format name {spec!r} needs a head size: pass head_dim, for example head_dim=128")
         return parse_spec(spec, head_dim)
     if head_dim not in (None, spec.key_dim):
-        raise InputError(f"head_dim={head_dim} contradicts the spec, whose keys have {spec.key_dim} dimensions")
+        raise InputError(f"head_dim={head_dim} contradicts the spec, which has key_dim={spec.key_dim}")
     return spec

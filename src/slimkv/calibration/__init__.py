@@ -1,6 +1,6 @@
-"""Calibration: statistics of a model's queries, the file that holds them, and the widths derived from them.
+"""Calibration: statistics of a model's queries, their file, and the widths derived from them.
 
-Nothing here depends on an engine; each of ``slimkv.integrations`` collects the statistics of its own models.
+Nothing here depends on an engine; each of ``slimkv.integrations`` collects the statistics of its models.
 """
 
 from slimkv.calibration.calibration import Calibration

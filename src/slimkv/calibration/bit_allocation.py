@@ -13,7 +13,7 @@ from slimkv.errors import InputError
 from slimkv.spec import CodecSpec, PageLayout
 
 WIDTHS = range(2, 9)
-# A profile has the budget of one format for all layers.
+# A profile has the byte budget of one format in all layers.
 PROFILES = {"lossless": "k6v6", "balanced": "k4v4", "aggressive": "k3v3"}
 _BLOCK_TOKENS = 64
 # How much a prediction is trusted, on a logarithmic scale: single layers turn out several times better or worse than
@@ -68,7 +68,7 @@ def profile_bytes(calibration: Calibration, profile: str) -> float:
 
 
 def budget_bytes(calibration: Calibration, bits_per_number: float) -> float:
-    """Bytes per token at ``bits_per_number`` bits for every number of every layer, scales included."""
+    """Bytes per token at ``bits_per_number`` bits per value in every layer, scales included."""
     return bits_per_number / 8 * _numbers(calibration)
 
 
@@ -77,7 +77,7 @@ def _numbers(calibration: Calibration) -> int:
 
 
 def _budgets(calibration: Calibration, budget: float) -> dict[int | None, float]:
-    """The part of ``budget`` for the layers of each sliding window (None: no window), as with one width for all."""
+    """The share of ``budget`` of the layers of each sliding window (None: no window), as with equal widths."""
     typical: dict[int | None, float] = {}
     for layer in calibration.layers.values():
         size = layer_bytes(layer, format_of(_TYPICAL_BITS, _TYPICAL_BITS))
@@ -103,10 +103,10 @@ def solve_widths(calibration: Calibration, budget: float) -> Solution:
     """The widths with the least predicted cost (after shrinkage) within ``budget`` bytes per token.
 
     A greedy search: starting from the smallest widths, the bit that reduces the cost most per byte is added next.
-    Returns diminish with every bit, so this is optimal if all bits cost the same, and otherwise off by at most the last
-    bit.
+    Returns diminish with every bit, so the result is optimal if all bits have equal sizes, and otherwise off by at most
+    the last bit.
 
-    Layers with the same sliding window share the budget that they would have at one width. Bytes are not moved between
+    Layers with the same sliding window share the budget that they would have at equal widths. Bytes do not move between
     windows: a sliding layer stores fewer tokens, so bytes moved from it to a full layer would exceed the budget at long
     contexts.
     """
@@ -125,8 +125,8 @@ def solve_widths(calibration: Calibration, budget: float) -> Solution:
     if min(left.values()) < -1e-6:
         least = 8 * spent / _numbers(calibration)
         raise InputError(
-            f"a budget of {8 * budget / _numbers(calibration):.3f} bits per number is less than {WIDTHS[0]}-bit codes "
-            f"and their scales take: {least:.3f}"
+            f"a budget of {8 * budget / _numbers(calibration):.3f} bits per value is less than {WIDTHS[0]}-bit codes "
+            f"and their scales need: {least:.3f}"
         )
 
     def offer(layer: int, side: str) -> tuple[float, int, str, float] | None:
@@ -144,7 +144,7 @@ def solve_widths(calibration: Calibration, budget: float) -> Solution:
     while heap:
         _, layer, side, price = heapq.heappop(heap)
         if price > left[window[layer]] + 1e-6:
-            continue  # others may be cheaper
+            continue  # a smaller one may fit
         left[window[layer]] -= price
         spent += price
         bits[layer, side] += 1
@@ -164,7 +164,7 @@ def solve_widths(calibration: Calibration, budget: float) -> Solution:
 
 
 def chooses_widths(budget: float | None, profile: str | None) -> bool:
-    """Whether widths per layer are requested; raises if that is not possible."""
+    """Whether widths per layer are requested; raises for invalid arguments."""
     if budget is not None and profile is not None:
         raise InputError(f"budget {budget:g} and profile {profile!r} both choose the widths; give one of them")
     if profile is not None and profile not in PROFILES:

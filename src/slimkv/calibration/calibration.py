@@ -24,7 +24,7 @@ from slimkv.spec import DEFAULT_SEED, Kind, parse_format
 
 _MOMENT, _SCALE = "query_moment", "query_scale"
 _PLANES, _FREQUENCIES = "rotary_planes", "rotary_frequencies"
-# Optional tensors of a layer, named as the fields of ``LayerStatistics``, and how many axes each has.
+# Optional tensors of a layer, named as the fields of ``LayerStatistics``, and their number of axes.
 _OPTIONAL = {"key_weight": 1, "value_weight": 1, "key_mean": 2, "first_key": 2}
 
 
@@ -38,11 +38,11 @@ class Calibration:
 
     identity: ModelIdentity
     layers: Mapping[int, LayerStatistics]
-    source: str  # what the model read
+    source: str  # the text that the model read
     max_positions: int  # positions for which the statistics are valid
-    seed: int = DEFAULT_SEED  # of the codec that the widths were chosen for
+    seed: int = DEFAULT_SEED  # the codec's seed for which the widths were chosen
     formats: Mapping[int, str] | None = None
-    name: str = "the calibration"  # where it came from, for messages
+    name: str = "the calibration"  # its source, for messages
     _matrices: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
     _warned: list[int] = field(default_factory=list, repr=False, compare=False)
 
@@ -54,7 +54,7 @@ class Calibration:
     @classmethod
     @typed
     def load(cls, path: str | Path) -> Calibration:
-        """From a file; raises ``CorruptDataError`` if it is truncated or altered."""
+        """Reads a file; raises ``CorruptDataError`` if it is truncated or altered."""
         about, tensors = file.read(Path(path))
         try:
             return cls._from_file(about, tensors, str(path))
@@ -62,7 +62,7 @@ class Calibration:
             if isinstance(error, CorruptDataError):
                 raise
             raise CorruptDataError(
-                f"{path} is not a calibration that slimkv wrote ({error!r}); make it again with slimkv calibrate"
+                f"{path} is not a slimkv calibration ({error!r}); make it again with slimkv calibrate"
             ) from error
 
     @classmethod
@@ -113,7 +113,7 @@ class Calibration:
     # -- what engines ask ----------------------------------------------------------------------------------------------
 
     def check_model(self, config: Any) -> None:
-        """Raises unless ``config`` (of transformers, or a mapping) matches the model this was made for."""
+        """Raises unless ``config`` (of transformers, or a mapping) matches the model of this calibration."""
         self.identity.check_same(ModelIdentity.of(config), self.name)
 
     def warn_beyond(self, positions: int) -> None:
@@ -121,8 +121,8 @@ class Calibration:
         if positions > self.max_positions and not self._warned:
             self._warned.append(positions)
             warnings.warn(
-                f"{self.name} holds up to position {self.max_positions:,}; keys beyond it (up to {positions:,} here) "
-                "are rounded as at its end, which may be worse than without a calibration: make it again with "
+                f"{self.name} is valid up to position {self.max_positions:,}; keys beyond (up to {positions:,} here) "
+                "are rounded as at its end, which may be worse than no calibration: make it again with "
                 f"slimkv calibrate MODEL --max-positions {positions}",
                 stacklevel=2,
             )
@@ -141,23 +141,23 @@ class Calibration:
     def query_aware_matrices(
         self, layer: int, codec: Codec, heads: slice | None = None, positions: int | None = None
     ) -> Tensor | None:
-        """The matrices with which keys of a layer are stored, on the codec's device.
+        """The rounding matrices of a layer's keys, on the codec's device.
 
         Args:
             layer: the layer's number in the model.
-            codec: the codec of its keys; any width and seed.
-            heads: which KV heads (a tensor-parallel rank's own); None: all.
+            codec: the codec of its keys, of any width and seed.
+            heads: the KV heads (of a tensor-parallel rank); None: all.
             positions: the longest context; fewer ranges of positions take less memory. None: all ranges.
 
         Returns int8 [ranges, heads, key_dim, key_dim] for ``slimkv.ops.store_kv``, whose index is
         ``slimkv.calibration.positions.matrix_index`` with ``position_edges(positions)``; [heads, key_dim, key_dim] in
-        layers whose queries do not depend on their position; None where the codec's keys are not ``lloyd``, which have
-        no such rounding.
+        layers with queries that do not depend on their position; None unless the codec has Lloyd-Max keys, because
+        other formats have no such rounding.
         """
         statistics = self.statistics(layer)
         if statistics.key_dim != codec.spec.key_dim:
             raise InputError(
-                f"{self.name} has keys of {statistics.key_dim} dimensions in layer {layer}; these have "
+                f"{self.name} has keys of {statistics.key_dim} dimensions in layer {layer}; the codec has "
                 f"{codec.spec.key_dim}"
             )
         count = statistics.num_kv_heads
@@ -176,7 +176,7 @@ class Calibration:
     def key_offset(self, layer: int, codec: Codec, heads: slice | None = None) -> Tensor | None:
         """The vectors that are subtracted from the keys of a layer before encoding with ``codec``.
 
-        bfloat16 [heads, key_dim] on its device; None if the statistics have no mean key. ``heads`` as above.
+        bfloat16 [heads, key_dim] on the codec's device; None if the statistics have no mean key.
         """
         with torch.inference_mode(False):  # it outlives the forward pass that creates it
             offset = self.statistics(layer).key_offset(self.max_positions, codec)

@@ -32,7 +32,7 @@ def read(path: Path, format: str = FORMAT) -> tuple[dict[str, Any], dict[str, Te
     header, tensors = _read(path)
     if header.get("format") != format:
         raise CorruptDataError(
-            f"{path} is a safetensors file, but no calibration: its format is {header.get('format')}"
+            f"{path} is a safetensors file, but not a {format}: its format is {header.get('format')}"
         )
     if header.get("version") != str(VERSION):
         raise UnsupportedError(
@@ -46,9 +46,9 @@ def read(path: Path, format: str = FORMAT) -> tuple[dict[str, Any], dict[str, Te
     try:
         about = json.loads(header["about"])
     except (KeyError, ValueError, RecursionError) as error:
-        raise CorruptDataError(f"{path} does not say what it holds ({error!r}); make it again") from error
+        raise CorruptDataError(f"{path} has no readable metadata ({error!r}); make it again") from error
     if not isinstance(about, dict):
-        raise CorruptDataError(f"{path} does not say what it holds ({type(about).__name__}); make it again")
+        raise CorruptDataError(f"{path} has metadata of type {type(about).__name__}, not a mapping; make it again")
     return about, tensors
 
 
@@ -59,7 +59,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (broken, OSError, ValueError) as error:
         raise CorruptDataError(
-            f"{path} is not a whole calibration file ({error}); make it again with slimkv calibrate"
+            f"{path} is not a complete calibration file ({error}); make it again with slimkv calibrate"
         ) from error
 
 
@@ -74,7 +74,7 @@ def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
 
 
 def of_safetensors(name: str, files: str = "calibration files") -> Any:
-    """A part of that package; raises if it is not installed."""
+    """The attribute ``name`` of safetensors; raises if the package is not installed."""
     try:
         import safetensors
         import safetensors.torch

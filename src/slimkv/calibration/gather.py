@@ -1,7 +1,6 @@
-"""The part of collecting statistics that all engines share: the shifts of the probe, and sums over queries and keys.
+"""Collecting statistics, as far as engines share it: the shifts of the probe, and sums over queries and keys.
 
-An engine must expose the queries of each layer as attention gets them, and must be able to read tokens at shifted
-positions.
+An engine must expose the queries of each layer as attention receives them, and must read tokens at shifted positions.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def probe_shifts(max_positions: int) -> tuple[int, ...]:
     longest = max_positions - PROBE_TOKENS
     if longest < 1:
         raise InputError(
-            f"a model of {max_positions} positions is too short to measure their effect on queries; "
+            f"max_positions is {max_positions}, too few to measure the effect of positions on queries; "
             f"{PROBE_TOKENS + 1} are needed"
         )
     shifts = [1]
@@ -42,8 +41,9 @@ class MeasuredRotary:
 
 
 def rotary_of_layer(plain: Tensor, shifted: Mapping[int, Tensor]) -> MeasuredRotary:
-    """Fits the embedding to queries of the probe float [n, dim] and to the same queries at ``probe_shifts``. If long
-    shifts contradict short ones (frequencies that change with the length), the fit of the short ones holds up to them.
+    """Fits the embedding to queries of the probe float [n, dim] and to the same queries at ``probe_shifts``.
+
+    If long shifts contradict short ones (frequencies that change with the length), the fit covers the short ones.
     ``max_positions`` is None if positions do not rotate queries (learned positions).
     """
     known = dict(sorted(shifted.items()))
@@ -96,7 +96,7 @@ class LayerSums:
         return (self.key_total / max(self.keys, 1)).cpu()
 
     def first_key(self) -> Tensor:
-        """The mean key at position 0: float64 [num_kv_heads, dim] on the CPU; of all keys if there was none."""
+        """The mean key at position 0: float64 [num_kv_heads, dim] on the CPU; the mean of all keys if there is none."""
         mean = self.first_total / self.first_keys.clamp(min=1)
         return torch.where(self.first_keys > 0, mean, self.key_total / max(self.keys, 1)).cpu()
 
@@ -105,8 +105,8 @@ def common_range(measured: Mapping[int, MeasuredRotary], wanted: int, probed: in
     """The number of positions for which the statistics of all layers are valid.
 
     Args:
-        measured: by layer.
-        wanted: the range that was asked for.
+        measured: the rotary embedding of each layer.
+        wanted: the requested range.
         probed: the end of the longest shift; a rotary embedding observed up to there is assumed beyond it.
         read: the number of positions read; learned positions are unknown beyond it.
     """

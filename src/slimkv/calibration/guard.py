@@ -1,6 +1,6 @@
 """A guard against silent errors: compares scores from stored keys with exact scores, once per layer.
 
-The figure is the standard deviation, over keys, of softmax_scale * q.(stored key - key), in nats: the noise that
+The score error is the standard deviation, over keys, of softmax_scale * q.(stored key - key), in nats: the noise that
 quantisation adds to a query's scores. A constant difference does not count, because softmax is invariant to it.
 Measured on two model families, healthy layers are below 0.7 at 4 bits and below 2.2 at 2 bits; layer 0 of Qwen2.5
 without an offset is at 14 with 4 bits and at 6 with 6 bits.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slimkv.errors import FidelityError
 
-MIN_TOKENS = 256  # in a prompt that is compared
+MIN_TOKENS = 256  # shorter prompts are not compared
 MAX_SCORE_ERROR = 4.0  # nats; the default limit
 _QUERIES, _KEYS = 64, 512  # sampled per comparison
 _SHOWN = 3  # layers in the log line
@@ -72,16 +72,16 @@ class Guard:
         self.figures[layer] = figure
         if not figure <= self.limit:  # also if NaN
             raise FidelityError(
-                f"layer {layer}: scores from stored keys differ from true ones by {figure:.2f} nats (standard "
-                f"deviation over keys); more than {self.limit:g} gives wrong answers. Calibrate the model (slimkv "
+                f"layer {layer}: scores from stored keys differ from exact ones by {figure:.2f} nats (standard "
+                f"deviation over keys); the limit is {self.limit:g}. Calibrate the model (slimkv "
                 f"calibrate MODEL), give this layer more bits or 'raw' (layers={{'{layer}': 'raw'}}), or set "
-                "max_score_error=0 to go on without this check"
+                "max_score_error=0 to continue without this check"
             )
         if self.figures.keys() == self._layers:
             self._say(self.summary())
 
     def summary(self) -> str:
-        """Logs one line about the compared layers."""
+        """One line about the compared layers with the largest errors."""
         worst = sorted(self.figures.items(), key=lambda item: -item[1])[:_SHOWN]
         shown = ", ".join(f"{figure:.2f} in layer {layer}" for layer, figure in worst)
         return f"slimkv: noise of quantised keys in attention scores (nats, limit {self.limit:g}): at most {shown}"

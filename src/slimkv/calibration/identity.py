@@ -1,4 +1,4 @@
-"""Which model something belongs to: the fields of its configuration, and a digest of its weights."""
+"""The identity of a model: fields of its configuration, and a digest of its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slimkv.errors import InputError
 
-# The fields besides the weights that determine queries, under the names of transformers and the engines.
+# The fields that determine queries, besides the weights, as transformers and the engines name them.
 _FIELDS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "sliding_window",
@@ -24,13 +24,13 @@ _PIECES, _PIECE_BYTES = 64, 1 << 14
 
 
 def text_fields(config: Any) -> Mapping[str, Any]:
-    """The fields of a transformers configuration, or of one as a mapping: of its text model where there is one."""
+    """The fields of a transformers configuration (or mapping); of its text model if there is one."""
     given: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     return next((given[name] for name in _NESTED if isinstance(given.get(name), Mapping)), given)
 
 
 def _defaults(fields: Mapping[str, Any]) -> dict[str, int]:
-    """The value that every engine assumes for a missing configuration field; some engines write it in, some do not."""
+    """The values that every engine assumes for missing fields; some engines add them to the configuration."""
     hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         return {}
@@ -39,7 +39,7 @@ def _defaults(fields: Mapping[str, Any]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The fields of a model's configuration that must agree, as sorted (name, value) pairs."""
+    """The fields of a model's configuration that must match, as sorted (name, value) pairs."""
 
     fields: tuple[tuple[str, Any], ...]
 
@@ -94,14 +94,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def folder_digest(folder: Path) -> str:
-    """sha256 that stands for the weights in a model's folder.
+    """sha256 that identifies the weights in a model's folder.
 
-    Every weight file counts with its size and ``_PIECES`` pieces spread over it, so that a large model takes
-    milliseconds and another checkpoint of the same model gives another digest.
+    It covers the size and ``_PIECES`` evenly spaced pieces of every weight file. A large model takes milliseconds, and
+    another checkpoint of the same model has another digest.
     """
     files = _weight_files(folder)
     if not files:
-        raise InputError(f"{folder} holds no weight files ({', '.join(_SUFFIXES)}), by which a model is known")
+        raise InputError(f"{folder} contains no weight files ({', '.join(_SUFFIXES)}) to identify the model by")
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -114,7 +114,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def parameter_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 that stands for weights that were never in a folder: up to 256 numbers of every parameter."""
+    """sha256 that identifies weights in memory, from up to 256 values of every parameter."""
     digest = hashlib.sha256(b"in memory ")
     for name, tensor in sorted(parameters, key=lambda item: item[0]):
         flat = tensor.detach().flatten()
@@ -125,6 +125,6 @@ def parameter_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def weights_digest(name_or_path: str | None) -> str | None:
-    """The digest of the model that a configuration says it came from; None where that is not a folder with weights."""
+    """``folder_digest`` of the model that a configuration names; None if its folder or weights are unknown."""
     folder = model_folder(name_or_path) if name_or_path else None
     return folder_digest(folder) if folder is not None and _weight_files(folder) else None

@@ -2,8 +2,8 @@
 
 The mean of sixteen tokens works for every later prompt. Stored bytes depend on the offset, so it may only change while
 a layer's pages are empty: it is learnt right before the first real tokens are stored. Steps that store nothing
-(profiling, warm-up) do not set it, and neither does a step inside a captured CUDA graph, which cannot wait for the
-result. The tensor is updated in place: graphs that were captured before read the new values.
+(profiling, warm-up) do not set it, and neither does a captured CUDA graph, which cannot wait for the result. The
+tensor is updated in place, so graphs captured earlier read the new values.
 
 A learnt offset is saved under the digest of the model's files, one file per layer, format and tensor-parallel rank, so
 that restarts and replicas agree. An offset from fewer than 16 tokens is not saved. The first process to write a file
@@ -28,23 +28,23 @@ from slimkv.paths import cache_dir
 from slimkv.spec import CodecSpec
 
 FORMAT = "slimkv-key-offset"
-MIN_TOKENS = 16  # in a first prompt whose mean is saved for later processes
+MIN_TOKENS = 16  # offsets learnt from fewer tokens are not saved
 
 
 def offset_digest(offset: Tensor | None) -> str:
-    """32 hexadecimal digits of a layer's offset bfloat16 [heads, dim]; empty without one."""
+    """32 hexadecimal digits that identify an offset bfloat16 [heads, dim]; empty for None."""
     if offset is None:
         return ""
     return hashlib.sha256(offset.detach().float().cpu().contiguous().numpy().tobytes()).hexdigest()[:32]
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, during which nothing can be read back."""
+    """Whether a CUDA graph is being captured, so that nothing can be read back."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class LayerOffset:
-    """The offset of one layer's keys in one process: known from the start, or learnt from the first prompt."""
+    """The key offset of one layer in one process: given, or learnt from the first prompt."""
 
     def __init__(self, num_kv_heads: int, codec: Codec, known: Tensor | None = None) -> None:
         self._codec, shape = codec, (num_kv_heads, codec.spec.key_dim)
@@ -58,7 +58,7 @@ class LayerOffset:
 
     @classmethod
     def kept(cls, path: Path | None, num_kv_heads: int, codec: Codec) -> LayerOffset:
-        """The offset in the file ``path``, or a learnt one that is then saved there (None: not saved)."""
+        """The offset in the file ``path``; without that file, it is learnt and then saved there (None: not saved)."""
         known = read_offset(path, num_kv_heads, codec.spec.key_dim) if path is not None else None
         made = cls(num_kv_heads, codec, known)
         made._kept = path
@@ -67,8 +67,9 @@ class LayerOffset:
         return made
 
     def provisional(self, key: Tensor) -> None:
-        """Takes the mean of a profiling step's keys [tokens, heads, dim] as a provisional offset. It is used only if
-        tokens are stored before an offset could be learnt (see ``learn``).
+        """Sets a provisional offset: the mean of a profiling step's keys [tokens, heads, dim].
+
+        It stays only if tokens are stored before an offset could be learnt (see ``learn``).
         """
         if not self.known:
             self.tensor.copy_(key.float().mean(0))
@@ -78,12 +79,12 @@ class LayerOffset:
 
         Args:
             key: [tokens, heads, dim], before they are stored.
-            stored: bool [tokens]: which of them will be stored.
+            stored: bool [tokens]: whether each is stored.
             pages: the layer's pages, all zeros before the first token is stored. If they are not, tokens were stored
                 inside a captured graph, and the provisional offset stays.
-            first: integer [], how many of the tokens belong to the first request. Where given, it alone is learnt
-                from, and no more of it than ``MIN_TOKENS``, whatever else is in the batch and however long its first
-                chunk is. It stays on its device until it is needed: a graph's capture cannot read it.
+            first: integer [], the number of tokens of the first request. If given, the offset is learnt from at most
+                ``MIN_TOKENS`` tokens of that request, so it does not depend on the rest of the batch or on chunking. It
+                is read back only when needed, because the capture of a graph cannot read it.
         """
         if self.known or is_capturing(key.device):
             return
@@ -93,7 +94,7 @@ class LayerOffset:
         count = int(stored.sum())
         if count == 0:
             return
-        if bool(pages.any()):  # a reduction, because a copy of the cache would not fit the device
+        if bool(pages.any()):  # a reduction: a copy of the cache would not fit the device
             self.source = "a profiling step"
         else:
             seen = key[stored].float()  # a prompt is stored from its first token on
@@ -105,7 +106,8 @@ class LayerOffset:
 
 
 def kept_path(model: str, layer: int, spec: CodecSpec, rank: int = 0, ranks: int = 1) -> Path | None:
-    """The path of the offset of a layer of ``model`` (a folder or a hub name), whose keys are stored as ``spec`` says;
+    """The path of the offset of a layer of ``model`` (a folder or a hub name) with keys stored as ``spec``.
+
     None if the model's files are unknown.
     """
     key = _files_key(model)
@@ -131,13 +133,13 @@ def read_offset(path: Path, num_kv_heads: int, dim: int) -> Tensor | None:
         _, tensors = file.read(path, FORMAT)
         found = tensors["offset"]
     except (SlimKVError, KeyError):
-        path.unlink(missing_ok=True)  # damaged or of another version: it is learnt again
+        path.unlink(missing_ok=True)  # damaged or of another version: the offset is learnt again
         return None
     fits = found.shape == (num_kv_heads, dim) and bool(found.isfinite().all())
     return found.to(OFFSET_DTYPE) if fits else None
 
 
 def write_offset(path: Path, offset: Tensor) -> None:
-    """Saves an offset unless another process was first."""
+    """Saves an offset unless another process has saved one."""
     if not path.is_file():
         file.write(path, {}, {"offset": offset.detach().cpu().contiguous()}, FORMAT)

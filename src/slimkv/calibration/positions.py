@@ -1,4 +1,4 @@
-"""Which query-aware matrix rounds a token's key: one per range of positions.
+"""The query-aware matrix of each token: one per range of positions.
 
 Rotary embedding rotates queries by their position. Planes of low frequency rotate slowly, so one matrix for all
 positions would be wrong there; planes of high frequency average out. Ranges may therefore grow with the position.
@@ -20,7 +20,7 @@ _FIRST = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192)
 def position_edges(max_positions: int) -> tuple[int, ...]:
     """The ends of ranges, up to the first one at or beyond ``max_positions``; two per octave beyond 8,192."""
     if max_positions < 1:
-        raise InputError(f"a model reads at least 1 position, not {max_positions}")
+        raise InputError(f"max_positions must be 1 or more, not {max_positions}")
     edges = list(_FIRST)
     while edges[-1] < max_positions:
         edges += [edges[-1] * 3 // 2, edges[-1] * 2]
@@ -28,7 +28,7 @@ def position_edges(max_positions: int) -> tuple[int, ...]:
 
 
 def matrix_index(positions: Tensor, edges: tuple[int, ...]) -> Tensor:
-    """positions int [tokens] -> the index of the range of each, int32 [tokens]; the last one beyond all ranges."""
+    """positions int [tokens] -> the index of their ranges, int32 [tokens]; the last range beyond all ranges."""
     return torch.bucketize(positions.long(), _boundaries(edges, positions.device), right=True, out_int32=True)
 
 

@@ -41,9 +41,9 @@ def predicted_cost(calibration: Calibration, layer: int, bits: int, side: str) -
     statistics = calibration.statistics(layer)
     if statistics.key_weight is None or statistics.value_weight is None:
         raise UnsupportedError(
-            f"{calibration.name} does not know what errors of layer {layer} cost: make it with slimkv calibrate "
-            "--budget or --profile; if that has no costs either, the model's output projection was not found: choose "
-            "formats by hand"
+            f"{calibration.name} has no error costs for layer {layer}: make it with slimkv calibrate --budget or "
+            "--profile. If those are missing again, the model's output projection was not found: choose formats by "
+            "hand"
         )
     if side == "key":
         noise = logit_noise(statistics, calibration.seed)

@@ -19,7 +19,7 @@ from torch import Tensor
 from slimkv.errors import InputError
 
 TOLERANCE = 0.02  # largest squared error, relative to the queries, at which a rotation counts as found
-# A vector for short contexts and long ones (docs/design/centring.md).
+# Context lengths that one mean vector must fit (docs/design/centring.md).
 CONTEXTS = (1024, 8192)
 _SURPRISE = 0.03  # allowed deviation of angles over a long shift from the prediction of shorter ones: a mean of 1 - cos
 _STILL = 1e-4  # squared change, relative to the queries, below which positions have no effect
@@ -27,7 +27,7 @@ _STILL = 1e-4  # squared change, relative to the queries, below which positions 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Which coordinates rotate, and how fast. Without planes, positions have no effect (NoPE)."""
+    """The planes that rotate and their frequencies. Without planes, positions have no effect (NoPE)."""
 
     planes: Tensor  # int64 [planes, 2]
     frequencies: Tensor  # float64 [planes], radians per position
@@ -39,7 +39,7 @@ class Rotary:
 
     @property
     def turns(self) -> bool:
-        """Whether positions matter."""
+        """Whether positions have an effect."""
         return len(self.frequencies) > 0
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Rotary:
         """
         for start, stop in ranges:
             if not 0 <= start < stop:
-                raise InputError(f"positions {start} to {stop} are not a range: start at 0 or later, stop after it")
+                raise InputError(f"positions {start} to {stop} are not a range: start at 0 or later, and stop later")
         if not self.turns:
             return moment.double().expand(len(ranges), *moment.shape)
         basis, phases = self._eigenbasis(moment.shape[-1], moment.device)
@@ -85,7 +85,7 @@ class Rotary:
     def mean_vector(self, vector: Tensor, positions: int) -> Tensor:
         """The mean of R_t v over positions t in [0, positions): float64 [..., dim], for v float [..., dim]."""
         if positions < 1:
-            raise InputError(f"a mean is taken over 1 position or more, not {positions}")
+            raise InputError(f"positions must be 1 or more, not {positions}")
         out = vector.double().clone()
         if not self.turns:
             return out
@@ -98,7 +98,7 @@ class Rotary:
         return out
 
     def mean_of_contexts(self, vector: Tensor, positions: int) -> Tensor:
-        """``mean_vector`` for contexts that may be short or long: the mean over ``CONTEXTS``, up to ``positions`` each.
+        """The mean of ``mean_vector`` over ``CONTEXTS``, each at most ``positions``.
 
         Slowly rotating planes are constant in a short context but not in a long one, and one vector must fit both.
         """
@@ -129,7 +129,7 @@ def measure_rotary(plain: Tensor, shifted: Mapping[int, Tensor]) -> Rotary | Non
     """
     shifts = sorted(shifted)
     if not shifts or shifts[0] != 1 or any(b > 64 * a for a, b in pairwise(shifts)):
-        raise InputError(f"shifts must begin with 1 and grow at most 64 times at once, not {shifts}")
+        raise InputError(f"shifts must begin with 1 and each be at most 64 times the previous one, not {shifts}")
     before = plain.double()
     after = {s: shifted[s].double() for s in shifts}
     energy = before.square().sum()
@@ -138,7 +138,7 @@ def measure_rotary(plain: Tensor, shifted: Mapping[int, Tensor]) -> Rotary | Non
     best: tuple[float, Rotary] | None = None
     for planes in _pairings(plain.shape[-1], plain.device):
         frequencies, surprise = _frequencies(before, after, planes)
-        # A plane that hardly rotates within all shifts is dropped: the rest is rounding.
+        # Planes that hardly rotate within all shifts are dropped: their angles are rounding errors.
         keep = (frequencies * shifts[-1]).abs() > 1e-4
         found = Rotary(planes[keep].cpu(), frequencies[keep].cpu())
         error = max(_misfit(found, before, x, s) for s, x in after.items()) + (surprise > _SURPRISE)
@@ -153,8 +153,8 @@ def measure_rotary(plain: Tensor, shifted: Mapping[int, Tensor]) -> Rotary | Non
 def _pairings(dim: int, device: torch.device) -> Iterator[Tensor]:
     """Candidate pairings of coordinates, the usual ones first: int64 [planes, 2] each."""
     index = torch.arange(dim // 2 * 2, device=device)
-    yield torch.stack(index.chunk(2), 1)  # halves, as of Llama
-    yield index.view(-1, 2)  # neighbours, as of GPT-J
+    yield torch.stack(index.chunk(2), 1)  # halves, as in Llama
+    yield index.view(-1, 2)  # neighbours, as in GPT-J
     for size in (dim // 2, dim // 4, *range(dim - 2, 1, -2)):  # halves of a part, at either end
         for first in (0, dim - size):
             if size % 2 == 0 and size:
@@ -162,11 +162,10 @@ def _pairings(dim: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def _frequencies(before: Tensor, after: Mapping[int, Tensor], planes: Tensor) -> tuple[Tensor, float]:
-    """The frequency of every plane, refined from the shortest shift to the longest: float64 [planes]; and the largest
-    deviation on the way.
+    """The frequency of every plane, refined from the shortest shift to the longest (float64 [planes]), and the largest
+    deviation from a predicted angle.
 
-    A frequency can be adjusted to fit any angle over a long shift, so the deviation from the expected angle is what
-    counts.
+    Some frequency fits any angle over a long shift, so only the deviation from the prediction shows a misfit.
     """
     start = torch.complex(before[:, planes[:, 0]], before[:, planes[:, 1]])
     frequencies = torch.zeros(len(planes), dtype=torch.float64, device=before.device)
@@ -183,6 +182,6 @@ def _frequencies(before: Tensor, after: Mapping[int, Tensor], planes: Tensor) ->
 
 
 def _misfit(rotary: Rotary, before: Tensor, after: Tensor, shift: int) -> float:
-    """Squared error of rotated queries, relative to the queries."""
+    """Squared error of the rotated queries, relative to the energy of ``after``."""
     turned = rotary.turned(before, torch.full((len(before),), shift, device=before.device))
     return float((turned - after).square().sum() / after.square().sum())

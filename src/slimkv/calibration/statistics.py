@@ -15,7 +15,7 @@ from slimkv.errors import InputError
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """The statistics of one attention layer; every tensor has one row per KV head.
+    """The statistics of one attention layer; the first axis of every tensor is the KV head.
 
     ``query_moment`` and ``key_mean`` are of queries and keys rotated back to position 0 if the layer has a rotary
     embedding (``rotary``), otherwise of queries and keys as they are.
@@ -31,7 +31,7 @@ class LayerStatistics:
     value_weight: Tensor | None = None  # float64 [num_kv_heads]
     rotary: Rotary = field(default_factory=Rotary.none)
     sliding_window: int | None = None
-    key_mean: Tensor | None = None  # float64 [num_kv_heads, key_dim]; None: keys were not seen
+    key_mean: Tensor | None = None  # float64 [num_kv_heads, key_dim]; None: not observed
     first_key: Tensor | None = None  # float64 [num_kv_heads, key_dim]: the mean key at position 0
 
     def key_offset(self, positions: int, codec: Codec) -> Tensor | None:
@@ -55,7 +55,7 @@ def pack_moments(moments: Tensor) -> tuple[Tensor, Tensor]:
     """float64 [heads, dim, dim] -> the lower triangles, float16 [heads, dim (dim + 1) / 2], and float32 scales [heads].
 
     A triangle is divided by its mean diagonal, which is stored as its scale. Entries are then at most ``dim``, and
-    their rounding (2^-11) is small compared with the damping that rounding matrices add to the diagonal.
+    their rounding error (2^-11) is small compared with the damping of rounding matrices.
     """
     dim = moments.shape[-1]
     scale = moments.diagonal(dim1=-2, dim2=-1).mean(-1)
@@ -69,7 +69,7 @@ def unpack_moments(packed: Tensor, scale: Tensor) -> Tensor:
     count = packed.shape[-1]
     dim = round(((8 * count + 1) ** 0.5 - 1) / 2)
     if dim * (dim + 1) // 2 != count:
-        raise InputError(f"{count} numbers are not the triangle of a matrix")
+        raise InputError(f"{count} values are not the triangle of a matrix")
     rows, columns = torch.tril_indices(dim, dim)
     out = torch.zeros(packed.shape[0], dim, dim, dtype=torch.float64)
     out[:, rows, columns] = packed.double() * scale.double()[:, None]

@@ -2,7 +2,7 @@
 
 * Keys: levels are odd multiples of 1/2, at most 63.5. Twice a level is a signed byte, exactly.
 * Values: e4m3 has four significant bits. One factor per codebook minimises the rounding error. It adds 1.3% to the
-  squared error of 4-bit codes, and less to that of fewer bits.
+  squared error of 4-bit codes, and less for narrower codes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slimkv.errors import SpecError
 
 MOST_BITS = 4
 E4M3_LARGEST = 448.0
-_LARGEST_LEVEL = 240.0  # in e4m3; its mantissas repeat below half of it
+_LARGEST_LEVEL = 240.0  # in e4m3; below half of it, the mantissas repeat
 
 
 def e4m3(x: np.ndarray) -> np.ndarray:
@@ -32,7 +32,7 @@ class ByteLevels:
 
     key: np.ndarray  # int64 [2 ** bits]: twice the level, odd, -127..127
     value: np.ndarray  # float64 [2 ** bits]: numbers of e4m3
-    value_factor: float  # float32: a level is ``value / value_factor``, nearly
+    value_factor: float  # float32: a level is approximately ``value / value_factor``
     value_distortion: float  # mean squared error of the e4m3 levels for a coordinate of variance 1
 
 
@@ -40,7 +40,7 @@ class ByteLevels:
 def byte_levels(bits: int, dim: int) -> ByteLevels:
     """The byte levels of the codebook of ``bits`` (1-4) for rotated vectors of ``dim`` dimensions."""
     if not 1 <= bits <= MOST_BITS:
-        raise SpecError(f"levels of {bits} bits do not fit bytes; those of 1 to {MOST_BITS} do")
+        raise SpecError(f"levels of {bits} bits do not fit bytes; use 1 to {MOST_BITS} bits")
     book = codebook(bits, dim)
     positive = book.levels[len(book.levels) // 2 :]
     mass = positive_moments(positive / book.unit, dim)[0]
@@ -48,6 +48,6 @@ def byte_levels(bits: int, dim: int) -> ByteLevels:
     factors = (tops / positive[-1]).astype(np.float32).astype(np.float64)
     errors = (e4m3(positive * factors[:, None]) / factors[:, None] - positive) / book.unit
     distortions = (mass * errors**2).sum(1)
-    best = int(np.argmax(distortions < distortions.min() + 1e-10))  # the first, whatever the last bit of libm
+    best = int(np.argmax(distortions < distortions.min() + 1e-10))  # the first one within the rounding of libm
     levels, factor = book.levels_by_code, float(factors[best])
     return ByteLevels(np.rint(2 * levels).astype(np.int64), e4m3(levels * factor), factor, float(distortions[best]))

@@ -99,7 +99,7 @@ def _solve_positive(bits: int, dim: int) -> np.ndarray:
 
 
 def positive_moments(levels: np.ndarray, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``_cell_moments`` of the cells around positive ``levels``, as parts of the whole positive half."""
+    """``_cell_moments`` of the cells around positive ``levels``, as fractions of the positive half."""
     edges = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [min(np.sqrt(dim), 9.0)]])
     mass, first, second = _cell_moments(edges, dim)
     return mass / mass.sum(), first / mass.sum(), second / mass.sum()
@@ -112,15 +112,15 @@ def _distortion(levels: np.ndarray, dim: int) -> float:
 
 
 def _on_byte_grid(levels: np.ndarray, dim: int) -> tuple[float, np.ndarray]:
-    """The unit, and the odd-half multiples of it next to ``levels``, with the least distortion."""
+    """The unit with the least distortion, and ``levels`` rounded to odd multiples of half of it."""
     best = (np.inf, levels)
     for top in np.arange(48.0, 63.51, 0.0625):
         unit = top / levels[-1]
         rounded = np.clip(np.floor(levels * unit) + 0.5, 0.5, 63.5)
         distortion = _distortion(rounded / unit, dim)
-        if distortion < best[0] - 1e-10:  # clearly better, not just by the last bit of a machine's libm
+        if distortion < best[0] - 1e-10:  # by more than the rounding of libm, which differs between machines
             best = (distortion, rounded)
-    # With the levels fixed, the unit with the least error, rounded so that it prints and stores exactly.
+    # The unit with the least error for these levels, rounded so that text and float32 represent it exactly.
     mass, first, _ = positive_moments(best[1] * levels[-1] / best[1][-1], dim)
     unit = float((mass * best[1] ** 2).sum() / (best[1] * first).sum())
     return float(np.float32(round(unit * 1024) / 1024)), best[1]
@@ -135,7 +135,7 @@ def _on_half_grid(levels: np.ndarray) -> tuple[float, np.ndarray]:
 def codebook(bits: int, dim: int) -> Codebook:
     """The codebook of ``bits`` (1-8) for rotated vectors of ``dim`` dimensions; solved once per process."""
     if not 1 <= bits <= 8:
-        raise SpecError(f"Lloyd-Max codebooks come in 1 to 8 bits, not {bits}")
+        raise SpecError(f"Lloyd-Max codebooks have 1 to 8 bits, not {bits}")
     positive = _solve_positive(bits, dim)
     unit, grid = _on_byte_grid(positive, dim) if bits <= _GRID_BITS else _on_half_grid(positive)
     if np.any(np.diff(grid) <= 0):

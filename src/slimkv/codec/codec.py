@@ -29,9 +29,9 @@ def _indexed(device: torch.device | str) -> torch.device:
 
 
 def _magnitude_entries(fmt: TensorFormat, levels_by_code: np.ndarray) -> np.ndarray:
-    """Per magnitude, what a store kernel looks up: the level in units of 1 / LEVEL_DENOMINATOR.
+    """The look-up table of store kernels, by magnitude: the level in units of 1 / LEVEL_DENOMINATOR.
 
-    Up to 4 bits, twice the level squared, with the magnitude's index above the low 16 bits.
+    Up to 4 bits: the square of twice the level, with the magnitude's index above the low 16 bits.
     """
     positive = levels_by_code[len(levels_by_code) // 2 :]
     if fmt.bits > 4:
@@ -93,7 +93,7 @@ class Codec:
 
     @typed
     def to(self, device: torch.device | str) -> Codec:
-        """This codec with its tensors on ``device`` (itself if they are there already)."""
+        """This codec with its tensors on ``device``; itself if they are already there."""
         target = _indexed(device)
         return self if target == self.device else Codec(self.spec, target)
 
@@ -112,8 +112,8 @@ class Codec:
         [..., key_dim, key_dim] (one matrix per KV head beside x [..., num_kv_heads, key_dim]); for ``lloyd`` keys.
         Decoding does not need it.
 
-        Raises ``InputError`` on NaN, Inf or a norm no scale can hold, naming the vector; with ``mark_invalid`` such
-        vectors are marked the way kernels mark them instead.
+        Raises ``InputError`` for vectors with NaN, Inf or a norm beyond the range of scales. With ``mark_invalid``,
+        they are marked as kernels mark them.
         """
         return self._encode(x, self.spec.key, self.key_tables, "key", mark_invalid, query_aware)
 
@@ -143,7 +143,7 @@ class Codec:
             return quantize.mark_invalid(encoded, bad)
         if bad.any():
             where = tuple(bad.nonzero()[0].tolist())
-            reason = "NaN or Inf" if not torch.isfinite(x[where]).all() else "a norm beyond what a scale can hold"
+            reason = "NaN or Inf" if not torch.isfinite(x[where]).all() else "a norm beyond the range of scales"
             raise InputError(
                 f"{int(bad.sum())} {name} vector(s) cannot be encoded; the first, at index {where}, has {reason}"
             )
@@ -151,7 +151,7 @@ class Codec:
 
     def _check_query_aware(self, query_aware: Tensor, x: Tensor) -> None:
         if self.spec.key.kind != Kind.LLOYD:
-            raise InputError(f"query-aware rounding is for lloyd keys; these are {self.spec.key.name}")
+            raise InputError(f"query-aware rounding needs Lloyd-Max keys; the key format is {self.spec.key.name}")
         wanted = torch.Size((*x.shape, x.shape[-1]))
         try:
             fits = query_aware.shape[-2:] == wanted[-2:] and torch.broadcast_shapes(query_aware.shape, wanted) == wanted
@@ -168,7 +168,7 @@ class Codec:
     def _check(self, x: Tensor, dim: int, name: str) -> None:
         if x.ndim == 0 or x.shape[-1] != dim:
             found = x.shape[-1] if x.ndim else 0
-            raise InputError(f"{name} vectors have {found} dimensions; this codec is for {dim}: {describe(x)}")
+            raise InputError(f"{name} vectors have {found} dimensions; this codec needs {dim}: {describe(x)}")
         if x.dtype not in FLOAT_DTYPES:
             raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
         if x.device != self.device:
@@ -204,7 +204,7 @@ class Codec:
             x = quantize.decode_fp8(encoded)
         return x @ rotation.T if fmt.rotated and not rotated else x
 
-    # -- whole vectors to bytes --------------------------------------------------------------------------------------
+    # -- vectors to bytes --------------------------------------------------------------------------------------------
 
     @typed
     def pack_key(self, x: Tensor) -> Tensor:
@@ -230,18 +230,18 @@ class Codec:
 
     @typed
     def rotate_query(self, q: Tensor) -> Tensor:
-        """Queries [..., key_dim] -> float32 in the space the keys are stored in."""
+        """Queries [..., key_dim] -> float32 in the stored space of the keys."""
         self._check(q, self.spec.key_dim, "query")
         return q.float() @ self.key_rotation if self.spec.key.rotated else q.float()
 
     @typed
     def rotate_value(self, value: Tensor) -> Tensor:
-        """Values [..., value_dim] -> float32 in the space they are stored in."""
+        """Values [..., value_dim] -> float32 in their stored space."""
         self._check(value, self.spec.value_dim, "value")
         return value.float() @ self.value_rotation if self.spec.value.rotated else value.float()
 
     @typed
     def unrotate_output(self, out: Tensor) -> Tensor:
-        """Attention output [..., value_dim] in the space the values are stored in -> float32 in the original space."""
+        """Attention output [..., value_dim] in the stored space of the values -> float32 in the original space."""
         self._check(out, self.spec.value_dim, "out")
         return out.float() @ self.value_rotation.T if self.spec.value.rotated else out.float()

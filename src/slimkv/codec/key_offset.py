@@ -3,12 +3,11 @@
 Keys have a large constant part: a bias, or a mean that the model learnt. The quantisation error is proportional to the
 vector's norm, so a large constant hides the differences between keys. Softmax is invariant to it: with k = k' + c,
 every score of a query changes by the same softmax_scale * q.c. Soft caps, sinks and a returned log-sum-exp depend on
-the absolute scores; for those, this number per query and head is added back (``score_shift``).
+absolute scores; for those, this shift per query and head is added back (``score_shift``).
 
 Only keys are centred, never values, and only those stored as Lloyd-Max codes or fp8. Offsets are bfloat16: any constant
-serves, and x - c of two bfloat16 numbers rounds to the same number in one step as through float32, so that kernels
-subtract two at a time. Subtraction is one float32 operation and one rounding to the keys' own dtype: every backend
-stores the same bytes.
+works, and subtracting two bfloat16 numbers directly rounds as through float32, so kernels subtract two at a time.
+Subtraction is one float32 operation and one rounding to the dtype of the keys, so every backend stores the same bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from slimkv.formats import Kind
 from slimkv.spec import CodecSpec
 
 OFFSET_DTYPE = torch.bfloat16
-_STOCK = "turboquant_"  # vLLM's recipes, which store keys as vLLM does
+_STOCK = "turboquant_"  # vLLM's recipes, which store keys exactly as vLLM does
 
 
 def takes_offset(spec: CodecSpec) -> bool:
@@ -40,7 +39,7 @@ def offset_of_keys(mean: Tensor, first: Tensor, codec: Codec) -> Tensor:
 
     Most queries attend to the first key, so its error matters most. The offset is the mean, moved by that error: the
     first key minus the offset is then a vector that codes represent exactly, and every rounding keeps it. The other
-    keys hardly notice, since the offset moves by a fraction of its distance from the first key.
+    keys hardly change, because the offset moves by a fraction of its distance from the first key.
 
     Args:
         mean, first: float [heads, key_dim], any device.
@@ -58,16 +57,16 @@ def subtract_offset(key: Tensor, offset: Tensor) -> Tensor:
 
 
 def score_shift(query: Tensor, offset: Tensor, softmax_scale: float, deterministic: bool = False) -> Tensor:
-    """By how much centring lowers every score of a query.
+    """How much centring lowers every score of a query.
 
     query [queries, num_heads, key_dim], offset bfloat16 [num_kv_heads, key_dim] -> float32 [queries, num_heads].
-    ``deterministic``: a query's number does not depend on how many others there are, as that of a product may.
+    ``deterministic``: the shift of a query does not depend on the number of queries, as in a GEMM.
     """
     grouped, offset = query.float().unflatten(1, (offset.shape[0], -1)), offset.float()
     if not deterministic:
         return (torch.einsum("qhgd,hd->qhg", grouped, offset) * softmax_scale).flatten(1)
     sums = grouped * offset[:, None]
-    while (dim := sums.shape[-1]) > 1:  # element by element, in one order whatever the shape
+    while (dim := sums.shape[-1]) > 1:  # elementwise, in an order that does not depend on the number of queries
         half = dim // 2
         sums = torch.cat([sums[..., :half] + sums[..., half : 2 * half], sums[..., 2 * half :]], -1)
     return (sums[..., 0] * softmax_scale).flatten(1)
@@ -88,4 +87,4 @@ def check_offset(offset: Tensor, spec: CodecSpec, num_kv_heads: int, device: tor
             f"not {offset.dtype} {list(offset.shape)} on {offset.device}"
         )
     if not takes_offset(spec):
-        raise InputError(f"keys of {spec.format} are not centred: leave key_offset at None")
+        raise InputError(f"keys of format {spec.format} cannot be centred: leave key_offset at None")

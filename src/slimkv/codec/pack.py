@@ -24,9 +24,9 @@ class Piece:
 
     width: int
     low_bit: int
-    row_byte: Tensor  # int64 [dim]: which byte of the token's row
-    shift: Tensor  # uint8 [dim]: where in that byte
-    position: Tensor  # int64 [block_size, dim]: which byte of the page
+    row_byte: Tensor  # int64 [dim]: the byte of the token's row
+    shift: Tensor  # uint8 [dim]: the bit of that byte
+    position: Tensor  # int64 [block_size, dim]: the byte of the page
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PageTables:
     """Index tensors of a layout on one device."""
 
     row_bytes: int
-    byte_offsets: Tensor  # int64 [block_size, row_bytes]: where each byte of a token's row sits in the page
+    byte_offsets: Tensor  # int64 [block_size, row_bytes]: page offset of each byte of a token's row
     key: tuple[Piece, ...]
     value: tuple[Piece, ...]
     key_fields: slice  # bytes of the row
@@ -104,7 +104,7 @@ def pack_rows(layout: PageLayout, key: Encoded, value: Encoded) -> Tensor:
     """Encoded K and V of the same batch shape [...] -> token rows: uint8 [..., row_bytes]."""
     if key.codes.shape[:-1] != value.codes.shape[:-1]:
         raise InputError(
-            f"keys of shape {tuple(key.codes.shape)} and values of shape {tuple(value.codes.shape)} do not pair up"
+            f"keys {list(key.codes.shape)} and values {list(value.codes.shape)} must have the same batch shape"
         )
     tables = page_tables(layout, key.codes.device)
     rows = torch.zeros(*key.codes.shape[:-1], tables.row_bytes, dtype=torch.uint8, device=key.codes.device)
@@ -151,8 +151,10 @@ def _unpacked(rows: Tensor, pieces: tuple[Piece, ...], fields: slice, side: Side
 
 
 def token_bytes(layout: PageLayout, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the rows of the tokens in ``slots`` (int64 [tokens], >= 0) are: ``pages[token_bytes(...)]`` is uint8
-    [tokens, num_kv_heads, row_bytes]."""
+    """The index of the rows of the tokens in ``slots`` (int64 [tokens], >= 0).
+
+    ``pages[token_bytes(...)]`` is uint8 [tokens, num_kv_heads, row_bytes].
+    """
     offsets = page_tables(layout, pages.device).byte_offsets[slots % layout.block_size]
     heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
     return (slots // layout.block_size)[:, None, None], heads, offsets[:, None, :]

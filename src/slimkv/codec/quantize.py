@@ -1,9 +1,9 @@
-"""Vectors to codes and fields, and back. Plain torch; this file *is* the definition of the arithmetic.
+"""Vectors to codes and fields, and back. This plain torch code defines the arithmetic.
 
-Encoding must give the same bytes everywhere, whatever order a device adds numbers in. Therefore only integers are
-summed: a vector is first converted to fixed point relative to its largest coordinate, a Hadamard matrix of +-1 maps
-integers to integers, and squares are added in 64 bits. Everything else is single IEEE operations (multiply, divide,
-square root), each rounded once and never fused.
+Encoding must give the same bytes on every device, in any order of summation. Therefore only integers are summed: a
+vector is first converted to fixed point relative to its largest coordinate, a Hadamard matrix of +-1 maps integers to
+integers, and squares are added in 64 bits. Everything else is single IEEE operations (multiply, divide, square root),
+each rounded once and never fused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class SideTables:
-    """The constant tensors one side (K or V) of a codec needs, on one device."""
+    """The constants of one side (K or V) of a codec, on one device."""
 
     hadamard: Tensor  # float64 [dim, dim] of +-1; rotated = x @ hadamard / sqrt(block)
     levels: Tensor  # float32 [2 ** bits] by code, in grid units (empty unless lloyd)
@@ -66,7 +66,7 @@ def becomes_short(fmt: TensorFormat, dtype: torch.dtype, dim: int) -> bool:
 
 
 def _largest(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each vector's largest magnitude as bits, its biased exponent, and whether the vector counts as zero."""
+    """The bits of each vector's largest magnitude, its biased exponent, and whether the vector counts as zero."""
     largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
     exponent = largest >> 23
     return largest, exponent.clamp(LEAST_EXPONENT, 254), exponent < LEAST_EXPONENT
@@ -92,17 +92,13 @@ def squared_norm(fixed: Tensor) -> Tensor:
 
 
 def squared_norm_in_steps(fixed: Tensor) -> Tensor:
-    """The same for short integers, each first rounded to the nearest multiple of the step, ties to even."""
+    """``squared_norm`` of short integers, each first rounded to the nearest multiple of the step, ties to even."""
     steps = (fixed / SHORT_NORM_STEP + ROUND_MAGIC) - ROUND_MAGIC
     return squared_norm(steps) * SHORT_NORM_STEP**2
 
 
 def encode_lloyd(
-    x: Tensor,
-    fmt: TensorFormat,
-    tables: SideTables,
-    query_aware: Tensor | None = None,
-    short: bool = False,
+    x: Tensor, fmt: TensorFormat, tables: SideTables, query_aware: Tensor | None = None, short: bool = False
 ) -> Encoded:
     """float32 [..., dim] (finite) -> Lloyd-Max codes and one scale.
 
@@ -164,7 +160,7 @@ def encode_uniform(x: Tensor, fmt: TensorFormat, tables: SideTables) -> Encoded:
 
 
 def decode_uniform(encoded: Encoded) -> Tensor:
-    """-> float32 [..., dim], rotated or not as it was encoded."""
+    """-> float32 [..., dim] in the space in which it was encoded."""
     step = scale16.decode_unsigned(encoded.fields[..., :1])
     zero = scale16.decode_signed(encoded.fields[..., 1:])
     return encoded.codes.float() * step + zero
@@ -189,12 +185,12 @@ def decode_fp8(encoded: Encoded) -> Tensor:
 
 
 def encode_raw(x: Tensor, fmt: TensorFormat) -> Encoded:
-    """A tensor of exactly the raw dtype -> its bits."""
+    """A tensor of the raw dtype -> its bits."""
     dtype = getattr(torch, fmt.raw_dtype)
     if x.dtype != dtype:
         raise InputError(
-            f"the raw format holds {fmt.raw_dtype} bit for bit, but the input is {x.dtype}; "
-            "convert it, or use the raw format of its own dtype (rawbf16, rawfp16, rawfp32)"
+            f"the raw format stores {fmt.raw_dtype} bit for bit, but the input is {x.dtype}; "
+            "convert it, or use the raw format of its dtype (rawbf16, rawfp16, rawfp32)"
         )
     x = x.contiguous()
     bits = x.view(torch.int32) if fmt.bits == 32 else x.view(torch.int16).to(torch.int32) & 0xFFFF

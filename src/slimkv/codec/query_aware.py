@@ -23,7 +23,7 @@ LARGEST_BYTE = 127
 
 
 def query_aware_matrix(second_moment: Tensor, rotation: Tensor, damping: float = DAMPING) -> Tensor:
-    """How much the error of coordinate j corrects coordinate i, for keys read by queries of this second moment.
+    """The rounding matrix of keys for queries with this second moment: how errors of coordinate j correct coordinate i.
 
     Args:
         second_moment: float [..., dim, dim], symmetric and positive semidefinite: the mean of q q' over the (post-RoPE)
@@ -46,10 +46,10 @@ def unit_triangular(second_moment: Tensor, rotation: Tensor, damping: float = DA
             f"the second moment is {list(second_moment.shape[-2:])}; for this rotation it must be [{dim}, {dim}]"
         )
     if not damping > 0:
-        raise InputError(f"damping must be positive, not {damping}: it is what keeps the matrix invertible")
+        raise InputError(f"damping must be positive, not {damping}: it keeps the matrix invertible")
     moment, turn = second_moment.double(), rotation.double()
     if not torch.isfinite(moment).all():
-        raise InputError("the second moment of the queries has NaN or Inf in it")
+        raise InputError("the second moment of the queries contains NaN or Inf")
     shaped = turn.T @ ((moment + moment.mT) / 2) @ turn
     mean = shaped.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     identity = torch.eye(dim, dtype=torch.float64, device=moment.device)
@@ -66,7 +66,7 @@ def unit_triangular(second_moment: Tensor, rotation: Tensor, damping: float = DA
 def query_aware_index(
     standard: Tensor, levels: Tensor, boundaries: Tensor, query_aware: Tensor, error_steps: float
 ) -> Tensor:
-    """Which level each coordinate gets: int64 [..., dim].
+    """The index of the level of each coordinate: int64 [..., dim].
 
     Args:
         standard: float32 [..., dim], coordinates in the codebook's units.

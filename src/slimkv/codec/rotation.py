@@ -1,9 +1,9 @@
-"""The rotation: random signs, then a Hadamard matrix of exactly the head size.
+"""The rotation: random signs, then a Hadamard matrix of the head size.
 
 A Hadamard matrix has entries +1 and -1 and orthogonal rows, so rotating integers gives integers, and the result does
 not depend on the device or the order of summation. Powers of two come from Sylvester's doubling; other sizes from
-Paley's two constructions, doubled as often as needed (80 = 4 x 20, 96 = 8 x 12, 576 = 16 x 36, ...). The few multiples
-of 16 for which neither gives a matrix (688 is the first) use a block-diagonal matrix of equal power-of-two blocks.
+Paley's two constructions, doubled repeatedly (80 = 4 x 20, 96 = 8 x 12, 576 = 16 x 36, ...). The few multiples
+of 16 for which neither construction exists (688 is the first) use a block-diagonal matrix of equal power-of-two blocks.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def _hadamard(order: int) -> np.ndarray | None:
 
 
 def block_size(dim: int) -> int:
-    """Size of the Hadamard blocks the rotation of ``dim`` is made of: ``dim`` itself for nearly every size."""
+    """Size of the Hadamard blocks in the rotation of ``dim``: ``dim`` itself for nearly every size."""
     return dim if _hadamard(dim) is not None else dim & -dim
 
 
 def core_size(dim: int) -> int:
-    """Size of the matrix whose doubling makes the rotation's blocks: 1 for powers of two, 12 for 96."""
+    """Size of the matrix that is doubled to a block of the rotation: 1 for powers of two, 12 for 96."""
     size = block_size(dim)
     while size % 2 == 0 and _hadamard(size // 2) is not None:
         size //= 2
@@ -79,7 +79,7 @@ def core_size(dim: int) -> int:
 
 @cache
 def signed_hadamard(dim: int, seed: int) -> np.ndarray:
-    """The rotation without its normalisation: int8 [dim, dim] of +-1 (and 0 between blocks).
+    """The rotation without normalisation: int8 [dim, dim] of +-1 (and 0 between blocks).
 
     A vector x (as a row) rotates to ``x @ signed_hadamard / sqrt(block_size(dim))``.
     """
@@ -88,7 +88,7 @@ def signed_hadamard(dim: int, seed: int) -> np.ndarray:
     block = block_size(dim)
     core = _hadamard(block)
     assert core is not None
-    as_float = core.astype(np.float64)  # exact for these integers, and much faster
+    as_float = core.astype(np.float64)  # exact for these integers and much faster
     if not np.array_equal(as_float @ as_float.T, block * np.eye(block)):
         raise AssertionError(f"the Hadamard construction of order {block} is wrong")
     matrix = np.kron(np.eye(dim // block, dtype=np.int64), core)
@@ -110,20 +110,20 @@ def sign_bits(dim: int, seed: int) -> np.ndarray:
 
 
 def sign_words(dim: int, seed: int) -> tuple[int, ...]:
-    """The same as 32-bit words, a set bit for -1."""
+    """``sign_bits`` as 32-bit words; a set bit is -1."""
     negative = sum(1 << i for i, sign in enumerate(sign_bits(dim, seed).tolist()) if sign < 0)
     return tuple((negative >> first) & 0xFFFFFFFF for first in range(0, dim, 32))
 
 
 def core_matrix(dim: int) -> np.ndarray:
-    """The matrix whose doubling makes the rotation's blocks: int64 [core_size, core_size] of +-1."""
+    """The matrix that is doubled to a block of the rotation: int64 [core_size, core_size] of +-1."""
     core = _hadamard(core_size(dim))
     assert core is not None
     return core
 
 
 def core_words(dim: int, columns: bool) -> tuple[int, ...]:
-    """Rows or columns of ``core_matrix``, if it has up to 32: a set bit for -1."""
+    """Rows or columns of ``core_matrix`` as words, where a set bit is -1; empty beyond 32 rows."""
     core = core_matrix(dim)
     if len(core) > 32:
         return ()

@@ -4,7 +4,7 @@
 * ``signed``: sign, 6 exponent and 9 mantissa bits, same bias. Zeros of the uniform format.
 
 fp16 loses small scales (a key of norm 1e-6) and large ones (65504); bf16 keeps them but its 8 bits of precision add
-7% to the squared error of 8-bit codes. Six exponent bits cover both ends and decode with a shift and a multiplication.
+7% to the squared error of 8-bit codes. Six exponent bits cover this range and decode with a shift and a multiplication.
 0 means zero. 0xFFFF marks a vector that could not be encoded (NaN, Inf or out of range) and decodes to NaN.
 """
 

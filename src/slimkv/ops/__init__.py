@@ -1,4 +1,4 @@
-"""Operations on pages: store, attend, gather, copy. Each has a reference and backends behind its public functions."""
+"""Operations on pages: store, attend, gather, copy. Each has a reference and faster backends."""
 
 from slimkv.ops.attention.api import AttendOptions, attend
 from slimkv.ops.attention.workspace import workspace_bytes

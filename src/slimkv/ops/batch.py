@@ -21,10 +21,10 @@ class PackedKV:
 
     Attributes:
         pages: uint8 [blocks, num_kv_heads, page_bytes], last axis contiguous.
-        codec: encodes and decodes them; its spec is the layout's.
-        layout: where each byte of a page sits.
+        codec: encodes and decodes them; its spec equals that of the layout.
+        layout: the place of each byte in a page.
         key_offset: bfloat16 [num_kv_heads, key_dim], contiguous: subtracted from keys before they are encoded (see
-            ``slimkv.codec.key_offset``). Whatever reads the pages must be given the same.
+            ``slimkv.codec.key_offset``). Every reader of the pages must pass the same offset.
     """
 
     pages: Tensor
@@ -36,13 +36,13 @@ class PackedKV:
 @typed_fields()
 @dataclass(frozen=True, eq=False)
 class Rounding:
-    """Query-aware rounding of Lloyd-Max keys: errors are moved into directions that queries ignore.
+    """Query-aware rounding of Lloyd-Max keys: it moves errors into directions that queries ignore.
 
     Attributes:
         matrices: int8 [num_kv_heads, key_dim, key_dim] or [matrices, num_kv_heads, key_dim, key_dim], contiguous, from
             ``slimkv.codec.query_aware.query_aware_matrix``.
-        index: int32 [tokens]: which of several matrices rounds each token's key; an index beyond the last takes the
-            last, a negative one the first. Needed where there are several.
+        index: int32 [tokens]: the matrix of each token; required if there are several. Values are clamped to the valid
+            range.
     """
 
     matrices: Tensor
@@ -52,16 +52,17 @@ class Rounding:
 @typed_fields()
 @dataclass(frozen=True, eq=False)
 class AttentionBatch:
-    """The tables of one step. Device tensors for the kernels, and host-side bounds so that nothing is read back.
+    """The tables of one step: device tensors for the kernels, and host-side bounds, so that nothing is read back.
 
     Attributes:
         block_table: int32 [sequences, max_blocks].
-        seq_lens: int32 [sequences], the new tokens included; 0 gives zero output.
-        cu_seqlens_q: int32 [sequences + 1], ascending from 0 to the number of queries (rows beyond are not touched).
+        seq_lens: int32 [sequences], including the new tokens; 0 gives zero output.
+        cu_seqlens_q: int32 [sequences + 1], ascending from 0 to the number of queries (rows beyond are not written).
         max_query_len: an upper bound of the number of queries of a sequence.
         max_seq_len: an upper bound of ``seq_lens``.
-        min_query_len: a lower bound (0: unknown). Above ``MAX_DECODE_QUERIES``, shorter sequences get no output.
-        slot_mapping: int64 [new tokens]: where the new tokens are stored; attention does not look at it.
+        min_query_len: a lower bound of the number of queries (0: unknown). If it exceeds ``MAX_DECODE_QUERIES``, the
+            decode kernel is skipped, and sequences with fewer queries get no output.
+        slot_mapping: int64 [new tokens]: the slots of the new tokens; attention does not use it.
     """
 
     block_table: Tensor
@@ -82,11 +83,11 @@ class AttentionBatch:
         block_size: int,
         device: torch.device | str,
     ) -> AttentionBatch:
-        """From host-side lists: each sequence's blocks, its length with the new tokens, and how many tokens are new."""
+        """Builds the tables from host-side lists: the blocks, length and number of new tokens of each sequence."""
         if not len(blocks) == len(seq_lens) == len(query_lens):
             raise InputError(
                 f"{len(blocks)} block lists, {len(seq_lens)} lengths and {len(query_lens)} query lengths do not match: "
-                "blocks, seq_lens and query_lens have one entry for each sequence"
+                "blocks, seq_lens and query_lens have one entry per sequence"
             )
         for i, (owned, length, new) in enumerate(zip(blocks, seq_lens, query_lens, strict=True)):
             if not 0 <= new <= length or length > len(owned) * block_size:

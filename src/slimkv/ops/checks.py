@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slimkv.arguments import describe
 from slimkv.errors import InputError
+from slimkv.ops.batch import PackedKV
 from slimkv.spec import PageLayout
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -14,7 +15,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def check_vectors(name: str, x: Tensor, axes: tuple[int | str, ...], device: torch.device) -> None:
-    """Raises unless x is a float tensor with these axes (a word is any size) on ``device``, the last one contiguous."""
+    """Raises unless x is a float tensor with these axes (a name is any size) on ``device``, the last one contiguous."""
     fits = len(x.shape) == len(axes)
     if not fits or any(isinstance(axis, int) and x.shape[i] != axis for i, axis in enumerate(axes)):
         raise InputError(f"{name} must be [{', '.join(map(str, axes))}] for these pages, not {list(x.shape)}")
@@ -33,10 +34,18 @@ def check_int32(name: str, x: Tensor, shape: torch.Size, device: torch.device) -
         raise InputError(f"{name} must be contiguous int32 {list(shape)} on {device}, not {describe(x)}{strides}")
 
 
-def check_pair(name: str, given: tuple[Tensor, Tensor]) -> None:
-    """Raises unless ``given`` is K and V."""
+def check_pair(name: str, given: tuple[Tensor, Tensor], of: str = "K and V") -> None:
+    """Raises unless ``given`` is two tensors."""
     if len(given) != 2 or not all(isinstance(x, Tensor) for x in given):
-        raise InputError(f"{name} must be a pair of tensors, K and V, not {describe(given)}")
+        raise InputError(f"{name} must be a pair of tensors, {of}, not {describe(given)}")
+
+
+def check_lse(lse: Tensor | None, total: int, heads: int, device: torch.device) -> None:
+    """Raises unless ``lse`` is None or contiguous float32 [total, heads] on ``device``."""
+    if lse is None:
+        return
+    if lse.shape != (total, heads) or lse.dtype != torch.float32 or lse.device != device or not lse.is_contiguous():
+        raise InputError(f"lse must be contiguous float32 [{total}, {heads}] on {device}, not {describe(lse)}")
 
 
 def check_slots(name: str, slots: Tensor, device: torch.device) -> None:
@@ -47,17 +56,26 @@ def check_slots(name: str, slots: Tensor, device: torch.device) -> None:
 
 
 def check_slot_range(name: str, slots: Tensor, pages: Tensor, layout: PageLayout, least: int | None = None) -> None:
-    """Raises for a slot beyond the pages, or below ``least``; on a CPU, where looking costs no wait for a device."""
+    """Raises for a slot beyond the pages, or below ``least``; only on a CPU, where reading needs no synchronisation."""
     if slots.device.type != "cpu" or not slots.numel():
         return
     limit, found = pages.shape[0] * layout.block_size, int(slots.max())
     if least is not None and int(slots.min()) < least:
-        raise InputError(f"{name} has slot {int(slots.min())}; slots here begin at {least}")
+        raise InputError(f"{name} has slot {int(slots.min())}; the smallest valid slot is {least}")
     if found >= limit:
         raise InputError(
             f"{name} has slot {found}, beyond the pages' {limit} slots; slots are block * block_size + position, "
             "negative ones are skipped"
         )
+
+
+def check_packed(kv: PackedKV) -> None:
+    """Raises unless codec and layout have the same spec and the pages are of this layout."""
+    if kv.layout.spec is not kv.codec.spec and kv.layout.spec != kv.codec.spec:
+        raise InputError(
+            f"the layout is of {kv.layout.spec} and the codec of {kv.codec.spec}: use the same spec for both"
+        )
+    check_pages(kv.pages, kv.layout)
 
 
 def check_pages(pages: Tensor, layout: PageLayout) -> None:

@@ -1,4 +1,4 @@
-"""Attention over two sets of keys from the attention over each of them."""
+"""Merges attention over two sets of keys."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from slimkv.errors import InputError
 
 @typed
 def merge_attention_states(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
-    """float32 [..., dim] from (output [..., dim], log-sum-exp [...]) of each; ``other`` may have seen no key."""
+    """float32 [..., dim] from (output [..., dim], log-sum-exp [...]) of each set; ``other`` may be empty."""
     for name, given in (("one", one), ("other", other)):
         if len(given) != 2 or not all(isinstance(x, Tensor) for x in given):
             raise InputError(f"{name} must be a pair of tensors, an output and its log-sum-exp, not {describe(given)}")
         if given[0].shape[:-1] != given[1].shape or given[0].shape != one[0].shape:
             raise InputError(
-                f"{name} has an output {list(given[0].shape)} and a log-sum-exp {list(given[1].shape)}; outputs have "
-                f"the same shape, with one more dimension than log-sum-exps"
+                f"{name} has an output {list(given[0].shape)} and a log-sum-exp {list(given[1].shape)}; outputs "
+                "need the same shape, with one axis more than log-sum-exps"
             )
     return merged(one, other)[0]
 
 
 def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """``merge_attention_states`` with the log-sum-exp of all keys, unchecked."""
-    share = torch.sigmoid(other[1] - one[1])[..., None]  # the other's weight in the softmax
+    share = torch.sigmoid(other[1] - one[1])[..., None]  # the weight of ``other`` in the softmax
     return other[0].float() * share + one[0].float() * (1 - share), torch.logaddexp(one[1], other[1])

@@ -1,4 +1,4 @@
-"""Plan once, run many times: for calls in which only a few addresses change between steps, as in decoding.
+"""Plan once, run many times: for calls that differ only in a few addresses between steps, as in decoding.
 
 ``plan_attend`` and ``plan_store`` check and prepare a call. ``run`` then repeats it with other queries and lengths, or
 other vectors and slots, of the same shapes. The owner of a plan calls ``fits`` before a step that may differ, and makes
@@ -23,14 +23,14 @@ from slimkv.ops.batch import AttentionBatch, PackedKV, Rounding
 from slimkv.ops.store.api import REGISTRY as STORE
 from slimkv.ops.store.api import checked_request as checked_store
 
-Launch = Callable[..., None]  # what a backend's ``plan(request)`` returns, or None if it cannot prepare the request
+Launch = Callable[..., None]  # the result of a backend's ``plan(request)``
 
 
 _Like = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, int]
 
 
 def _like(name: str, x: Tensor | None) -> _Like | None:
-    """What a prepared launch depends on besides the address; vectors, which are not integers, must stay aligned."""
+    """The properties of ``x`` on which a prepared launch depends; for floats they include the alignment."""
     if x is None:
         return None
     try:
@@ -48,7 +48,7 @@ def _say(like: _Like | None) -> str:
 
 
 class _Plan:
-    """A prepared launch for the very same objects ``kept`` and for tensors like ``inputs``, which it does not hold."""
+    """A prepared launch for the same objects ``kept`` and for tensors like ``inputs``, which it does not keep."""
 
     def __init__(self, kept: tuple[object, ...], launch: Launch, **inputs: Tensor | None) -> None:
         self._kept, self._ids, self._launch = kept, tuple(map(id, kept)), launch
@@ -67,16 +67,16 @@ class _Plan:
 
 
 class AttendPlan(_Plan):
-    """An ``attend`` without fresh K and V in which queries, output and lengths may change."""
+    """A prepared ``attend`` without fresh K and V; queries, output and lengths may change between runs."""
 
     def fits(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions | None) -> bool:
-        """Whether ``run`` may take ``query`` for these pages and tables, which must be the very same objects."""
+        """Whether ``run`` accepts ``query``; pages, tables and options must be the objects of the plan."""
         return self._fits(kv.pages, batch.block_table, batch.cu_seqlens_q, options, query=query)
 
     def run(self, query: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> Tensor:
-        """query [total_queries, num_heads, key_dim], seq_lens int32 [sequences] -> out, as ``attend`` gives it.
+        """query [total_queries, num_heads, key_dim], seq_lens int32 [sequences] -> out; see ``attend``.
 
-        Lengths may be as long as the block table. ``out``: contiguous, of the query's dtype; allocated when None.
+        Lengths may reach the capacity of the block table. ``out``: contiguous, of the query's dtype; allocated if None.
         """
         self._check(query=query, seq_lens=seq_lens)
         if out is None:
@@ -88,12 +88,12 @@ class AttendPlan(_Plan):
 
 
 class StorePlan(_Plan):
-    """A ``store_kv`` in which keys, values, slots and the index of the rounding may change."""
+    """A prepared ``store_kv``; keys, values, slots and the index of the rounding may change between runs."""
 
     def fits(
         self, key: Tensor, value: Tensor, kv: PackedKV, slot_mapping: Tensor, rounding: Rounding | None = None
     ) -> bool:
-        """Whether ``run`` may take these vectors for the very same pages, offset and matrices."""
+        """Whether ``run`` accepts these vectors; pages, offset and matrices must be the objects of the plan."""
         matrices, index = (None, None) if rounding is None else (rounding.matrices, rounding.index)
         kept = kv.pages, kv.key_offset, matrices
         return self._fits(*kept, key=key, value=value, slot_mapping=slot_mapping, index=index)
@@ -113,7 +113,7 @@ def plan_attend(
     *,
     backend: str | None = None,
 ) -> AttendPlan:
-    """Prepares an ``attend`` for such queries and lengths up to the capacity of the block table, without running it."""
+    """Prepares, but does not run, an ``attend`` for such queries and lengths up to the capacity of the block table."""
     table = batch.block_table
     if table.ndim != 2:
         raise InputError(f"block_table must be int32 with 2 axes, not {describe(table)}")
@@ -121,7 +121,7 @@ def plan_attend(
     request = checked_request(query, kv, longest, options)
     module = ATTENTION.select(request.pages.device, request, backend).load()
     nothing = batch.seq_lens[:0]
-    kept = replace(request, query=nothing, out=nothing, seq_lens=nothing)  # a plan holds no step's tensors
+    kept = replace(request, query=nothing, out=nothing, seq_lens=nothing)  # a plan keeps no tensors of a step
 
     def launch(query: Tensor, out: Tensor, seq_lens: Tensor) -> None:
         replace(kept, query=query, out=out, seq_lens=seq_lens).run(module)
@@ -141,7 +141,7 @@ def plan_store(
     *,
     backend: str | None = None,
 ) -> StorePlan:
-    """Prepares a ``store_kv`` for such vectors without storing."""
+    """Prepares, but does not run, a ``store_kv`` for such vectors."""
     request = checked_store(key, value, kv, slot_mapping, rounding)
     module = STORE.select(request.pages.device, request, backend).load()
     nothing = slot_mapping[:0]
@@ -156,6 +156,6 @@ def plan_store(
 
 
 def _prepared(module: Any, request: Any) -> Launch | None:
-    """The backend's prepared launch; None if it does not prepare launches."""
+    """The backend's prepared launch; None if it cannot prepare this request."""
     plan = getattr(module, "plan", None)
     return plan(request) if plan is not None else None

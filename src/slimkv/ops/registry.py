@@ -1,8 +1,8 @@
-"""Implementations of an operation, and how one is chosen.
+"""The backends of an operation, and how one is chosen.
 
-An implementation says whether it can run on a device at all and whether it takes a given request; both answers are
-None or the reason why not. The first registered implementation that takes the request is used. One that is asked for
-by name is used or the call fails with its reason: nothing falls back silently.
+A backend reports whether it runs on a device and whether it supports a request: None, or the reason why not. The first
+registered backend that supports the request is used. A backend requested by name is used, or the call fails with the
+reason: there are no silent fallbacks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Backend:
     """One way to run an operation; its module is imported when it is first needed."""
 
     name: str
-    module: str  # has run(request) and, unless it takes every request, supports(request) -> reason or None
+    module: str  # has run(request) and, unless it supports every request, supports(request) -> reason or None
     available: Callable[[torch.device], str | None]
 
     def load(self) -> Any:
-        """The module that implements it."""
+        """The module of this backend."""
         return self._loaded
 
     @cached_property
@@ -37,13 +37,13 @@ class Backend:
         return importlib.import_module(self.module)
 
     def refusal(self, device: torch.device, request: Any) -> str | None:
-        """Why it cannot take ``request`` on ``device``, or None."""
+        """Why this backend does not support ``request`` on ``device``, or None."""
         supports = getattr(self.load(), "supports", None)
         return self.available(device) or (supports(request) if supports is not None else None)
 
 
 class Registry:
-    """The implementations of one operation, best first."""
+    """The backends of one operation, best first."""
 
     def __init__(self, operation: str, implementations: list[Backend]) -> None:
         self.operation = operation
@@ -51,21 +51,19 @@ class Registry:
 
     @classmethod
     def of_kernels(cls, operation: str, package: str, **modules: str) -> Registry:
-        """From ``cpu``, ``cuda``, ``triton`` and ``reference``, each with its module in ``slimkv.ops.<package>``."""
+        """A registry of backends by name, each with its module in ``slimkv.ops.<package>``."""
         return cls(operation, [Backend(n, f"slimkv.ops.{package}.{m}", AVAILABLE[n]) for n, m in modules.items()])
 
     @property
     def names(self) -> list[str]:
-        """Known implementation names, best first."""
+        """The names of the backends, best first."""
         return list(self._by_name)
 
     def select(self, device: torch.device, request: Any, explicit: str | None = None) -> Backend:
-        """The implementation to use; ``explicit`` names one and never yields another."""
+        """The backend for ``request``; if ``explicit`` names one, that backend or an error."""
         if explicit is not None:
             if explicit not in self._by_name:
-                raise InputError(
-                    f"no implementation of {self.operation} is called {explicit!r}; known: {', '.join(self.names)}"
-                )
+                raise InputError(f"{self.operation} has no backend {explicit!r}; known are {', '.join(self.names)}")
             reason = self._by_name[explicit].refusal(device, request)
             if reason:
                 raise UnsupportedError(f"{self.operation} with {explicit!r}: {reason}")
@@ -78,16 +76,16 @@ class Registry:
             if reason is None:
                 return implementation
             reasons.append(f"{implementation.name}: {reason}")
-        raise UnsupportedError(f"no implementation of {self.operation} takes this on {device}: " + "; ".join(reasons))
+        raise UnsupportedError(f"no backend of {self.operation} supports this call on {device}: " + "; ".join(reasons))
 
 
 def anywhere(device: torch.device) -> str | None:
-    """The reference runs on every device torch knows."""
+    """None: the reference runs on every device of torch."""
     return None
 
 
 def triton_unavailable_reason(device: torch.device) -> str | None:
-    """Triton needs a CUDA (or ROCm) device, or its interpreter."""
+    """Why Triton cannot run on ``device``, or None: it needs a CUDA (or ROCm) device or its interpreter."""
     try:
         import triton
     except ImportError:

@@ -21,9 +21,9 @@ def declared(package: str, source: str, *names: str, known: tuple[type[ctypes.St
 
 
 def parse_structures(text: str, source: str, *names: str, known: tuple[type[ctypes.Structure], ...] = ()) -> list[Any]:
-    """``struct name`` of ``text`` for each name, laid out by the same rules of alignment; ``source`` is for messages.
+    """``struct name`` of ``text`` for each name, with the alignment of C; ``source`` is for messages.
 
-    Their fields are numbers, pointers, arrays of known length, and structures: earlier ones of ``names``, or ``known``.
+    Fields are numbers, pointers, arrays of known length, and structures: earlier ones of ``names``, or ``known``.
     """
     text = re.sub(r"//[^\n]*", "", text)
     kinds = {**_SCALARS, **{structure.__name__: structure for structure in known}}

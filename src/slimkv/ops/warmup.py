@@ -26,7 +26,7 @@ _FEW = (2, 4, 8)  # new tokens of a prompt whose prefix is cached
 
 @dataclass(frozen=True, eq=False)
 class LayerKind:
-    """The properties of a layer for which kernels are compiled."""
+    """The properties of a layer that select its kernels."""
 
     codec: Codec
     layout: PageLayout
@@ -56,7 +56,7 @@ class Step:
     max_seq_len: int
 
     def batch(self, entries: int, device: torch.device) -> AttentionBatch:
-        """Its tables, ``entries`` for each sequence: all tokens are in block 0."""
+        """The tables, with ``entries`` per sequence; all tokens are in block 0."""
         table = torch.zeros(self.sequences, entries, dtype=torch.int32, device=device)
         lengths = torch.full((self.sequences,), self.queries, dtype=torch.int32, device=device)
         starts = torch.arange(self.sequences + 1, dtype=torch.int32, device=device) * self.queries
@@ -64,21 +64,22 @@ class Step:
 
 
 def decoding_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
-    """Decode, and verification of ``verified`` tokens, in short sequences and long ones."""
+    """Decode steps, and verification of ``verified`` tokens, in short and long sequences."""
     short = min(max_seq_len, max(_SHORT, verified))
     return [Step(2, queries, length) for queries in sorted({1, verified}) for length in sorted({max_seq_len, short})]
 
 
 def serving_steps(max_seq_len: int, verified: int = 1) -> list[Step]:
-    """One step of each kind that an engine runs besides its largest prefill: decode steps, prompts with all but a few
-    tokens cached, and chunks of a few dozen tokens.
+    """One step of each kind that an engine runs besides its largest prefill.
+
+    These are decode steps, prompts with all but a few tokens cached, and chunks of a few dozen tokens.
     """
     cached = [Step(2, min(queries, max_seq_len), max_seq_len) for queries in (*_FEW, MAX_DECODE_QUERIES + 1)]
     return list(dict.fromkeys([*decoding_steps(max_seq_len, verified), *cached]))
 
 
 def start_loading_steps(run: Callable[[Step], None], steps: Iterable[Step], device: torch.device) -> bool:
-    """Starts to compile, in threads, the CUDA kernels of ``run(step)`` for all steps; False where there are none."""
+    """Starts to compile, in threads, the CUDA kernels of ``run(step)`` for all steps; False without CUDA."""
     if cuda_unavailable_reason(device) is not None:
         return False
     with only_loading():
@@ -96,7 +97,7 @@ def start_compiling(kind: LayerKind, steps: Iterable[Step]) -> list[Future[Any]]
 
 
 def run_steps(kind: LayerKind, steps: Iterable[Step]) -> None:
-    """Compiles all of ``start_compiling`` at the same time; then stores and attends each step's tokens in one page."""
+    """Compiles the kernels of ``start_compiling`` in parallel, then stores and attends the tokens of each step."""
     steps = list(steps)
     reachable = start_compiling(kind, steps)
     for step in steps:

@@ -1,4 +1,4 @@
-"""Packed pages that leave the process: what their bytes mean, and prompts in files.
+"""Packed pages outside a process: fingerprints of their contents, and files of prompts.
 
 Nothing here depends on an engine; each integration reads and writes its own cache.
 """

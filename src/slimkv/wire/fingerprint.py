@@ -1,9 +1,8 @@
-"""``Fingerprint``: what the bytes of a packed cache mean. A process may read another's pages if their fingerprints are
-equal.
+"""``Fingerprint``: the identity of packed bytes. Processes may exchange pages if their fingerprints are equal.
 
-It holds everything that decoding needs and everything that decides which K and V (or latents) were encoded: layout,
+It contains everything that decoding needs and everything that determines the encoded K and V (or latents): layout,
 formats, sizes, rotation, codebooks, key offsets, the model with its weights. Query-aware rounding and scale policies
-are not part of it: they choose different codes for the same vectors, and decoding does not use them.
+are not part of it: they choose other codes for the same vectors, but decoding does not use them.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ VERSION = 3
 class LayerFingerprint:
     """The contents of one layer's pages."""
 
-    number: int  # in the model
+    number: int  # the layer's number in the model
     format: str  # canonical, with the dtype of raw sides spelled out
     num_kv_heads: int  # of the whole model, across all ranks
     key_dim: int
     value_dim: int
-    window: int | None = None  # tokens that a sliding layer attends
+    window: int | None = None  # the window of a sliding layer, in tokens
     key_offset: str = ""  # digest of the key offsets of all heads; empty without offsets
-    token_rows: bool = False  # how pages hold latents: token rows, or fragment order
-    index_bytes: int = 0  # per token, of the indexer's keys (sparse latents), which follow each page
+    token_rows: bool = False  # whether pages store latents in token rows, not in fragment order
+    index_bytes: int = 0  # bytes per token of the indexer's keys (sparse latents), which follow each page
 
     @classmethod
     def of(
@@ -55,7 +54,7 @@ class LayerFingerprint:
     ) -> LayerFingerprint:
         """The fingerprint of a layer that stores ``spec`` in a model that computes in ``dtype``.
 
-        ``key_offset``: bfloat16 [num_kv_heads, key_dim] of all heads, or None where keys are not centred.
+        ``key_offset``: bfloat16 [num_kv_heads, key_dim] of all heads, or None if keys are not centred.
         """
         plain = spec.with_raw_dtype(dtype)
         sizes = num_kv_heads, plain.key_dim, plain.value_dim
@@ -63,28 +62,28 @@ class LayerFingerprint:
         return cls(number, plain.canonical_format, *sizes, window, digest, token_rows, index_bytes)
 
     def spec(self, seed: int) -> CodecSpec:
-        """The codec that reads these pages."""
+        """The spec of the codec that reads these pages."""
         return parse_spec(self.format, self.key_dim, self.value_dim, seed=seed)
 
     def layout(self, seed: int, block_size: int) -> PageLayout:
-        """Where the bytes of its pages are."""
+        """The layout of its pages."""
         return PageLayout(self.spec(seed), block_size, self.token_rows)
 
     def page_bytes(self, seed: int, block_size: int) -> int:
-        """Bytes of a page, with the indexer's keys behind it."""
+        """Bytes of a page and of the indexer's keys after it."""
         return self.layout(seed, block_size).page_bytes + block_size * self.index_bytes
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """See the module docstring. Two fingerprints are equal exactly if pages may be exchanged."""
+    """See the module docstring. Two fingerprints are equal if and only if their pages may be exchanged."""
 
     layers: tuple[LayerFingerprint, ...]  # in order of their numbers
     block_size: int  # tokens of a page
-    seed: int  # of the rotation
-    dtype: str  # what the model computes in
+    seed: int  # the seed of the rotation
+    dtype: str  # the dtype in which the model computes
     model: tuple[tuple[str, Any], ...]  # fields of the model's configuration, by name
-    weights: str  # sha256 that stands for the model's weights
+    weights: str  # sha256 that identifies the model's weights
     layout_version: int = LAYOUT_VERSION
     codebook: str = ""  # sha256 of the levels and rotations that decode the layers; filled in by ``of``
 
@@ -107,7 +106,7 @@ class Fingerprint:
         return cls(ordered, block_size, seed, dtype, fields, weights, codebook=_tables_digest(ordered, seed))
 
     def to_json(self) -> str:
-        """One line of JSON, the same for equal fingerprints."""
+        """One line of JSON, identical for equal fingerprints."""
         fields = {
             "version": VERSION,
             "layout_version": self.layout_version,
@@ -145,10 +144,10 @@ class Fingerprint:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             if isinstance(error, InputError):
                 raise
-            raise CorruptDataError(f"{where} holds no fingerprint of slimkv ({error!r})") from error
+            raise CorruptDataError(f"{where} contains no slimkv fingerprint ({error!r})") from error
 
     def _check_fields(self) -> None:
-        """Raises ``ValueError`` for values that no cache can have written."""
+        """Raises ``ValueError`` for values that slimkv never writes."""
         numbers = [layer.number for layer in self.layers]
         if not numbers or numbers != sorted(set(numbers)):
             raise ValueError(f"layers {numbers} are not numbered in order")
@@ -192,11 +191,11 @@ class Fingerprint:
         return out
 
     def check_same(self, other: Fingerprint, what: str) -> None:
-        """Raises unless ``other``, an engine's fingerprint, equals this one, which belongs to ``what``."""
+        """Raises unless ``other``, an engine's fingerprint, equals this fingerprint of ``what``."""
         if different := self.differences(other):
             raise InputError(
-                f"{what} was written by another cache: its {'; its '.join(different)}. Its bytes mean something else "
-                "here: use the settings it was written with, or another place"
+                f"{what} was written by another cache: its {'; its '.join(different)}. Its bytes have another "
+                "meaning here: use the settings it was written with, or another folder or file"
             )
 
 

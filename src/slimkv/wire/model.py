@@ -1,4 +1,4 @@
-"""Which model pages belong to: the fields of its configuration that decide K and V, or latents."""
+"""The fields of a model's configuration that determine its K and V, or latents."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 from slimkv.calibration.identity import ModelIdentity, text_fields
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
-
-
-# Models whose rope part every engine caches in the same order of dimensions. transformers reorders those of others.
+# Models whose rope part has the same order of dimensions in every engine; transformers reorders that of others.
 _ONE_ROPE_ORDER = ("deepseek_v2",)
 
 
 def model_fields(config: Any, engine: str = "") -> dict[str, Any]:
     """The fields of a transformers configuration (or mapping) that determine K and V, besides the weights.
 
-    ``engine``: the writer's name, which counts for latents whose rope part other engines store differently.
+    ``engine``: the name of the writer. It is included for latents whose rope part differs between engines.
     """
     given = text_fields(config)
     found = {**ModelIdentity.of(config).to_fields(), "rope": _rope(given)}
@@ -27,7 +25,7 @@ def model_fields(config: Any, engine: str = "") -> dict[str, Any]:
 
 
 def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary embedding in one spelling: nested and plain settings in one mapping, numbers as floats."""
+    """The settings of the rotary embedding in a normal form: one mapping, with numbers as floats."""
     found: dict[str, Any] = {}
     for name in _ROPE:
         value = given.get(name)
@@ -39,7 +37,7 @@ def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
         found["rope_type"] = found["type"]
     found.pop("type", None)
     if isinstance(kind := found.get("rope_type"), str):
-        found["rope_type"] = kind.removeprefix("deepseek_")  # vLLM renames yarn in the configuration of these models
+        found["rope_type"] = kind.removeprefix("deepseek_")  # vLLM renames yarn for these models
     return {name: _number(value) for name, value in sorted(found.items()) if value is not None}
 
 

@@ -1,7 +1,7 @@
-"""``PromptCache``: the pages of one prompt, and the safetensors file they are kept in.
+"""``PromptCache``: the pages of one prompt, and their safetensors file.
 
 Tensors: ``tokens`` int64 [tokens] and, for every layer, ``layer.<number>.pages`` uint8 [blocks, num_kv_heads,
-page_bytes] and, where keys are centred, ``layer.<number>.key_offset`` bfloat16 [num_kv_heads, key_dim]. Metadata: the
+page_bytes] and, if keys are centred, ``layer.<number>.key_offset`` bfloat16 [num_kv_heads, key_dim]. Metadata: the
 fingerprint, the first token of each layer's pages, a chained hash per block, and a checksum over the whole file,
 computed with zeros in place of its own digits. Keys are stored after the rotary embedding, at positions 0, 1, 2, ...
 """
@@ -40,13 +40,13 @@ class LayerPages:
     """A layer's pages, from the block that holds token ``first_token`` on."""
 
     pages: Tensor  # uint8 [blocks, num_kv_heads, page_bytes]
-    first_token: int = 0  # a sliding layer may no longer have the tokens before its window
-    key_offset: Tensor | None = None  # bfloat16 [num_kv_heads, key_dim], where keys are centred
+    first_token: int = 0  # a sliding layer may lack the tokens before its window
+    key_offset: Tensor | None = None  # bfloat16 [num_kv_heads, key_dim] if keys are centred
 
 
 @dataclass(frozen=True)
 class PromptHeader:
-    """The metadata of a file, which is read before its pages."""
+    """The metadata of a file, read before its pages."""
 
     path: Path
     fingerprint: Fingerprint
@@ -56,7 +56,7 @@ class PromptHeader:
     writer: str
 
     def reusable_tokens(self, shared: int) -> int:
-        """How many of the first ``shared`` tokens all layers can serve, in whole blocks; 0 if one lacks tokens."""
+        """How many of the first ``shared`` tokens all layers can serve, in whole blocks; 0 if a layer lacks tokens."""
         size = self.fingerprint.block_size
         tokens = min(shared, self.num_tokens) // size * size
         for layer in self.fingerprint.layers:
@@ -87,10 +87,10 @@ class PromptCache:
                     f"{given.first_token} on; {len(self.tokens)} tokens need uint8 {wanted}"
                 )
             if offset_digest(given.key_offset) != layer.key_offset:
-                raise InputError(f"layer {layer.number} has another key offset than its fingerprint says")
+                raise InputError(f"the key offset of layer {layer.number} does not match the fingerprint")
             if given.first_token > first_needed(layer, len(self.tokens)):
                 raise InputError(
-                    f"layer {layer.number} lacks tokens before {given.first_token} that its attention still reads"
+                    f"layer {layer.number} lacks tokens before {given.first_token} that its attention reads"
                 )
 
     @property
@@ -102,7 +102,7 @@ class PromptCache:
         """Writes the file atomically: a reader sees all of it or none."""
         path = Path(path)
         if path.is_dir():
-            raise InputError(f"the path {str(path)!r} is a folder; a prompt cache is one file")
+            raise InputError(f"{str(path)!r} is a folder; give the path of a file")
         about = {
             "version": VERSION,
             "fingerprint": json.loads(self.fingerprint.to_json()),
@@ -112,7 +112,7 @@ class PromptCache:
             "writer": writer,
             _CHECKSUM: _UNSIGNED,
         }
-        header = {FORMAT: json.dumps(about, sort_keys=True, separators=(",", ":"))}  # one entry has one order
+        header = {FORMAT: json.dumps(about, sort_keys=True, separators=(",", ":"))}  # one entry: its order is fixed
         tensors = {_name(n): x.pages.detach().cpu().contiguous() for n, x in self.layers.items()}
         for number, layer in self.layers.items():
             if layer.key_offset is not None:
@@ -121,7 +121,7 @@ class PromptCache:
         with whole_file(path) as temporary:
             try:
                 _safetensors("save_file")(tensors, temporary, metadata=header)
-            except _safetensors("SafetensorError") as error:  # how it says that the disk is full
+            except _safetensors("SafetensorError") as error:  # raised if the disk is full
                 raise OSError(f"{path} could not be written: {error}") from error
             _sign(temporary)
         return path
@@ -137,12 +137,12 @@ class PromptCache:
 
 
 def first_needed(layer: LayerFingerprint, tokens: int) -> int:
-    """The first position that the next token after ``tokens`` tokens attends to in a layer."""
+    """The first position in a layer that the token after ``tokens`` tokens attends to."""
     return 0 if layer.window is None else max(0, tokens - layer.window + 1)
 
 
 def _pages_shape(mark: Fingerprint, layer: LayerFingerprint, tokens: int, first_token: int) -> list[int]:
-    """[blocks, num_kv_heads, page_bytes] of the pages of tokens ``first_token`` to ``tokens``."""
+    """The shape [blocks, num_kv_heads, page_bytes] of the pages of tokens ``first_token`` to ``tokens``."""
     size = mark.block_size
     return [-(-tokens // size) - first_token // size, layer.num_kv_heads, layer.page_bytes(mark.seed, size)]
 
@@ -156,7 +156,7 @@ def _offset_name(layer: int) -> str:
 
 
 def block_hashes(fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[str, ...]:
-    """One sha256 per block, over the previous block's hash (first: the fingerprint's) and the block's tokens."""
+    """One sha256 per block, of the previous block's hash (first: the fingerprint's) and the block's tokens."""
     ids = np.asarray(tokens, dtype="<i8")
     last, out = bytes.fromhex(fingerprint.hash), []
     for start in range(0, len(ids), fingerprint.block_size):
@@ -188,7 +188,7 @@ def read_header(path: str | Path) -> PromptHeader:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, InputError | CorruptDataError):
             raise
-        raise CorruptDataError(f"{path} is not a whole prompt cache ({error!r}); write it again") from error
+        raise CorruptDataError(f"{path} is not a complete prompt cache ({error!r}); write it again") from error
     if set(header.first_tokens) != {layer.number for layer in fingerprint.layers}:
         raise CorruptDataError(f"{path} does not list the layers of its fingerprint; write it again")
     return header
@@ -205,7 +205,7 @@ def verify(path: str | Path) -> PromptHeader:
 def read_pages(
     header: PromptHeader, heads: slice | None = None, layers: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], dict[int, Tensor]]:
-    """The tokens and the pages [blocks, heads, page_bytes] by layer, optionally of some KV heads and layers only."""
+    """The tokens, and the pages [blocks, heads, page_bytes] by layer; optionally of some KV heads and layers only."""
     _check_sum(header.path)
     wanted = [x.number for x in header.fingerprint.layers] if layers is None else list(layers)
     tensors = _read(header, [_TOKENS, *map(_name, wanted)], heads)
@@ -224,7 +224,7 @@ def read_offsets(header: PromptHeader) -> dict[int, Tensor]:
 
 
 def _tensors(path: Path, names: Sequence[str], heads: slice | None) -> list[Tensor]:
-    """Tensors of a file, those of pages for some heads only."""
+    """Tensors of a file; of all but the tokens, the slice ``heads``."""
     try:
         with _safetensors("safe_open")(path, framework="pt") as file:
             return [
@@ -232,7 +232,7 @@ def _tensors(path: Path, names: Sequence[str], heads: slice | None) -> list[Tens
                 for name in names
             ]
     except (_safetensors("SafetensorError"), OSError, ValueError) as error:
-        raise CorruptDataError(f"{path} is not a whole prompt cache ({error}); write it again") from error
+        raise CorruptDataError(f"{path} is not a complete prompt cache ({error}); write it again") from error
 
 
 def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> dict[str, Tensor]:
@@ -244,7 +244,7 @@ def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> di
         )
     tokens = out[_TOKENS].tolist()
     if len(tokens) != header.num_tokens or block_hashes(header.fingerprint, tokens) != header.block_hashes:
-        raise CorruptDataError(f"{header.path}: its tokens do not belong to its block hashes; write it again")
+        raise CorruptDataError(f"{header.path}: its tokens do not match its block hashes; write it again")
     for layer in header.fingerprint.layers:
         pages = out.get(_name(layer.number))
         if pages is None:
@@ -260,23 +260,23 @@ def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> di
 
 
 def _raw_header(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """The bytes of a safetensors header including its length prefix, and slimkv's metadata in it."""
+    """The bytes of a safetensors header including its length prefix, and its slimkv metadata."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
-            raise CorruptDataError(f"{path} is not a whole prompt cache (it is truncated, or no safetensors file)")
+            raise CorruptDataError(f"{path} is not a complete prompt cache (it is truncated or not a safetensors file)")
         text = file.read(length)
     try:
         said = json.loads(text)
         metadata = said.get("__metadata__") or {}
         if FORMAT not in metadata:
-            raise CorruptDataError(f"{path} is a safetensors file, but no prompt cache of slimkv")
+            raise CorruptDataError(f"{path} is a safetensors file, but not a slimkv prompt cache")
         about = json.loads(metadata[FORMAT])
         if not isinstance(about, dict):
             raise ValueError(f"{FORMAT} is a {type(about).__name__}")
     except (AttributeError, TypeError, ValueError, RecursionError) as error:  # deeply nested brackets
-        raise CorruptDataError(f"{path} is not a whole prompt cache (its header is damaged: {error})") from error
+        raise CorruptDataError(f"{path} is not a complete prompt cache (its header is damaged: {error})") from error
     return length.to_bytes(8, "little") + text, about
 
 
@@ -309,4 +309,4 @@ def _sign(path: Path) -> None:
 def _check_sum(path: Path) -> None:
     digest, written, _ = _digest(path)
     if digest != written:
-        raise CorruptDataError(f"{path} was altered or is not whole: its checksum does not match; write it again")
+        raise CorruptDataError(f"{path} was altered or is incomplete: its checksum does not match; write it again")

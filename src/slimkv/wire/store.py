@@ -17,7 +17,7 @@ SUFFIX = ".safetensors"
 
 
 def check_marker(folder: str | Path, fingerprint: Fingerprint, *, self_describing: bool = False) -> None:
-    """Raises unless what is stored in ``folder`` has this fingerprint; marks a folder that is empty or does not exist.
+    """Raises unless the contents of ``folder`` have this fingerprint; marks a folder that is empty or does not exist.
 
     A folder with contents but without a marker raises an error, because the meaning of its bytes is unknown. If every
     file in it carries its own fingerprint (``self_describing``), it is marked instead.
@@ -28,16 +28,16 @@ def check_marker(folder: str | Path, fingerprint: Fingerprint, *, self_describin
         foreign = folder.is_dir() and any(not p.name.startswith(f".{MARKER}") for p in folder.iterdir())
         if foreign and not self_describing:
             raise InputError(
-                f"{folder} holds a cache without a fingerprint ({MARKER}), so the meaning of its bytes is unknown: use "
+                f"{folder} contains files but no fingerprint ({MARKER}), so the meaning of their bytes is unknown: use "
                 "an empty folder"
             )
-        # The first process writes the marker; the others compare their fingerprint with it.
+        # The first process writes the marker; later ones compare their fingerprint with it.
         write_whole(marker, f"{fingerprint.to_json()}\n".encode(), overwrite=False)
     read_marker(folder).check_same(fingerprint, str(folder))
 
 
 def read_marker(folder: str | Path) -> Fingerprint:
-    """The fingerprint of what is stored in ``folder``."""
+    """The fingerprint of the contents of ``folder``."""
     marker = Path(folder) / MARKER
     try:
         text = marker.read_text(encoding="utf-8")

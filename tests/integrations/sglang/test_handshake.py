@@ -56,7 +56,7 @@ def test_the_name_of_the_cache_says_what_its_bytes_mean(stated):
 
 
 def test_weights_that_nobody_knows_do_not_travel(stated, tmp_path):
-    with pytest.raises(InputError, match="holds no weight files"):
+    with pytest.raises(InputError, match="contains no weight files"):
         stated(["k4v4"], name=str(tmp_path))
 
 

@@ -186,9 +186,9 @@ def test_latents_are_held_by_every_rank(monkeypatch):
 
 
 def test_a_format_of_the_other_kind_is_refused():
-    with pytest.raises(SpecError, match="'k4v4' is one of K and V, and this model caches latents: use 'c4'"):
+    with pytest.raises(SpecError, match="'k4v4' is for K and V, but this model caches latents: use 'c4'"):
         sizing.plan_of(latent_kvc(override_args("k4v4")))
-    with pytest.raises(SpecError, match="'c4' is one of latents, and this model caches K and V"):
+    with pytest.raises(SpecError, match="'c4' is for latents, but this model caches K and V"):
         sizing.plan_of(make_kvc(override_args("c4")))
 
 

@@ -190,9 +190,9 @@ def test_a_longer_context_is_warned_of_once(model, calibration):
     short = replace(calibration, max_positions=256, _matrices={}, _warned=[])
     cache = SlimKVCache(model.config, "k4v4", max_score_error=0, calibration=short)
     ids, mask = tokens(1, 250), torch.ones(1, 250, dtype=torch.int64)
-    with pytest.warns(UserWarning, match=r"holds up to position 256.*slimkv calibrate MODEL --max-positions") as seen:
+    with pytest.warns(UserWarning, match=r"valid up to position 256.*slimkv calibrate MODEL --max-positions") as seen:
         generate(model, ids, mask, cache, new=24)
-    assert len([w for w in seen if "holds up to" in str(w.message)]) == 1
+    assert len([w for w in seen if "is valid up to" in str(w.message)]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="a packed cache is being attended through decoded")

@@ -136,12 +136,12 @@ def test_a_prompt_cache_file_of_sparse_latents_holds_the_keys_of_the_indexer(kin
 
 def test_formats_of_the_other_kind_are_refused(model):
     assert caches_latents(model.config)
-    with pytest.raises(SlimKVError, match="'k4v4' is one of K and V, and this model caches latents: use 'c4'"):
+    with pytest.raises(SlimKVError, match="'k4v4' is for K and V, but this model caches latents: use 'c4'"):
         slimkv.SlimKVCache(model, "k4v4")
-    with pytest.raises(SlimKVError, match="'fp8' is one of K and V"):
+    with pytest.raises(SlimKVError, match="'fp8' is for K and V"):
         slimkv.SlimKVCache(model, "c4", layers={1: "fp8"})
     plain = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
-    with pytest.raises(SlimKVError, match="'c4' is one of latents, and this model caches K and V: use 'k4v4'"):
+    with pytest.raises(SlimKVError, match="'c4' is for latents, but this model caches K and V: use 'k4v4'"):
         slimkv.SlimKVCache(plain, "c4")

@@ -248,7 +248,7 @@ def test_nixl_compares_fingerprints(monkeypatch):
 
 
 def test_weights_that_nobody_knows_are_refused():
-    with pytest.raises(InputError, match="nowhere holds no weight files"):
+    with pytest.raises(InputError, match="nowhere contains no weight files"):
         engine_fingerprint(engine("NixlConnector"), 64)
 
 

@@ -203,10 +203,10 @@ def test_formats_of_the_other_kind_are_refused(folder):
             "latent": {**slimkv("c4"), "model": model_folder(), "skip_tokenizer_init": False},
         },
     )
-    assert "'k4v4' is one of K and V, and this model caches latents: use 'c4'" in said["k/v"]
-    assert "'fp8' is one of K and V, and this model caches latents" in said["layer"]
+    assert "'k4v4' is for K and V, but this model caches latents: use 'c4'" in said["k/v"]
+    assert "'fp8' is for K and V, but this model caches latents" in said["layer"]
     assert "the model has layers 0 to 2" in said["missing layer"]
     assert "latent attention does not support calibration='auto'" in said["calibrated"]
     assert "fp8" in said["dtype"]
     assert "started" not in said["dtype"]
-    assert "'c4' is one of latents, and this model caches K and V: use 'k4v4'" in said["latent"]
+    assert "'c4' is for latents, but this model caches K and V: use 'k4v4'" in said["latent"]

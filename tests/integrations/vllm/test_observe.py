@@ -110,5 +110,5 @@ def test_auto_says_what_to_run_and_takes_what_was_kept(folder, observed, tmp_pat
     observed.save(cached_path(folder))
     assert served_model(config).calibration.layers.keys() == observed.layers.keys()
     model.max_model_len = 4096
-    with pytest.warns(UserWarning, match="holds up to position 2,048"):
+    with pytest.warns(UserWarning, match="is valid up to position 2,048"):
         _ = served_model(config).calibration

@@ -39,7 +39,7 @@ def test_without_an_entry(config):
 
 
 def test_an_entry_of_the_wrong_kind():
-    with pytest.raises(InputError, match="a format's name or a mapping of fields, not 4"):
+    with pytest.raises(InputError, match="a format name or a mapping of fields, not 4"):
         parse({"slimkv": 4})
 
 

@@ -136,7 +136,7 @@ def test_two_processes_share_a_store_and_nobody_else_does(folder, tmp_path):
         "rope": "model rope is",
         "weights": "weights are",
         "layout version": "layout version is 99, not 1",
-        "no marker": "holds a cache without a fingerprint",
+        "no marker": "contains files but no fingerprint",
         "no statement": '"slimkv_fingerprint": "',
         "in-process LMCache": "LMCacheConnectorV1 cannot carry",
     }

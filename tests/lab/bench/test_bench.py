@@ -205,7 +205,7 @@ def test_commands(operation, tmp_path):
 def test_mistakes_are_one_line():
     for arguments, message in [
         (["--cells", "nothing"], "no cell is called 'nothing'"),
-        (["--backend", "warp", "--cells", "decode-2x512"], "called 'warp'; known: "),
+        (["--backend", "warp", "--cells", "decode-2x512"], "no backend 'warp'; known are "),
     ]:
         result = CliRunner().invoke(app, ["bench", "attend", "--device", "cpu", "--quiet", *arguments])
         assert result.exit_code == 2

@@ -1,1 +1,1 @@
-"""attention: queries and pages -> attention output, for decode, speculative verification and prefill."""
+"""attend: queries and pages -> attention output, for decode, speculative verification and prefill."""

@@ -14,11 +14,11 @@ from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset, score_shift, subtract_offset
 from slimkv.errors import InputError
 from slimkv.ops.batch import AttentionBatch, PackedKV
-from slimkv.ops.checks import check_pages, check_pair, check_vectors
+from slimkv.ops.checks import check_lse, check_packed, check_pair, check_vectors
 from slimkv.ops.registry import Registry
 from slimkv.spec import PageLayout
 
-MAX_DECODE_QUERIES = 32  # kernels unpack the pages of sequences with more queries than this first
+MAX_DECODE_QUERIES = 32  # sequences with more queries take the prefill path: kernels unpack their pages first
 NO_WINDOW = 1 << 30  # tokens: a window longer than any sequence
 MIN_TRITON_HEAD_DIM = 32
 EIGHT_BIT, SIXTEEN_BIT = "8bit", "16bit"
@@ -32,19 +32,19 @@ class AttendOptions:
 
     Attributes:
         softmax_scale: multiplies q.k; 1 / sqrt(key_dim) when None.
-        causal: a query at position p sees keys 0..p; otherwise it sees every key of its sequence.
-        sliding_window: a query at p sees only the last ``sliding_window`` keys up to and including p (needs
+        causal: a query at position p attends to keys 0..p; otherwise to every key of its sequence.
+        sliding_window: a query at p attends only to the last ``sliding_window`` keys up to and including p (needs
             ``causal``).
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         sinks: float [num_heads], a learned logit per head that joins the softmax's denominator.
         prefill: the arithmetic of sequences with more than ``MAX_DECODE_QUERIES`` queries. ``16bit``: operands of 16
-            bits and more; ``8bit``: those of ``slimkv.ops.attention.eight_bit``, or the call fails with the reason;
+            bits or more. ``8bit``: ``slimkv.ops.attention.eight_bit``; the call fails if the request does not allow it.
             ``auto``: 16 bits.
-        deterministic: a query's result depends on its own sequence alone, to the last bit: not on the other sequences
-            of the call, nor on how many queries its own has in it. Needs ``prefill="16bit"`` and no ``fresh``.
-        prompt: for a deterministic call on a GPU, where the kernels of prompts and of generated tokens differ in the
-            last bits: True for queries of a prompt, in chunks of any size; False for generated tokens, one or several
-            that are verified. None: sequences of more than ``MAX_DECODE_QUERIES`` queries are prompts.
+        deterministic: the result of a query depends only on its own sequence, bit for bit: not on other sequences of
+            the call, nor on how many of its queries are in the call. Needs ``prefill="16bit"`` and no ``fresh``.
+        prompt: for deterministic calls on a GPU, where kernels of prompts and of generated tokens differ in the last
+            bits. True: queries of a prompt, in chunks of any size. False: generated tokens, decoded or verified. None:
+            sequences of more than ``MAX_DECODE_QUERIES`` queries are prompts.
     """
 
     softmax_scale: float | None = None
@@ -70,8 +70,8 @@ class AttendOptions:
             raise InputError(f"prefill must be one of {', '.join(PREFILL)}, not {self.prefill!r}")
         if self.deterministic and self.prefill != SIXTEEN_BIT:
             raise InputError(
-                f"deterministic attention takes prefill={SIXTEEN_BIT!r}, not {self.prefill!r}: in 8 bits a query's "
-                "result depends on how many others its sequence has"
+                f"deterministic attention takes prefill={SIXTEEN_BIT!r}, not {self.prefill!r}: in 8 bits the "
+                "result of a query depends on the number of queries of its sequence"
             )
 
 
@@ -98,7 +98,7 @@ class AttendRequest:
     key_offset: Tensor | None = None
     # float32 [total_queries, num_heads]: added to scaled scores before the soft cap. Only with a soft cap.
     score_shift: Tensor | None = None
-    # float32, contiguous: [num_heads], or [total_queries, num_heads] where centred keys make them differ by query.
+    # float32, contiguous: [num_heads], or [total_queries, num_heads] if centred keys make them differ by query.
     sinks: Tensor | None = None
 
     @property
@@ -109,13 +109,13 @@ class AttendRequest:
 
     @property
     def must_be_eight_bit(self) -> bool:
-        """Whether some sequence may be long enough for the prefill that ``prefill="8bit"`` asks for."""
+        """Whether ``prefill="8bit"`` is requested and a sequence may have enough queries for it."""
         return self.options.prefill == EIGHT_BIT and self.max_query_len > MAX_DECODE_QUERIES
 
     @property
     def refuses_unasked_reference(self) -> str | None:
-        """Why the reference must not stand in for kernels on a GPU, or None."""
-        return "query by query it would read lengths back; name it to use it" if self.options.deterministic else None
+        """Why the reference is not used on a GPU unless requested by name, or None."""
+        return "it reads lengths back for every query; request it by name" if self.options.deterministic else None
 
     @property
     def group(self) -> int:
@@ -129,11 +129,11 @@ class AttendRequest:
         return self.key_offset is not None and seen
 
     def sinks_of(self, rows: slice) -> Tensor | None:
-        """The sinks of these queries: float32 [num_heads] or [queries, num_heads], or None."""
+        """The sinks of these queries: float32 [num_heads] or [queries, num_heads]; None without sinks."""
         return self.sinks if self.sinks is None or self.sinks.ndim == 1 else self.sinks[rows]
 
     def run(self, backend: Any) -> None:
-        """Runs a backend on centred keys, with the sinks and score shift that undo it where absolute scores matter."""
+        """Runs a backend. Where absolute scores matter, sinks or a score shift undo the centring of keys."""
         if not self.sees_offset:
             backend.run(self)
             return
@@ -169,17 +169,18 @@ def attend(
     """Attention of variable-length queries on packed pages.
 
     Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of
-    ``query`` and stand at its last positions (their own keys are already stored). Decode is one query per sequence.
+    ``query``, at its last positions (their keys are already stored). Decode is one query per sequence.
 
     Args:
         query: [total_queries, num_heads, key_dim], float16, bfloat16 or float32; num_heads a multiple of num_kv_heads.
-        fresh: K [total_queries, num_kv_heads, key_dim] and V of the query tokens; attended raw, instead of their codes.
+        fresh: K [total_queries, num_kv_heads, key_dim] and V of the query tokens, attended unquantised instead of their
+            codes.
         out: [total_queries, num_heads, value_dim] to write into, any of the three dtypes (default: the query's).
-        lse: float32 [total_queries, num_heads], contiguous: where the natural log-sum-exp is written.
-        workspace: uint8, at least ``workspace_bytes(...)``, for backends that split keys; without it one is allocated.
-        num_splits: how many parts a sequence's keys are cut into, by backends that let the caller choose (``triton``);
-            by default chosen from the shapes and the device.
-        backend: a backend's name; by default the best one that takes the request.
+        lse: float32 [total_queries, num_heads], contiguous: receives the natural log-sum-exp.
+        workspace: uint8, at least ``workspace_bytes(...)``, for backends that split keys; allocated if None.
+        num_splits: the number of split-KV parts per sequence, for backends that let the caller choose (``triton``); by
+            default chosen from the shapes and the device.
+        backend: the name of a backend; by default the best one that supports the request.
 
     Returns out.
     """
@@ -193,10 +194,10 @@ def checked_request(
     fresh: tuple[Tensor, Tensor] | None = None, out: Tensor | None = None, lse: Tensor | None = None,
     workspace: Tensor | None = None, num_splits: int | None = None,
 ) -> AttendRequest:  # fmt: skip
-    """The arguments of ``attend``, checked; ``out`` is allocated where it is missing."""
+    """The arguments of ``attend``, checked; ``out`` is allocated if it is None."""
     pages, layout, key_offset = kv.pages, kv.layout, kv.key_offset
     block_table, max_query_len, max_seq_len = batch.block_table, batch.max_query_len, batch.max_seq_len
-    check_pages(pages, layout)
+    check_packed(kv)
     options = options or AttendOptions()
     device, num_kv_heads = pages.device, pages.shape[1]
     check_vectors("query", query, ("queries", "heads", layout.spec.key_dim), device)
@@ -218,7 +219,7 @@ def checked_request(
         if options.deterministic:
             raise InputError(
                 "deterministic attention reads every token through its codes; fresh K and V depend on how a prompt was "
-                "cut into passes: leave fresh at None"
+                "chunked: leave fresh at None"
             )
         check_pair("fresh", fresh)
         check_vectors("fresh key", fresh[0], (total, num_kv_heads, layout.spec.key_dim), device)
@@ -233,8 +234,7 @@ def checked_request(
     if out is None:
         out = query.new_empty(shape)
     check_vectors("out", out, shape, device)
-    if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
-        raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
+    check_lse(lse, total, heads, device)
     return AttendRequest(
         query, pages, block_table, batch.seq_lens, batch.cu_seqlens_q, max_query_len, max_seq_len, kv.codec, layout,
         options, fresh, out, lse, workspace, num_splits, batch.min_query_len, key_offset,
@@ -245,36 +245,36 @@ def checked_request(
 def _check_min_query_len(least: int, most: int, cu_seqlens_q: Tensor) -> None:
     """Checks the bound against ``max_query_len``, and against the lengths if they are on the host."""
     if not 0 <= least <= most:
-        raise InputError(f"min_query_len {least} must lie in 0..{most}, which is max_query_len")
+        raise InputError(f"min_query_len {least} must lie in 0..{most} (max_query_len)")
     if least == 0 or cu_seqlens_q.device.type != "cpu":
         return
     lengths = cu_seqlens_q.diff()
-    fewer = lengths[(lengths >= 0) & (lengths < least)]  # backends refuse starts that do not ascend
+    fewer = lengths[(lengths >= 0) & (lengths < least)]  # backends check that starts ascend
     if fewer.numel():
         raise InputError(f"min_query_len is {least}, but a sequence of cu_seqlens_q has {int(fewer[0])} queries")
 
 
 def refuses_split_arguments(request: AttendRequest) -> str | None:
-    """Why a backend that does not split keys cannot take the request's ``num_splits`` or workspace, or None."""
+    """Why a backend that does not split keys refuses the request's ``num_splits`` or workspace, or None."""
     if request.num_splits is not None:
-        return f"it does not split keys as num_splits={request.num_splits} asks; leave num_splits at None"
+        return f"it does not split keys; leave num_splits at None, not {request.num_splits}"
     if request.workspace is not None and request.workspace.numel():
-        return f"it needs no workspace, and was given one of {request.workspace.numel()} bytes; leave it at None"
+        return f"it uses no workspace; leave workspace at None, not {request.workspace.numel()} bytes"
     return None
 
 
 def refuses_eight_bit(request: AttendRequest) -> str | None:
-    """Why a backend without 8-bit prefill cannot take the request, or None."""
+    """Why a backend without 8-bit prefill refuses the request, or None."""
     if request.must_be_eight_bit:
         return (
-            "it does not prefill in 8 bits; 'cuda' does from compute capability 8.0 on, 'reference' everywhere, or "
-            "leave prefill at 'auto'"
+            "it has no 8-bit prefill; use 'cuda' (compute capability 8.0 or newer) or 'reference', or leave prefill at "
+            "'auto'"
         )
     return None
 
 
 def split_workspace_bytes(total_queries: int, num_heads: int, value_dim: int, num_splits: int) -> int:
-    """Bytes for the results of ``num_splits`` parts of the keys (0 when they are not split)."""
+    """Bytes of the results of ``num_splits`` parts of the keys; 0 for one part."""
     return 0 if num_splits == 1 else 4 * total_queries * num_heads * num_splits * (value_dim + 1)
 
 

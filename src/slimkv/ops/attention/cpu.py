@@ -12,7 +12,7 @@ from slimkv.ops.cpu.structures import CAttendCall, CVectors, pages_of, vectors_o
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Every format, size and option; the library chooses the splits, independently of the number of threads."""
+    """Every format, size and option; the library chooses splits, independently of the number of threads."""
     return refuses_split_arguments(request) or refuses_eight_bit(request)
 
 
@@ -22,7 +22,7 @@ def run(request: AttendRequest) -> None:
 
 
 def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """``run`` for further queries and lengths of the same shapes, on the same pages and block table."""
+    """A prepared ``run`` for other queries and lengths of the same shapes, on the same pages and block table."""
     call = _call(request)
     args, query_of, out_of = call.args, call.args.query, call.args.out
 

@@ -1,4 +1,4 @@
-"""Prefill in the arithmetic of 8-bit tensor cores, in plain torch, and which caches support it.
+"""The arithmetic of prefill on 8-bit tensor cores, in plain torch, and the formats that support it.
 
 For a query q and the tokens t of its sequence, with K and V as the codec stores them (rotated):
 
@@ -8,15 +8,15 @@ For a query q and the tokens t of its sequence, with K and V as the codec stores
                into (64, 128]
     output     sum_t w_t ve_t / sum_t w_t / v_t, where ve_t are the value's levels as e4m3 numbers
 
-Sums are exact in int8 and float32 in e4m3. E is an integer, so the rounding of weights does not depend on it (until
-they underflow e4m3), and an implementation may update E whenever it likes. The denominator sums the rounded weights, so
-they are always normalised.
+Sums of int8 products are exact; sums of e4m3 products are in float32. E is an integer, so the rounding of weights does
+not depend on it (unless they underflow e4m3), and an implementation may update E at any step. The denominator sums the
+rounded weights, so weights are always normalised.
 
-The scale of a value is rounded so that its inverse has two digits of e4m3, which the tensor cores sum the weights with:
-to 2^-8 and better. A value whose scale is below 2^-12 of the power of two above the largest of its tile of 128 tokens
-counts as zero.
+The scale of a value is rounded, to 2^-8 or better, so that its inverse is the sum of two e4m3 digits: tensor cores
+compute the denominator with them. In a tile of 128 tokens, values with a scale below 2^-12 of the power of two above
+the largest scale count as zero.
 
-GPUs without warpgroup products multiply integers throughout (docs/design/eight-bit-prefill.md).
+GPUs without warpgroup MMA multiply integers in both products (docs/design/eight-bit-prefill.md).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from slimkv.spec import CodecSpec, Kind, PageLayout
 
 LOG2E = math.log2(math.e)
 TILE = 128
-LEAST_VALUE = 2.0**-12  # of the power of two above a tile's largest scale
-MOST_QUOTIENT = 256.0  # of the unit of a tile and a scale
+LEAST_VALUE = 2.0**-12  # relative to the power of two above the largest scale of a tile
+MOST_QUOTIENT = 256.0  # the largest quotient of a tile's unit and a scale
 TOP = 7  # the largest weight is in (2^(TOP - 1), 2^TOP]
 
 
 def format_refusal(spec: CodecSpec) -> str | None:
-    """Why this format is not attended in 8 bits, or None; Lloyd-Max codes of up to 4 bits on both sides are."""
+    """Why 8-bit prefill does not support this format, or None; it needs Lloyd-Max codes of up to 4 bits."""
     for name, side in (("key", spec.key), ("value", spec.value)):
         if side.kind != Kind.LLOYD or side.bits > MOST_BITS:
             return (
@@ -53,7 +53,7 @@ def format_refusal(spec: CodecSpec) -> str | None:
 
 
 def refusal(request: AttendRequest) -> str | None:
-    """Why this request is not attended in 8 bits, or None."""
+    """Why 8-bit prefill does not support this request, or None."""
     if request.fresh is not None:
         return "fresh K and V are not attended in 8 bits: new tokens are read through their codes; leave fresh at None"
     return format_refusal(request.layout.spec)
@@ -64,9 +64,9 @@ class Operands:
     """K and V of a sequence as operands of the tensor cores."""
 
     key: Tensor  # float32 [tokens, num_kv_heads, key_dim]: integers, -127..127
-    key_scale: Tensor  # float32 [tokens, num_kv_heads]: a key is ``key`` times it; NaN where K or V is marked invalid
+    key_scale: Tensor  # float32 [tokens, num_kv_heads]: the factor on ``key``; NaN where K or V is marked invalid
     value: Tensor  # float32 [tokens, num_kv_heads, value_dim]: numbers of e4m3
-    value_scale: Tensor  # float32 [tokens, num_kv_heads], > 0: a value is ``value`` times it
+    value_scale: Tensor  # float32 [tokens, num_kv_heads], > 0: the factor on ``value``
 
     def weigh(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sums of weights times values, and of weights, for scores x, [num_kv_heads, group, queries, tokens].
@@ -83,9 +83,9 @@ class Operands:
 
 
 def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor, seen_from: int = 0) -> Operands:
-    """The tokens in ``slots``, int64 [tokens], which are the whole sequence from its first token on.
+    """The operands of the tokens in ``slots``, int64 [tokens]: a whole sequence.
 
-    Tokens before ``seen_from``, which no query sees, have no effect."""
+    Tokens before ``seen_from``, which no query attends to, have no effect."""
     spec, device = layout.spec, pages.device
     key, value = take_tokens(layout, pages, slots)
     key_levels = byte_levels(spec.key.bits, spec.key_dim)
@@ -95,7 +95,7 @@ def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor, see
     hidden = torch.arange(len(slots), device=device)[:, None] < seen_from
     scale = torch.where(marked | hidden, 0.0, value_scale)
     tiles = torch.nn.functional.pad(scale.T, (0, -len(slots) % TILE)).unflatten(1, (-1, TILE)).amax(-1)
-    unit = torch.ldexp(torch.ones_like(tiles), torch.frexp(tiles)[1])  # the power of two above a tile's largest scale
+    unit = torch.ldexp(torch.ones_like(tiles), torch.frexp(tiles)[1])  # the power of two above the largest scale
     unit = unit.where(tiles > 0, SMALLEST_NORMAL)
     least = unit.repeat_interleave(TILE, 1)[:, : len(slots)].T * LEAST_VALUE
     zero = scale < least
@@ -109,7 +109,7 @@ def operands(codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor, see
 
 
 def _with_two_digits(scale: Tensor, unit: Tensor) -> Tensor:
-    """Scales rounded so that ``unit`` / scale is the sum of an e4m3 number and 2^-5 of another."""
+    """Scales rounded so that ``unit`` / scale is an e4m3 number plus 2^-5 times another e4m3 number."""
     quotient = unit / scale
     first = quotient.to(torch.float8_e4m3fn).float()
     return unit / (first + ((quotient - first) * 32).to(torch.float8_e4m3fn).float() / 32)
@@ -126,7 +126,7 @@ def attend_sequence(
     query: Tensor, kv: Operands, visible: Tensor, scale: float, softcap: float, sinks: Tensor | None,
     score_shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotated queries float32 [queries, num_heads, key_dim] on a sequence.
+    """Attention of rotated queries float32 [queries, num_heads, key_dim] on one sequence.
 
     ``visible``: bool [queries, tokens]; ``sinks``: float [num_heads] or [queries, num_heads], or None;
     ``score_shift``: float [queries, num_heads], added before the soft cap. Returns the output float32 [queries,

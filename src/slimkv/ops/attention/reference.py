@@ -1,4 +1,4 @@
-"""attend in plain torch: per sequence, decode the keys and values in their stored space and take a softmax."""
+"""attend in plain torch: decodes keys and values of each sequence in their stored space and takes a softmax."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(request: AttendRequest) -> None:
 
 
 def _see_nothing(request: AttendRequest, rows: slice) -> None:
-    """Queries without keys: the log-sum-exp is that of the sinks alone, or of nothing."""
+    """Queries without keys: zero output; the log-sum-exp of the sinks, or -inf."""
     request.out[rows] = 0
     if request.lse is not None:
         sinks = request.sinks_of(rows)
@@ -97,7 +97,7 @@ def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slic
 
 
 def _row_by_row(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
-    """Each query with its visible keys as if it were alone, because products of one shape round in one way."""
+    """Attends each query alone with its visible keys: products of the same shape round in the same way."""
     for row in range(rows.start, rows.stop):
         seen = length - (rows.stop - 1 - row) if request.options.causal else length
         if seen > 0:
@@ -126,13 +126,13 @@ def _slots(request: AttendRequest, sequence: int, length: int) -> Tensor:
     tokens = request.layout.block_size
     position = torch.arange(length, device=request.pages.device)
     blocks = request.block_table[sequence, position // tokens].long()
-    return blocks.clamp(min=0) * tokens + position % tokens  # blocks before a window may be reused
+    return blocks.clamp(min=0) * tokens + position % tokens  # blocks before a window may be freed
 
 
 def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice) -> tuple[Tensor, Tensor]:
     """K and V of the whole sequence in their stored spaces: float32 [tokens, num_kv_heads, dim].
 
-    Tokens that no query sees are not read: their pages may be reused, and zero times NaN is not zero.
+    Tokens that no query attends to are not read: other sequences may own their pages, and zero times NaN is not zero.
     """
     count, position = rows.stop - rows.start, torch.arange(length, device=request.pages.device)
     read = visible(request, length, count).any(0)
@@ -149,7 +149,7 @@ def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice
 
 
 def visible(request: AttendRequest, length: int, count: int) -> Tensor:
-    """bool [queries, keys]: which keys of a sequence of ``length`` its last ``count`` positions attend to."""
+    """bool [queries, keys]: the mask of the last ``count`` positions of a sequence of ``length`` tokens."""
     key = torch.arange(length, device=request.pages.device)[None, :]
     query = torch.arange(length - count, length, device=request.pages.device)[:, None]
     mask = torch.ones(count, length, dtype=torch.bool, device=request.pages.device)

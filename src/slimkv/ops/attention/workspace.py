@@ -24,7 +24,7 @@ def workspace_bytes(
     num_splits: int,
     device: torch.device,
 ) -> int:
-    """Bytes of a ``workspace`` that suffices for every implementation on ``device``, within these bounds.
+    """Bytes of a ``workspace`` that suffices for every backend on ``device``, within these bounds.
 
     ``total_queries`` counts the rows of ``query``, padding included; ``num_splits`` is the argument of ``attend``.
     """

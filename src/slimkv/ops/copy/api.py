@@ -20,7 +20,7 @@ from slimkv.spec import PageLayout
 
 @dataclass(frozen=True)
 class CopyRequest:
-    """The checked arguments of one move between slots and rows."""
+    """The checked arguments of one copy between slots and rows."""
 
     pages: Tensor
     slots: Tensor
@@ -51,7 +51,7 @@ def read_tokens(pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: st
 
 @typed
 def write_tokens(rows: Tensor, pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: str | None = None) -> None:
-    """Writes rows that ``read_tokens`` gave to ``slots``, which must differ; negative slots are skipped.
+    """Writes rows of ``read_tokens`` to ``slots``, which must be distinct; negative slots are skipped.
 
     rows: uint8 [tokens, num_kv_heads, row_bytes], contiguous, on the pages' device.
     """
@@ -73,12 +73,12 @@ def copy_tokens(
 
     Args:
         pages: uint8 [blocks, num_kv_heads, page_bytes].
-        source, target: int32 or int64 [tokens]; a pair with a negative slot is skipped. Targets must differ.
+        source, target: int32 or int64 [tokens]; pairs with a negative slot are skipped. Targets must be distinct.
     """
     check_slots("source", source, pages.device)
     check_slots("target", target, pages.device)
     if source.shape != target.shape:
-        raise InputError(f"{source.shape[0]} source and {target.shape[0]} target slots do not pair up")
+        raise InputError(f"{source.shape[0]} source and {target.shape[0]} target slots; there must be as many of both")
     rows = read_tokens(pages, source, layout=layout, backend=backend)
     write_tokens(rows, pages, target.where(source >= 0, -1), layout=layout, backend=backend)
 

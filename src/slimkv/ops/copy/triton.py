@@ -1,4 +1,4 @@
-"""copy in one Triton launch: a program moves the row of one token and head, byte by byte through a table of offsets."""
+"""copy in one Triton launch: a program copies the row of one token and head through a table of byte offsets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def copy_kernel(
 
 @lru_cache(maxsize=256)
 def _offsets(layout: PageLayout, device: torch.device) -> Tensor:
-    """int32 [block_size, row_bytes]: where each byte of a token's row sits in its page."""
+    """int32 [block_size, row_bytes]: the page offset of each byte of a token's row."""
     return page_tables(layout, device).byte_offsets.to(torch.int32).contiguous()
 
 

@@ -1,1 +1,1 @@
-"""Shared by the CPU backends of several operations."""
+"""The compiled library of the CPU backends."""

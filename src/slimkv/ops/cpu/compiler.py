@@ -1,8 +1,8 @@
 """Compiles C++ to a shared library on first use, with the system's compiler, without torch headers or a build system.
 
 The library is kept on disk, keyed by all source text, the flags and the compiler; its name ends with a digest of its
-bytes, so that a damaged one is never loaded. Compiling takes a few seconds, once. The wheel contains no machine code:
-it serves every platform with a compiler, and without one the reference in plain torch runs.
+bytes, so that a damaged file is never loaded. Compiling takes a few seconds, once. The wheel contains no machine code
+and works on every platform with a compiler; without one, the reference in plain torch runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slimkv.paths import cache_dir, keep_code, unsafe_reason, write_whole
 
 MAIN = "slimkv_cpu.cpp"
 COMPILERS = ("c++", "g++", "clang++")
-# Encoding is defined by single operations, so the compiler may not fuse them; attention uses fused ones explicitly.
+# Encoding is defined by single operations, so the compiler must not fuse them; attention uses explicit fused ones.
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread",
 )  # fmt: skip
@@ -30,7 +30,7 @@ _TIMEOUT_SECONDS = 300
 
 
 class CompileError(SlimKVError, RuntimeError):
-    """There is no C++ compiler, or it failed on the CPU kernels."""
+    """No C++ compiler was found, or it could not compile the CPU kernels."""
 
 
 def source_texts() -> dict[str, str]:
@@ -74,7 +74,7 @@ def _find(folder: Path, stem: str) -> Path | None:
 
 
 def _name(stem: str, library: Path | bytes) -> str:
-    """The name of a library with these bytes; of none where they cannot be read."""
+    """The name of a library with these bytes; empty if they cannot be read."""
     try:
         content = library if isinstance(library, bytes) else library.read_bytes()
     except OSError:
@@ -83,7 +83,7 @@ def _name(stem: str, library: Path | bytes) -> str:
 
 
 def _keep(content: bytes, folder: Path, stem: str) -> Path:
-    """The path of the stored library: in ``folder``, or in a temporary folder if that is unsafe, read-only or full."""
+    """Stores a library in ``folder`` (in a temporary folder if that is unsafe, read-only or full); returns its path."""
     name = _name(stem, content)
     reason = keep_code(folder / name, content)
     if reason is None:
@@ -95,13 +95,13 @@ def _keep(content: bytes, folder: Path, stem: str) -> Path:
         return kept / name
     except OSError as error:
         raise CompileError(
-            f"the compiled CPU kernels can be kept neither in {folder} ({reason}) nor in {tempfile.gettempdir()} "
+            f"the compiled CPU kernels can be stored neither in {folder} ({reason}) nor in {tempfile.gettempdir()} "
             f"({error.strerror or error}); free some space or set XDG_CACHE_HOME or TMPDIR to a folder of your own"
         ) from error
 
 
 def _compile(compiler: str, texts: dict[str, str], flags: tuple[str, ...]) -> bytes:
-    """The library's bytes."""
+    """The bytes of the compiled library."""
     try:
         with tempfile.TemporaryDirectory(prefix="slimkv-cpu-") as folder:
             for name, text in texts.items():

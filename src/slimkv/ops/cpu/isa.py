@@ -17,8 +17,8 @@ class InstructionSet:
 
     name: str
     machines: tuple[str, ...]  # as ``platform.machine()`` calls them; empty: any
-    features: frozenset[str]  # that the processor must list
-    flags: tuple[str, ...]  # for the compiler
+    features: frozenset[str]  # required features of the processor
+    flags: tuple[str, ...]  # compiler flags
 
 
 _X86 = ("x86_64", "amd64", "AMD64")
@@ -42,7 +42,7 @@ INSTRUCTION_SETS = (
 def cpu_features() -> frozenset[str]:
     """The processor's features under their Linux names; empty if unknown."""
     if sys.platform == "darwin" and platform.machine() == "arm64":
-        return frozenset({"asimddp"})  # every Apple processor of 64 bits that runs macOS
+        return frozenset({"asimddp"})  # all 64-bit Apple processors that run macOS
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -68,4 +68,4 @@ def find(name: str | None = None) -> InstructionSet:
     for found in here:
         if found.name == name:
             return found
-    raise InputError(f"instruction set {name!r} does not run here; usable are {', '.join(s.name for s in here)}")
+    raise InputError(f"instruction set {name!r} does not run here; supported are {', '.join(s.name for s in here)}")

@@ -30,7 +30,7 @@ class Library:
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
-        self.name = name  # of its instruction set
+        self.name = name  # the name of its instruction set
         self._library = ctypes.CDLL(str(path))
         self.store: Callable[[Any], int] = self._library.slimkv_store
         self.attend: Callable[[Any], int] = self._library.slimkv_attend
@@ -42,12 +42,12 @@ class Library:
         if self.team is not None:
             entry = ctypes.cast(ctypes.CDLL(self.team).GOMP_parallel, ctypes.c_void_p)
             self._library.slimkv_set_team(entry)
-            # OpenMP's threads do not survive a fork; in the child the library starts its own threads for long work.
+            # OpenMP threads do not survive a fork; in the child the library starts its own threads for long work.
             os.register_at_fork(after_in_child=lambda: self._library.slimkv_set_team(None))
 
 
 def openmp_of_torch() -> str | None:
-    """The OpenMP library that torch has loaded, if it can start a team for others; None otherwise."""
+    """The OpenMP library that torch has loaded, if it exports GOMP_parallel; None otherwise."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -76,7 +76,7 @@ def build_failure() -> str | None:
 
 
 def compiled_unavailable_reason(device: torch.device) -> str | None:
-    """Whether the compiled kernels run here: on a CPU, if they could be built."""
+    """Why the compiled kernels cannot run on ``device``, or None."""
     if device.type != "cpu":
         return f"it runs on a CPU, not on {device.type}"
     return build_failure()
@@ -84,19 +84,19 @@ def compiled_unavailable_reason(device: torch.device) -> str | None:
 
 @lru_cache(maxsize=256)
 def layout_tables(layout: PageLayout) -> LayoutTables:
-    """The tables of ``layout``, which all layers of a kind share."""
+    """The tables of ``layout``; layers with equal layouts share them."""
     return LayoutTables(layout, Codec(layout.spec))
 
 
 class Call:
-    """A call of the library that can be repeated: its arguments, and the objects that they point to."""
+    """A repeatable call of the library: its arguments, and the objects that they point to."""
 
     def __init__(self, function: Callable[[Any], int], args: Any, *kept: object) -> None:
         self.args, self.kept = args, kept
         self._function, self._address = function, ctypes.addressof(args)
 
     def __call__(self) -> None:
-        """Runs it on torch's number of threads; raises if it rejected its arguments."""
+        """Runs the call on torch's number of threads; raises if the library rejects its arguments."""
         self.args.threads = torch.get_num_threads()
         status = self._function(self._address)
         if status:
@@ -104,7 +104,7 @@ class Call:
 
 
 def _raise(status: int, fault: Any) -> None:
-    """For a call that rejected its arguments; nothing has been written then."""
+    """Raises the error of ``status``; the rejected call has written nothing."""
     if status == _BAD_SLOT:
         raise InputError(
             f"slot {fault.value} of token {fault.index} is beyond the pages' {fault.limit} slots; "

@@ -28,17 +28,17 @@ CPlane, CPiece, CSide, CLayout, CPages, CVectors, CFault, CTokensCall, CAttendCa
 
 
 def pages_of(pages: Tensor) -> Structure:
-    """uint8 [blocks, num_kv_heads, page_bytes]."""
+    """``Pages`` of a tensor uint8 [blocks, num_kv_heads, page_bytes]."""
     return CPages(pages.data_ptr(), pages.stride(0), pages.stride(1), pages.shape[0], pages.shape[1], 0)
 
 
 def vectors_of(x: Tensor) -> Structure:
-    """[tokens, heads, dim] with a contiguous last axis."""
+    """``Vectors`` of a tensor [tokens, heads, dim] with a contiguous last axis."""
     return CVectors(x.data_ptr(), x.stride(0), x.stride(1), DTYPES[x.dtype], 0)
 
 
 def tokens_call(tables: LayoutTables, request: Any, slots: Tensor, **options: Any) -> Structure:
-    """The call of a store or gather request; ``slots``: its own, contiguous."""
+    """``TokensCall`` of a store or gather request; ``slots``: those of the request, contiguous."""
     return CTokensCall(
         layout=tables.address, pages=pages_of(request.pages), key=vectors_of(request.key),
         value=vectors_of(request.value), slots=slots.data_ptr(), tokens=slots.shape[0],
@@ -63,7 +63,7 @@ class LayoutTables:
         self.address = ctypes.addressof(self.structure)
 
     def _keep(self, array: np.ndarray, dtype: type) -> int:
-        """The address of ``array`` as ``dtype``, which is kept."""
+        """The address of a copy of ``array`` as ``dtype``, which is kept alive."""
         copy: np.ndarray = np.ascontiguousarray(array, dtype=dtype)
         self._kept.append(copy)
         return copy.ctypes.data

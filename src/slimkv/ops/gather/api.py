@@ -11,7 +11,7 @@ from slimkv.arguments import typed
 from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset
 from slimkv.ops.batch import PackedKV
-from slimkv.ops.checks import check_pages, check_pair, check_slots, check_vectors
+from slimkv.ops.checks import check_packed, check_pair, check_slots, check_vectors
 from slimkv.ops.registry import Registry
 from slimkv.spec import PageLayout
 
@@ -47,14 +47,14 @@ def gather_kv(
 
     Args:
         slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
-        dtype: the dtype of the result if ``out`` is not given.
-        rotated: leave K and V in the space they are stored in.
+        dtype: the dtype of the result if ``out`` is None.
+        rotated: whether K and V stay in their stored space.
         out: K [tokens, num_kv_heads, key_dim] and V [tokens, num_kv_heads, value_dim] to write into.
 
     Returns K and V.
     """
     pages, codec, layout, key_offset = kv.pages, kv.codec, kv.layout, kv.key_offset
-    check_pages(pages, layout)
+    check_packed(kv)
     check_slots("slots", slots, pages.device)
     shapes = [(len(slots), pages.shape[1], dim) for dim in (layout.spec.key_dim, layout.spec.value_dim)]
     if out is not None:

@@ -1,4 +1,4 @@
-"""gather in plain torch: take each token's codes and fields, decode."""
+"""gather in plain torch: reads the codes and fields of each token and decodes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gather in one Triton launch: take codes, decode, rotate back."""
+"""gather in one Triton launch: reads codes, decodes, rotates back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from slimkv.ops.triton.unpack import (
 )
 from slimkv.spec import Kind
 
-FUSES_OFFSET = True  # the kernel adds the offset of keys itself
-_DENSE: tl.constexpr = tl.constexpr(64)  # up to this a product with the whole matrix rotates back
+FUSES_OFFSET = True  # the kernel adds the key offset
+_DENSE: tl.constexpr = tl.constexpr(64)  # up to this head size, a product with the whole matrix rotates back
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _element_bits(page, position, keep, OFFSET: tl.constexpr, W: tl.constexpr, S
 
 @triton.jit
 def _element_codes(page, position, keep, S: tl.constexpr):
-    """Codes of single tokens wherever they are: int32 [M, 16 SP]."""
+    """Codes of single tokens at any positions: int32 [M, 16 SP]."""
     if S.BITS >= 8:
         return _element_bits(page, position, keep, 0, S.BITS, S)
     else:
@@ -102,7 +102,7 @@ def _gather_side(pages_ptr, slots_ptr, out_ptr, signs, levels, norm, tokens, blo
             x = fp8_to_half(codes).to(tl.float32)
         else:
             x = codes.to(tl.float32)
-        if BY_SLICES:  # of levels, which fp16 holds: sums are exact, or nearly so
+        if BY_SLICES:  # levels are fp16 numbers: sums are exact, or nearly so
             x = hadamard_rows(x.to(tl.float16), hadamard_16(signs, S.D))
             x = x * tl.load(signs + col * S.D).to(tl.float32) * norm
         x = x * decode_unsigned(load_field(page, position, keep, 0, S))[:, None]
@@ -136,7 +136,7 @@ def supports(request: GatherRequest) -> str | None:
 
 
 def _offset(request: GatherRequest) -> Tensor | None:
-    """Float32 [heads, key_dim] in the space in which the kernel adds it: before it rotates back, or after (slices)."""
+    """float32 [heads, key_dim] in the space in which the kernel adds it: before it rotates back, or after (slices)."""
     if request.key_offset is None:
         return None
     key = request.layout.key

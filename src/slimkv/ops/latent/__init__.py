@@ -1,1 +1,1 @@
-"""latent: what MLA models keep of a token (a latent for all heads, and a rope part), stored and attended packed."""
+"""latent: attention of MLA models on packed tokens: a latent and a rope part that all heads share."""

@@ -17,14 +17,14 @@ from slimkv.codec import Codec
 from slimkv.errors import InputError
 from slimkv.ops.attention.api import check_tables
 from slimkv.ops.batch import AttentionBatch, PackedKV
-from slimkv.ops.checks import FLOATS, check_pages
+from slimkv.ops.checks import check_lse, check_packed, check_vectors
 from slimkv.ops.registry import Registry
-from slimkv.spec import CodecSpec, LatentSpec, PageLayout
+from slimkv.spec import LatentSpec, PageLayout
 
 
 @dataclass(frozen=True)
 class LatentRequest:
-    """The checked arguments of one ``attend_latent``, with queries of the latent and the output in its stored space."""
+    """The checked arguments of one ``attend_latent``; latent queries and output are in the latent's stored space."""
 
     query_latent: Tensor  # [total_queries, num_heads, latent_dim]
     query_rope: Tensor  # [total_queries, num_heads, rope_dim], not rotated
@@ -44,7 +44,7 @@ class LatentRequest:
 
     @property
     def stored_query_rope(self) -> Tensor:
-        """The queries of the rope part in the space it is stored in."""
+        """The rope part of the queries in its stored space."""
         return self.codec.rotate_value(self.query_rope) if self.layout.spec.value.rotated else self.query_rope
 
 
@@ -57,7 +57,7 @@ REGISTRY = Registry.of_kernels(
 def latent_rotation(codec: Codec) -> Tensor | None:
     """The rotation R, float32 [latent_dim, latent_dim], that takes a latent (as a row) to its stored space.
 
-    None where the latent is stored as it is. Folding it into the absorbed projections once, W_UK' = W_UK R on the way
+    None if the latent is stored unrotated. Folding it into the absorbed projections once, W_UK' = W_UK R on the way
     in and W_UV' = R^T W_UV on the way out, makes ``query_is_rotated`` and ``output_is_rotated`` true.
     """
     _check_codec(codec)
@@ -82,25 +82,25 @@ def attend_latent(
 ) -> Tensor:
     """Attention of absorbed queries on packed latents.
 
-    Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and
-    stand at its last positions, each seeing what is before it and itself. Decode is one query per sequence.
+    Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` at
+    its last positions; each attends to the tokens up to its own. Decode is one query per sequence.
 
     Args:
-        query_latent: [total_queries, num_heads, latent_dim], the queries after the absorbed up-projection of keys;
+        query_latent: [total_queries, num_heads, latent_dim], queries after the absorbed up-projection of keys;
             float16, bfloat16 or float32.
-        query_rope: [total_queries, num_heads, rope_dim], their rope part as the model computes it.
+        query_rope: [total_queries, num_heads, rope_dim], the rope part of the queries, as the model computes it.
         kv: its pages are uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
-        batch: with a layout of token rows its block_table is int32 [sequences, max_tokens]: the slot (block *
-            block_size + position) of every token, for sparse attention; negative ones are skipped.
-        softmax_scale: multiplies the scores; of the model, which knows the head size before absorption.
-        query_is_rotated: ``query_latent`` is in the space the latent is stored in (``latent_rotation`` is folded into
-            the projection before). For formats that are stored unrotated it makes no difference.
-        output_is_rotated: leave the output in that space.
+        batch: for layouts of token rows (sparse attention), its block_table is int32 [sequences, max_tokens] with the
+            slot (block * block_size + position) of every token; negative slots are skipped.
+        softmax_scale: multiplies the scores; from the model, because it depends on the head size before absorption.
+        query_is_rotated: ``query_latent`` is in the stored space of the latent, because ``latent_rotation`` is folded
+            into the preceding projection. It has no effect for unrotated formats.
+        output_is_rotated: whether the output stays in that space.
         out: [total_queries, num_heads, latent_dim] to write into (default: of the query's dtype).
-        lse: float32 [total_queries, num_heads], contiguous: where the natural log-sum-exp is written.
-        workspace: uint8, at least ``latent_workspace_bytes(...)``; without it one is allocated.
-        num_splits: how many parts a sequence's keys are cut into, by backends that let the caller choose (``triton``).
-        backend: a backend's name; by default the best one that takes the request.
+        lse: float32 [total_queries, num_heads], contiguous: receives the natural log-sum-exp.
+        workspace: uint8, at least ``latent_workspace_bytes(...)``; allocated if None.
+        num_splits: the number of split-KV parts per sequence, for backends that let the caller choose (``triton``).
+        backend: the name of a backend; by default the best one that supports the request.
 
     Returns out.
     """
@@ -117,7 +117,7 @@ def attend_latent(
 
 
 def _write_rows(out: Tensor, result: Tensor, cu_seqlens_q: Tensor) -> None:
-    """The rows of ``result`` that belong to a sequence; none is read back to the host."""
+    """Copies the rows of ``result`` that belong to a sequence to ``out`` without a synchronisation."""
     real = torch.arange(out.shape[0], device=out.device) < cu_seqlens_q[-1]
     out.copy_(torch.where(real[:, None, None], result.to(out.dtype), out))
 
@@ -133,17 +133,19 @@ def checked_request(
     workspace: Tensor | None = None,
     num_splits: int | None = None,
 ) -> LatentRequest:
-    """The arguments of ``attend_latent``, checked; ``out`` is allocated where it is missing."""
+    """The arguments of ``attend_latent``, checked; ``out`` is allocated if it is None."""
     kv = checked_latents(kv)
     device, layout, spec = kv.pages.device, kv.layout, kv.layout.spec
-    total, heads = _check_queries(query_latent, query_rope, spec, device)
+    check_vectors("query_latent", query_latent, ("queries", "heads", spec.key_dim), device)
+    total, heads, _ = query_latent.shape
+    check_vectors("query_rope", query_rope, (total, heads, spec.value_dim), device)
     check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, device)
     width = batch.block_table.shape[1]
     of_entry, entries = (1, "tokens") if layout.token_rows else (layout.block_size, "blocks")
     if not 0 <= batch.max_query_len <= total or batch.max_seq_len > width * of_entry:
         raise InputError(
-            f"max_query_len {batch.max_query_len} or max_seq_len {batch.max_seq_len} does not fit {total} queries and "
-            f"a table of {width} {entries}"
+            f"max_query_len {batch.max_query_len} must lie in 0..{total} and max_seq_len {batch.max_seq_len} must fit "
+            f"the block table's {width} {entries}"
         )
     if not math.isfinite(softmax_scale):
         raise InputError(f"softmax_scale must be finite, not {softmax_scale}")
@@ -152,13 +154,8 @@ def checked_request(
     shape = (total, heads, spec.key_dim)
     if out is None:
         out = query_latent.new_empty(shape)
-    elif tuple(out.shape) != shape or out.stride(-1) != 1 or out.device != device or out.dtype not in FLOATS:
-        raise InputError(
-            f"out must be float {list(shape)} on {device} with a contiguous last axis, not {out.dtype} "
-            f"{list(out.shape)} on {out.device}"
-        )
-    if lse is not None and (lse.shape != (total, heads) or lse.dtype != torch.float32 or not lse.is_contiguous()):
-        raise InputError(f"lse must be contiguous float32 [{total}, {heads}], not {lse.dtype} {list(lse.shape)}")
+    check_vectors("out", out, shape, device)
+    check_lse(lse, total, heads, device)
     return LatentRequest(
         query_latent, query_rope, kv.pages, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_query_len,
         batch.max_seq_len, softmax_scale, kv.codec, layout, out, lse, workspace, num_splits,
@@ -169,32 +166,16 @@ def checked_latents(kv: PackedKV) -> PackedKV:
     """``kv`` with pages uint8 [blocks, 1, page_bytes], checked."""
     codec, layout, pages = kv.codec, kv.layout, kv.pages
     _check_codec(codec)
-    if layout.spec != codec.spec:
-        raise InputError(f"the layout is of {layout.spec.format} and the codec of {codec.spec.format}")
     pages = pages.unsqueeze(1) if pages.ndim == 2 else pages
-    check_pages(pages, layout)
-    if pages.shape[1] != 1:
-        raise InputError(f"latents have one head; pages of {pages.shape[1]} heads hold K and V")
     if kv.key_offset is not None:
-        raise InputError("latents are stored without an offset of keys; leave out key_offset")
-    return PackedKV(pages, codec, layout)
+        raise InputError("latents are stored without a key offset; leave out key_offset")
+    kv = PackedKV(pages, codec, layout)
+    check_packed(kv)
+    if pages.shape[1] != 1:
+        raise InputError(f"pages of latents have one KV head, not {pages.shape[1]}")
+    return kv
 
 
 def _check_codec(codec: Codec) -> None:
     if not isinstance(codec.spec, LatentSpec):
-        raise InputError(f"{codec.spec.format} is a format of K and V; latents take a LatentSpec, such as 'c4'")
-
-
-def _check_queries(latent: Tensor, rope: Tensor, spec: CodecSpec, device: torch.device) -> tuple[int, int]:
-    """Queries and their heads."""
-    for name, x, dim in (("query_latent", latent, spec.key_dim), ("query_rope", rope, spec.value_dim)):
-        if x.ndim != 3 or x.shape[2] != dim or x.stride(-1) != 1 or x.shape[:2] != latent.shape[:2]:
-            raise InputError(
-                f"{name} must be [queries, heads, {dim}] with a contiguous last axis, not {list(x.shape)} beside a "
-                f"query_latent of {list(latent.shape)}"
-            )
-        if x.dtype not in FLOATS:
-            raise InputError(f"{name} dtype {x.dtype} is not supported; use float16, bfloat16 or float32")
-        if x.device != device:
-            raise InputError(f"{name} is on {x.device}, the pages on {device}")
-    return latent.shape[0], latent.shape[1]
+        raise InputError(f"{codec.spec.format} is a format of K and V; use one of latents: LatentSpec.parse('c4')")

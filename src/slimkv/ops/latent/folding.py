@@ -1,8 +1,8 @@
-"""The rotation of the latent, folded into the absorbed projections: decoding then rotates nothing.
+"""Folds the rotation of the latent into the absorbed projections, so that decoding does not rotate.
 
 Engines absorb the up-projections of a latent: q_latent = q_nope W_UK before attention, v = o_latent W_UV after it.
-Latents are stored as c R, with R orthogonal. So (q_nope W_UK R) meets them as they are stored, and what attention
-gives, o_latent R, goes through R^T W_UV.
+Latents are stored as c R, with R orthogonal. So q_nope (W_UK R) is in their stored space, and the attention output,
+o_latent R, is multiplied by R^T W_UV.
 """
 
 from __future__ import annotations

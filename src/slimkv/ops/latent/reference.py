@@ -1,4 +1,4 @@
-"""attend_latent in plain torch: per sequence, decode latents and rope parts as they are stored, take a softmax."""
+"""attend_latent in plain torch: decodes latents and rope parts of each sequence and takes a softmax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DecodeTokens = Callable[[Tensor, Tensor, Codec, PageLayout], tuple[Tensor, Tenso
 def supports(request: LatentRequest) -> str | None:
     """Every format and size; keys are read in one pass."""
     if request.num_splits is not None:
-        return f"it does not split keys as num_splits={request.num_splits} asks; leave num_splits at None"
+        return f"it does not split keys; leave num_splits at None, not {request.num_splits}"
     return None
 
 
@@ -33,7 +33,7 @@ def _decode(pages: Tensor, slots: Tensor, codec: Codec, layout: PageLayout) -> t
 
 
 def attend_decoded(request: LatentRequest, decode: DecodeTokens) -> None:
-    """Attention on each sequence's tokens as decoded by ``decode``: [tokens, 1, dim] each."""
+    """Attention on the tokens of each sequence, decoded by ``decode`` to [tokens, 1, dim] each."""
     starts, lengths, query_rope = request.cu_seqlens_q.tolist(), request.seq_lens.tolist(), request.stored_query_rope
     for sequence, length in enumerate(lengths):
         rows = slice(starts[sequence], starts[sequence + 1])
@@ -52,8 +52,8 @@ def attend_decoded(request: LatentRequest, decode: DecodeTokens) -> None:
         seen = position[None, :] <= torch.arange(length - count, length, device=slots.device)[:, None]
         scores = (scores * request.softmax_scale).masked_fill(~seen, -torch.inf)
         lse = scores.logsumexp(-1)  # [heads, queries]
-        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])  # nothing seen: zeros
-        # A NaN token must not affect queries that do not see it.
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])  # zeros if no token is visible
+        # A token with NaN must not affect queries that do not see it.
         value = latent.masked_fill(~latent.isfinite().all(-1, keepdim=True), 0)
         request.out[rows] = torch.einsum("hqk,kd->qhd", weights, value).to(request.out.dtype)
         if request.lse is not None:
@@ -61,7 +61,7 @@ def attend_decoded(request: LatentRequest, decode: DecodeTokens) -> None:
 
 
 def _visible(request: LatentRequest, sequence: int, length: int) -> tuple[Tensor, Tensor]:
-    """Positions of a sequence's tokens and their slots, int64 [tokens] each, without those that are skipped."""
+    """The positions and slots, int64 [tokens] each, of the tokens of a sequence that are not skipped."""
     position, tokens = torch.arange(max(length, 0), device=request.pages.device), request.layout.block_size
     if not request.layout.token_rows:
         return position, request.block_table[sequence, position // tokens].long() * tokens + position % tokens

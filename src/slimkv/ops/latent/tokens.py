@@ -1,6 +1,6 @@
 """store_latent and gather_latent: latents of new tokens to their slots, and slots to dense latents.
 
-A latent has the place of a key and its rope part that of a value, so these are ``store_kv`` and ``gather_kv``.
+They call ``store_kv`` and ``gather_kv`` with latents as K and rope parts as V.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimkv.arguments import describe, typed
+from slimkv.arguments import typed
 from slimkv.errors import InputError
 from slimkv.ops.batch import PackedKV
+from slimkv.ops.checks import check_pair
 from slimkv.ops.gather.api import gather_kv
 from slimkv.ops.latent.api import checked_latents
 from slimkv.ops.store.api import store_kv
@@ -18,12 +19,7 @@ from slimkv.ops.store.api import store_kv
 
 @typed
 def store_latent(
-    latent: Tensor,
-    rope: Tensor,
-    kv: PackedKV,
-    slot_mapping: Tensor,
-    *,
-    backend: str | None = None,
+    latent: Tensor, rope: Tensor, kv: PackedKV, slot_mapping: Tensor, *, backend: str | None = None
 ) -> None:
     """Encodes and writes new tokens.
 
@@ -34,7 +30,7 @@ def store_latent(
         slot_mapping: int32 or int64 [tokens]: block * block_size + position; negative slots are skipped.
         backend: one of ``store_kv``; by default the best one for the device.
 
-    A NaN or Inf raises in the reference; a kernel marks that token, so that whoever attends it gets NaN.
+    The reference raises on NaN or Inf; a kernel marks the token, and attention to it gives NaN.
     """
     kv = checked_latents(kv)
     dims = kv.codec.spec.key_dim, kv.codec.spec.value_dim
@@ -63,29 +59,22 @@ def gather_latent(
     Args:
         kv: its pages are uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
         slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
-        dtype: of the result when ``out`` is not given.
-        rotated: leave both parts in the space they are stored in.
+        dtype: the dtype of the result if ``out`` is None.
+        rotated: whether both parts stay in their stored space.
         out: latent [tokens, latent_dim] and rope [tokens, rope_dim] to write into; rows may be strided.
         backend: one of ``gather_kv``; by default the best one for the device.
 
     Returns latent [tokens, latent_dim] and rope [tokens, rope_dim].
     """
     kv = checked_latents(kv)
-    dims, device = (kv.codec.spec.key_dim, kv.codec.spec.value_dim), kv.pages.device
-    if slots.ndim != 1:
-        raise InputError(f"slots must be int32 or int64 [tokens], not {describe(slots)}")
-    if out is not None and (len(out) != 2 or not all(isinstance(x, Tensor) for x in out)):
-        raise InputError(f"out must be a pair of tensors, for latents and rope parts, not {describe(out)}")
     if out is None:
-        out = (
-            torch.empty(len(slots), dims[0], dtype=dtype, device=device),
-            torch.empty(len(slots), dims[1], dtype=dtype, device=device),
-        )
-    latent, rope = out
-    if latent.ndim != 2 or rope.ndim != 2:
+        latent, rope = gather_kv(kv, slots, dtype=dtype, rotated=rotated, backend=backend)
+        return latent[:, 0], rope[:, 0]
+    check_pair("out", out, "latents and rope parts")
+    if out[0].ndim != 2 or out[1].ndim != 2:
         raise InputError(
-            f"out must be [tokens, {dims[0]}] and [tokens, {dims[1]}], not {list(latent.shape)} and {list(rope.shape)}"
+            f"out must be [tokens, {kv.codec.spec.key_dim}] and [tokens, {kv.codec.spec.value_dim}], "
+            f"not {list(out[0].shape)} and {list(out[1].shape)}"
         )
-    pair = latent.unsqueeze(1), rope.unsqueeze(1)
-    gather_kv(kv, slots, rotated=rotated, out=pair, backend=backend)
-    return latent, rope
+    gather_kv(kv, slots, rotated=rotated, out=(out[0].unsqueeze(1), out[1].unsqueeze(1)), backend=backend)
+    return out

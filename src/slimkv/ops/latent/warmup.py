@@ -1,4 +1,4 @@
-"""Steps of latent attention on a throw-away page: kernels are compiled before a request asks for them."""
+"""Runs steps of latent attention on a scratch page, so that kernels are compiled before the first request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _seen: set[tuple[object, ...]] = set()
 
 @dataclass(frozen=True, eq=False)
 class LatentKind:
-    """What a layer's kernels are compiled for."""
+    """The properties of a layer that select its kernels."""
 
     codec: Codec
     layout: PageLayout
@@ -31,8 +31,9 @@ class LatentKind:
 
 
 def run_latent_steps(kind: LatentKind, steps: Iterable[Step]) -> int:
-    """Stores, gathers and attends latents, once in a process for a kind of layer; returns how many steps were run. CUDA
-    kernels are compiled at the same time.
+    """Stores, gathers and attends latents, once per process and kind of layer; returns the number of steps it ran.
+
+    CUDA kernels are compiled in parallel.
     """
     signature = (kind.layout, kind.num_heads, kind.dtype, kind.codec.device, kind.backend)
     if signature in _seen:
@@ -53,7 +54,7 @@ def _run(kind: LatentKind, step: Step) -> None:
     latent, rope = (torch.ones(rows, dim, dtype=kind.dtype, device=device) for dim in dims)
     slots = torch.arange(rows, device=device) % layout.block_size
     store_latent(latent, rope, kv, slots, backend=kind.backend)
-    if not layout.token_rows:  # which nothing expands
+    if not layout.token_rows:  # token rows are never expanded
         gather_latent(kv, slots, dtype=kind.dtype)
     width = step.max_seq_len if layout.token_rows else layout.blocks_for(step.max_seq_len)
     query, query_rope = (x[:, None].repeat(1, kind.num_heads, 1) for x in (latent, rope))

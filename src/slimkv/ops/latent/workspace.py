@@ -23,10 +23,10 @@ def latent_workspace_bytes(
     num_splits: int,
     device: torch.device,
 ) -> int:
-    """Bytes of a ``workspace`` that is enough for any backend of ``attend_latent`` on ``device``, within these bounds.
+    """Bytes of a ``workspace`` that suffices for every backend of ``attend_latent`` on ``device``, within these bounds.
 
-    ``total_queries`` counts the rows of the queries, padding included; ``num_splits`` is what ``attend_latent`` is
-    given.
+    ``total_queries`` counts the rows of the queries, padding included; ``num_splits`` is the argument of
+    ``attend_latent``.
     """
     need = split_workspace_bytes(total_queries, num_heads, layout.spec.key_dim, num_splits)
     if cuda_unavailable_reason(device) is None and launch.runs_on(device):

@@ -14,7 +14,7 @@ from slimkv.codec import Codec
 from slimkv.codec.key_offset import check_offset, subtract_offset
 from slimkv.errors import InputError
 from slimkv.ops.batch import PackedKV, Rounding
-from slimkv.ops.checks import check_int32, check_pages, check_slots, check_vectors
+from slimkv.ops.checks import check_int32, check_packed, check_slots, check_vectors
 from slimkv.ops.registry import Registry
 from slimkv.spec import Kind, PageLayout, ScalePolicy
 
@@ -39,12 +39,12 @@ class StoreRequest:
         return self.query_aware.shape[0] if self.query_aware is not None and self.query_aware.ndim == 4 else 1
 
     def centred_by(self, backend: Any) -> bool:
-        """Whether there is nothing to subtract from keys before ``backend`` runs."""
+        """Whether keys need no centring before ``backend`` runs."""
         fuses = getattr(backend, "fuses_offset", None)
         return self.key_offset is None or (fuses is not None and fuses(self))
 
     def run(self, backend: Any) -> None:
-        """Runs a backend; keys are centred first if the backend does not do so itself."""
+        """Runs a backend; centres keys first unless the backend does."""
         if self.key_offset is None or self.centred_by(backend):
             backend.run(self)
         else:
@@ -71,10 +71,10 @@ def store_kv(
     Args:
         key, value: [tokens, num_kv_heads, key_dim / value_dim], float16, bfloat16 or float32, last axis contiguous.
         slot_mapping: int32 or int64 [tokens]: block * block_size + position; negative slots are skipped.
-        rounding: None rounds keys to the nearest.
-        backend: an implementation's name; by default the best one for the device.
+        rounding: query-aware rounding of keys; None rounds to the nearest level.
+        backend: the name of a backend; by default the best one for the device.
 
-    The reference raises on NaN or Inf. A kernel cannot raise: it marks the token, and attending to it gives NaN.
+    The reference raises on NaN or Inf. A kernel cannot raise: it marks the token, and attention to it gives NaN.
     """
     request = checked_request(key, value, kv, slot_mapping, rounding)
     request.run(REGISTRY.select(request.pages.device, request, backend).load())
@@ -85,7 +85,7 @@ def checked_request(
 ) -> StoreRequest:
     """The arguments of ``store_kv``, checked."""
     pages, layout, key_offset = kv.pages, kv.layout, kv.key_offset
-    check_pages(pages, layout)
+    check_packed(kv)
     heads, device, spec = pages.shape[1], pages.device, layout.spec
     check_vectors("key", key, ("tokens", heads, spec.key_dim), device)
     check_vectors("value", value, ("tokens", heads, spec.value_dim), device)
@@ -101,7 +101,7 @@ def checked_request(
             check_int32("index", index, slot_mapping.shape, device)
         elif matrices.ndim == 4 and matrices.shape[0] > 1:
             raise InputError(
-                f"rounding has {matrices.shape[0]} matrices by position: give its index, one for each token"
+                f"rounding has {matrices.shape[0]} matrices by position: give Rounding.index, one entry per token"
             )
     return StoreRequest(key, value, pages, slot_mapping, kv.codec, layout, matrices, index, key_offset)
 
@@ -109,7 +109,7 @@ def checked_request(
 def _check_matrices(matrices: Tensor, pages: Tensor, layout: PageLayout) -> None:
     spec, heads = layout.spec, pages.shape[1]
     if spec.key.kind != Kind.LLOYD:
-        raise InputError(f"query-aware rounding is for lloyd keys; these are {spec.key.name}: pass rounding=None")
+        raise InputError(f"rounding needs Lloyd-Max keys; the key format is {spec.key.name}: pass rounding=None")
     wanted = (heads, spec.key_dim, spec.key_dim)
     fits = matrices.shape[-3:] == wanted and matrices.ndim in (3, 4) and matrices.numel() > 0
     if matrices.dtype != torch.int8 or not fits or matrices.device != pages.device:
@@ -123,7 +123,7 @@ def _check_matrices(matrices: Tensor, pages: Tensor, layout: PageLayout) -> None
 
 @cache
 def refuses_policy(layout: PageLayout) -> str | None:
-    """Why kernels do not support the layout's scale policies, or None; they only support ``norm``."""
+    """Why kernels do not support the scale policies of a layout, or None; they only support ``norm``."""
     for name, side in (("key_policy", layout.key), ("value_policy", layout.value)):
         policy = side.format.policy
         if side.format.kind == Kind.LLOYD and policy != ScalePolicy.NORM:
@@ -136,5 +136,5 @@ def refuses_raw_dtype(request: StoreRequest) -> str | None:
     spec = request.layout.spec
     for name, fmt, x in (("key", spec.key, request.key), ("value", spec.value, request.value)):
         if fmt.kind == Kind.RAW and str(x.dtype) != f"torch.{fmt.raw_dtype}":
-            return f"the raw format holds {fmt.raw_dtype} bit for bit, but the {name} is {x.dtype}"
+            return f"the raw format stores {fmt.raw_dtype} bit for bit, but the {name} is {x.dtype}"
     return None

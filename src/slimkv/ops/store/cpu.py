@@ -1,4 +1,4 @@
-"""store on a CPU in one call of the compiled library: rotate, encode and pack each token, in threads for many."""
+"""store on a CPU in one call of the compiled library: rotates, encodes and packs each token, on several threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _transposed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def supports(request: StoreRequest) -> str | None:
-    """Every format with the scale policy ``norm``; a raw side takes its own dtype only."""
+    """Every format with the scale policy ``norm``; a raw side needs tensors of its dtype."""
     return refuses_policy(request.layout) or refuses_raw_dtype(request)
 
 
@@ -25,7 +25,7 @@ def run(request: StoreRequest) -> None:
 
 
 def plan(request: StoreRequest) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], None]:
-    """``run`` for further K, V, slots and indices of the same shapes, strides and dtypes, into the same pages."""
+    """A prepared ``run`` for K, V, slots and indices of the same shapes, strides and dtypes, on the same pages."""
     call = _call(request)
     args, key_of, value_of = call.args, call.args.key, call.args.value
 
@@ -54,8 +54,9 @@ def _call(request: StoreRequest) -> Call:
 
 
 def _columns(matrices: Tensor) -> Tensor:
-    """int8 [..., heads, dim, dim] transposed, so that the corrections of one error are contiguous. Cached while the
-    matrices do not change; tensors made under ``inference_mode`` have no version and are transposed each time.
+    """int8 [..., heads, dim, dim] transposed, so that the corrections of one error are contiguous.
+
+    Cached until the matrices change; inference tensors have no version and are transposed each time.
     """
     if matrices.is_inference():
         return matrices.mT.contiguous()

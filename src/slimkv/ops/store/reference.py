@@ -1,4 +1,4 @@
-"""store in plain torch: encode, pack, write each token's row."""
+"""store in plain torch: encodes tokens, packs them and writes their rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(request: StoreRequest) -> None:
 
 
 def encode_keys(request: StoreRequest, key: Tensor, keep: Tensor) -> Encoded:
-    """The keys [tokens, num_kv_heads, key_dim] of the rows ``keep`` (bool) of a request, each with its own matrix."""
+    """Encodes keys [tokens, num_kv_heads, key_dim], the tokens ``keep`` (bool) of a request, each with its matrix."""
     matrices, index = request.query_aware, request.query_aware_index
     if matrices is None or matrices.ndim == 3:
         return request.codec.encode_key(key, query_aware=matrices)
@@ -32,7 +32,7 @@ def encode_keys(request: StoreRequest, key: Tensor, keep: Tensor) -> Encoded:
     index = index[keep].clamp(0, len(matrices) - 1)
     codes, fields = [], []
     order = index.argsort(stable=True)
-    numbers, counts = index.unique(return_counts=True)  # ascending, as the order
+    numbers, counts = index.unique(return_counts=True)  # ascending, as in ``order``
     for number, rows in zip(numbers.tolist(), order.split(counts.tolist()), strict=True):
         encoded = request.codec.encode_key(key[rows], query_aware=matrices[number])
         codes.append(encoded.codes)

@@ -1,17 +1,17 @@
-"""Triton pieces that rotate: products with the +-1 Hadamard matrix, which half precision holds exactly."""
+"""Triton functions that rotate: products with the +-1 Hadamard matrix, which is exact in half precision."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Triton's interpreter keeps bfloat16 as bare bits and multiplies those, so there the operands are widened first.
+# Triton's interpreter multiplies the bit patterns of bfloat16, so operands are converted to float32 first.
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def dot(a, b, acc):
-    """a [M, K] @ b [K, N] + acc, float32 [M, N]; operands of one dtype, float32 ones as three tf32 pieces."""
+    """a [M, K] @ b [K, N] + acc, float32 [M, N]; operands of one dtype; float32 in three tf32 products."""
     if _INTERPRETED or a.dtype == tl.float32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
     else:
@@ -40,7 +40,7 @@ def unrotate_store(x, signs, norm, out_ptr, row_mask, D: tl.constexpr, DP: tl.co
                    ROTATED: tl.constexpr):  # fmt: skip
     """Stores x float32 [M, DP] to the rows out_ptr [M]; with ROTATED, x @ signs^T * norm instead.
 
-    x is cut into PIECES bf16 numbers of 8 bits each; NB columns of the product are made at a time.
+    x is split into PIECES bf16 numbers of 8 bits each; NB columns of the product are computed at a time.
     """
     if ROTATED:
         row = tl.arange(0, DP)
@@ -69,7 +69,7 @@ def unrotate_store(x, signs, norm, out_ptr, row_mask, D: tl.constexpr, DP: tl.co
 def _butterfly(x, M: tl.constexpr, S: tl.constexpr):
     """x [S * M, 16], rows ordered (s, m): the Hadamard transform over s -> [M, 16 S].
 
-    Each step takes the highest bit of s apart and leaves it as the lowest bit of the flat index.
+    Each step splits off the highest bit of s and makes it the lowest bit of the flat index.
     """
     flat = tl.reshape(x, (S * M * 16,))
     for i in tl.static_range(10):
@@ -98,8 +98,8 @@ def hadamard_16(signs, D: tl.constexpr):
 def hadamard_rows(x, h):
     """x fp16 [M, D], D a power of two, times the Hadamard matrix of D: float32. h: ``hadamard_16``.
 
-    A matrix of 2^n is the product of one of 16, which the tensor cores apply to every slice of 16, and one over
-    the slices, which is a few additions: neither needs the matrix itself.
+    A matrix of 2^n is the Kronecker product of one of 16, which tensor cores apply to every slice of 16, and one over
+    the slices, which is a few additions: the whole matrix is not needed.
     """
     S: tl.constexpr = x.shape[1] // 16
     return _butterfly(tl.dot(_in_slices(x, S), h), x.shape[0], S)

@@ -1,4 +1,4 @@
-"""K or V of pages, as Triton kernels are compiled for it."""
+"""The layout of K or V as a compile-time constant of Triton kernels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from slimkv.spec import Kind, SideLayout
 
 KIND_NUMBER = {Kind.LLOYD: 0, Kind.UNIFORM: 1, Kind.FP8: 2, Kind.RAW: 3}
 LLOYD, UNIFORM, FP8, RAW = (tl.constexpr(number) for number in KIND_NUMBER.values())
-PLAIN_ROWS = (
-    "the kernels read and write tiles of 16 tokens, not blocks of 1 token or token rows; use backend='reference'"
-)
+PLAIN_ROWS = "the kernels need tiles of 16 tokens, not blocks of 1 token or token rows; use backend='reference'"
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,7 +36,7 @@ class Side:
     PTX: bool  # inline PTX looks up Lloyd-Max levels of up to 4 bits
 
     def __repr__(self) -> str:
-        """Part of the names of compiled functions, and of the keys they are cached by."""
+        """Part of the names of compiled functions and of their cache keys."""
         return "Side_" + "_".join(str(int(x) & 0xFFFFFFFF) for x in astuple(self))
 
 

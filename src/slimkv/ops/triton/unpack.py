@@ -1,4 +1,4 @@
-"""Triton pieces that every kernel reading pages shares: words from a page, codes from words, numbers from codes.
+"""Triton functions of all kernels that read pages: words from a page, codes from words, numbers from codes.
 
 Shapes: NT tiles of 16 tokens; 32 lanes; SP = slices of 16 dimensions, padded to a power of two. A lane's 8 values of a
 slice are numbered as in ``slimkv.spec``. ``S`` is a ``slimkv.ops.triton.side.Side``.
@@ -18,8 +18,8 @@ _BIAS: tl.constexpr = tl.constexpr(scale16.BIAS)
 
 
 # 8 sign-and-magnitude nibbles (sign in bit 3) -> 8 levels in fp16: two byte permutations look up four magnitudes each,
-# an exclusive or with 0x80 or 0xFF negates, and a third permutation puts the byte b = level + 63.5 behind fp16's 0x64,
-# which is 1024 + b. $8 is the word, $9 and $10 the table (see `side.byte_table`).
+# an exclusive or with 0x80 or 0xFF negates, and a third permutation puts the byte b = level + 63.5 after 0x64, which is
+# 1024 + b in fp16. $8 is the word, $9 and $10 the table (see `side.byte_table`).
 _LOOKUP = """{
 .reg .b32 s, t, l, h, m, n, a, x, c, d, e;
 mov.b32 x, 0x80808080;
@@ -36,13 +36,13 @@ prmt.b32 n, x, x, t;
 xor.b32 l, l, m;
 xor.b32 h, h, n;
 """
-# Less 1087 and 0.5: fp16 does not hold their sum.
+# Minus 1087, then minus 0.5: their sum is not an fp16 number.
 _PAIR = """prmt.b32 a, {0}, c, {1};
 sub.rn.f16x2 a, a, d;
 sub.rn.f16x2 a, a, e;
 mov.b32 {{${2}, ${3}}}, a;
 """
-# Numbers that meet in one register of the tensor cores' operand are made in one register.
+# Numbers that share a register of the tensor-core operand are computed in one register.
 _KEY_PAIRS = (("l", "0x4140", 0, 1), ("l", "0x4342", 2, 3), ("h", "0x4140", 4, 5), ("h", "0x4342", 6, 7))
 _VALUE_PAIRS = (("l", "0x4240", 0, 2), ("l", "0x4341", 1, 3), ("h", "0x4240", 4, 6), ("h", "0x4341", 5, 7))
 _LOOKUP_KEYS_ASM = tl.constexpr(_LOOKUP + "".join(_PAIR.format(*pair) for pair in _KEY_PAIRS) + "}")
@@ -52,7 +52,7 @@ _LOOKUP_OPERANDS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
 
 @triton.jit
 def word_index(i, lane, WORDS: tl.constexpr):
-    """Index of a lane's i-th word: vectors of four words per lane, then of two, then of one."""
+    """Index of word i of a lane: vectors of four words per lane come first, then of two, then single words."""
     if WORDS % 4 == 0:
         return (i // 4) * 128 + lane * 4 + i % 4
     else:
@@ -64,7 +64,7 @@ def word_index(i, lane, WORDS: tl.constexpr):
 
 @triton.jit
 def lane_and_number(place, col, TRANSPOSED: tl.constexpr):
-    """Which lane owns token ``place`` of a tile at dimension ``col``, and its number among the lane's 8."""
+    """The lane that owns token ``place`` of a tile at dimension ``col``, and the value's number among the lane's 8."""
     if TRANSPOSED:
         lane = 4 * (col % 8) + place % 8 // 2
         number = 4 * (place // 8) + 2 * (place % 2) + col % 16 // 8
@@ -78,8 +78,8 @@ def lane_and_number(place, col, TRANSPOSED: tl.constexpr):
 def _load_words(base, keep, OFFSET: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
     """base: uint8 pointers [NT] to tiles' codes; keep: bool [NT]. -> int32 [32, NT, PADDED].
 
-    The lane axis comes first and the addresses of consecutive lanes are declared discontiguous. Triton then gives lane
-    l of the warp the words of lane l of the page, which is the operand layout of the tensor cores.
+    The lane axis comes first, and addresses of consecutive lanes are declared discontiguous. Triton then assigns the
+    words of lane l of the page to lane l of the warp, which is the operand layout of the tensor cores.
     """
     VEC: tl.constexpr = 4 if WORDS % 4 == 0 else (2 if WORDS % 2 == 0 else 1)
     i = tl.arange(0, PADDED // VEC)[None, None, :, None] * VEC + tl.arange(0, VEC)[None, None, None, :]
@@ -100,15 +100,15 @@ def _tail_nibbles(base, keep, OFFSET: tl.constexpr, W: tl.constexpr, S: tl.const
     SLICES: tl.constexpr = S.D // 16
     TAIL: tl.constexpr = SLICES % (4 // W)
     FIRST: tl.constexpr = SLICES - TAIL
-    PIECES: tl.constexpr = S.SP  # Triton 3.6 takes no plain attribute in a shape
+    PIECES: tl.constexpr = S.SP  # Triton 3.6 does not accept an attribute in a shape
     lane = tl.arange(0, 32)[:, None, None]
     piece = tl.arange(0, PIECES)[None, None, :]
     g = lane // 4
     t = lane % 4
     mask = keep[None, :, None] & (piece >= FIRST) & (piece < SLICES) & (lane >= 0)
     out = tl.zeros([32, base.shape[0], PIECES], tl.int32)
-    # Written without dividing a position that is negative outside the mask: a shift by a negative remainder is
-    # undefined, and the compiler may conclude that the mask always holds.
+    # Positions that are negative outside the mask are not divided: a shift by a negative remainder is undefined, and
+    # the compiler could conclude that the mask always holds.
     row = base[None, :, None] + OFFSET + (piece - FIRST) * (2 * W)
     for n in tl.static_range(8):
         if S.TRANSPOSED:
@@ -159,7 +159,7 @@ def _load_code_words(base, keep, S: tl.constexpr):
     Up to 4 bits: nibble n of the first is code n, its top (sign) bit moved to bit 3; the second is unused.
     5-7 bits: low nibbles and the bits above them. 8 bits: bytes n = 0..3 and 4..7.
     """
-    BIT: tl.constexpr = 2 * S.D  # bytes that one bit per value takes in a tile
+    BIT: tl.constexpr = 2 * S.D  # bytes of a tile per bit of the width
     if S.BITS == 8:
         low, high = tl.split(_load_wide(base, keep, S))
     elif S.BITS > 4:
@@ -194,7 +194,7 @@ def _code(low, high, n: tl.constexpr, BITS: tl.constexpr):
         code = ((low >> (4 * n)) & 0xF) | (((high >> (4 * n)) & 0xF) << 4)
     elif BITS == 4:
         code = (low >> (4 * n)) & 0xF
-    else:  # the sign went to bit 3
+    else:  # the sign is in bit 3
         nibble = low >> (4 * n)
         code = (nibble & ((1 << (BITS - 1)) - 1)) | (((nibble >> 3) & 1) << (BITS - 1))
     return code
@@ -202,7 +202,7 @@ def _code(low, high, n: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def fp8_to_half(code):
-    """e4m3 bits, int32 -> fp16: behind fp16's exponent they are the number over 256."""
+    """e4m3 bits, int32 -> fp16: as fp16 bits they are the number divided by 256."""
     bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
     return bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
 
@@ -216,7 +216,7 @@ def _number(low, high, levels, n: tl.constexpr, S: tl.constexpr):
     elif S.KIND == FP8:
         return fp8_to_half(code)
     else:
-        # Placed behind fp16's 0x64, which is 1024 + code.
+        # After 0x64, the code is the fp16 number 1024 + code.
         return (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - (1024 + (1 << (S.BITS - 1)))
 
 
@@ -238,7 +238,7 @@ def _decoded(low, high, levels, S: tl.constexpr):
 
 @triton.jit
 def _raw(base, keep, S: tl.constexpr):
-    """The same for the raw format: [32, NT, SP, 2, 2, 2] in the raw dtype."""
+    """``_decoded`` of a raw format: [32, NT, SP, 2, 2, 2] in the raw dtype."""
     NT: tl.constexpr = base.shape[0]
     words = _load_wide(base, keep, S)
     if S.BITS == 32:  # word n is number n = 4 i + 2 j + k
@@ -255,8 +255,8 @@ def tile_numbers(page, inside, keep, levels, S: tl.constexpr):
     """The numbers of tiles: page [NT], inside [NT] (the tile's place in its block), keep bool [NT] -> a cube
     [32, NT, SP, 2, 2, 2] for ``as_keys``, ``as_values`` and ``values_as_keys``, fp16 or the raw dtype.
 
-    Uniform numbers are codes less half their range: otherwise the codes' mean and the vector's zero, both large, would
-    have to cancel in the output.
+    Uniform numbers are codes minus half their range: otherwise the mean of the codes and the zero of the vector, both
+    large, would cancel in the output.
     """
     base = page + S.CODES + inside * (2 * S.D * S.BITS)
     if S.KIND == RAW:
@@ -292,7 +292,7 @@ def values_as_keys(cube):
 
 @triton.jit
 def fragment_order(i):
-    """Which element of 16 stands at place i % 16 in fragment order: a lane's 2t, 2t+1, 2t+8, 2t+9 follow each other."""
+    """The element of 16 at place i % 16 in fragment order: a lane's 2t, 2t+1, 2t+8, 2t+9 are consecutive."""
     return i // 16 * 16 + (i // 2 % 2) * 8 + (i // 4 % 4) * 2 + i % 2
 
 
@@ -321,7 +321,7 @@ def decode_signed(code):
 
 @triton.jit
 def field_exponent(code):
-    """floor(log2) of an unsigned field (-40 for zero), float32: a cheap bound for scaling."""
+    """floor(log2) of an unsigned field (-40 for zero), float32: a cheap bound."""
     return ((code >> 10) - _BIAS).to(tl.float32)
 
 
@@ -334,6 +334,6 @@ def load_field(page, position, mask, INDEX: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def load_centre(page, position, mask, scale, S: tl.constexpr):
-    """What number 0 of ``tile_numbers`` stands for in a uniform side: float32, the shape of scale."""
+    """The value that number 0 of ``tile_numbers`` encodes in a uniform side: float32, the shape of scale."""
     zero = decode_signed(load_field(page, position, mask, 1, S))
     return tl.reshape(zero, scale.shape) + scale * (1 << (S.BITS - 1))

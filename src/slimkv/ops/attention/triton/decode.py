@@ -1,7 +1,7 @@
-"""The Triton kernels of attend: one that reads pages, one that merges the parts of split sequences.
+"""The Triton kernels of attend on packed pages: attention, and the merge of split-KV parts.
 
 Scores are in base 2. A key's scale multiplies its score; a value's scale multiplies its probability, which is kept at
-most 2 in fp16 by taking the running maximum over score + log2(value scale) instead of the score alone.
+most 2 in fp16 because the running maximum is over score + log2(value scale) instead of the score alone.
 
 Tiles are transposed, scores [tokens, rows] and output [dimensions, rows]: a group of up to 8 query heads then fills the
 8 columns of a tensor-core tile instead of half of its 16 rows.
@@ -32,7 +32,7 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def first_query(starts_ptr, sequences, block, BLOCK_Q: tl.constexpr, ONE_BLOCK: tl.constexpr):
-    """The sequence of a block of queries, its first row of query, and the block's first query in it.
+    """The sequence of a block of queries, the sequence's first row of the query tensor, and the block's first query.
 
     Sequence i has len_i // BLOCK_Q + 1 blocks, or ONE_BLOCK.
     """
@@ -54,8 +54,8 @@ def first_query(starts_ptr, sequences, block, BLOCK_Q: tl.constexpr, ONE_BLOCK: 
 
 @triton.jit
 def query_rows(first, start, queries, head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
-    """The M rows of a program: their query of the sequence, their query head, whether they exist, their row of the
-    query tensor, and their number among all (query, head) rows."""
+    """The M rows of a program: their query in the sequence, their query head, whether they are valid, their row of the
+    query tensor, and their index among all (query, head) rows."""
     row = tl.arange(0, M)
     query = first + row // GROUP
     q_head = head * GROUP + row % GROUP
@@ -75,9 +75,9 @@ def power_below(top):
 
 @triton.jit
 def softmax_columns(s, top, m, z, acc):
-    """One step of the online softmax on scores s [BT, M] whose reference maximum is top [M], acc [VDP, M].
+    """One step of the online softmax on scores s [BT, M] with maximum top [M], acc [VDP, M].
 
-    Returns the probabilities, the state rescaled to the new maximum, and the factor that did so.
+    Returns the probabilities, the state rescaled to the new maximum, and the factor of rescaling.
     """
     m_new = tl.maximum(m, top)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -89,10 +89,10 @@ def softmax_columns(s, top, m, z, acc):
 @triton.jit
 def keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr,
                  WINDOW: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
-    """The keys that a block of queries reads: begin (a multiple of BT), end, the end of the packed ones, and the first
-    that one of its queries sees (blocks before it may already belong to another sequence).
+    """The keys that a block of queries reads: begin (a multiple of BT), end, the end of packed keys, and the first key
+    that one of its queries sees (earlier blocks may belong to another sequence).
 
-    Also the begin and end of the keys that every query of the block sees, which need no mask.
+    Also the begin and end of the keys that every query of the block sees: they need no mask.
     """
     end = length
     seen_from = 0
@@ -115,9 +115,9 @@ def keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.c
 
 @triton.jit
 def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, K: tl.constexpr):
-    """The queries, rotated once (unless key_rotation is None) and scaled column by column into the keys' dtype.
+    """Loads queries, rotates them (unless key_rotation is None) and scales each column into the keys' dtype.
 
-    Returns them [KDP, M], what that dtype rounds off, their sums [M], and the factors that undo the scaling [M].
+    Returns them [KDP, M], their rounding errors, their sums [M], and the factors that undo the scaling [M].
     """
     KDP: tl.constexpr = 16 * K.SP
     if key_rotation is not None:
@@ -140,7 +140,7 @@ def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, K: 
 
 @triton.jit
 def side_scores(k, page, field_at, valid_tiles, qh, q_sum, S: tl.constexpr):
-    """Scores float32 [BT, M] of a step's numbers k [BT, dim] of a side, before the queries' factors."""
+    """Scores float32 [BT, M] of the numbers k [BT, dim] of one step, before the factors of the queries."""
     if S.KIND == RAW:
         return dot(k, qh, tl.zeros([k.shape[0], qh.shape[1]], tl.float32))
     else:
@@ -153,9 +153,9 @@ def side_scores(k, page, field_at, valid_tiles, qh, q_sum, S: tl.constexpr):
 
 @triton.jit
 def add_values(s, m, z, w, acc, v, page, field_at, valid_tiles, FRAGMENTS: tl.constexpr, S: tl.constexpr):
-    """One step of the online softmax with a step's values v [VDP, BT]: scores s [BT, M] -> m, z, w [M], acc [VDP, M].
+    """One step of the online softmax with values v [VDP, BT]: scores s [BT, M] -> m, z, w [M], acc [VDP, M].
 
-    FRAGMENTS: the tokens of v are in fragment order. Raw values that no query sees are zeros.
+    FRAGMENTS: whether the tokens of v are in fragment order. Raw values that no query sees must be zeros.
     """
     BT: tl.constexpr = s.shape[0]
     if S.KIND == RAW:
@@ -165,7 +165,7 @@ def add_values(s, m, z, w, acc, v, page, field_at, valid_tiles, FRAGMENTS: tl.co
         scale = tl.reshape(decode_unsigned(field), (BT,))
         exponent = tl.reshape(field_exponent(field), (BT,))
         p, m, z, acc, alpha = softmax_columns(s, tl.max(s + exponent[:, None], 0), m, z, acc)
-        seen = p != 0.0  # the scale of another token may be NaN
+        seen = p != 0.0  # the scale of a masked token may be NaN
         if S.KIND == UNIFORM:
             centre = load_centre(page[:, None], field_at, valid_tiles, scale, S)
             w = w * alpha + tl.sum(tl.where(seen, p * centre[:, None], 0.0), 0)
@@ -176,7 +176,7 @@ def add_values(s, m, z, w, acc, v, page, field_at, valid_tiles, FRAGMENTS: tl.co
 
 @triton.jit
 def hide(s, token, present, position, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Scores s with -inf where a token is not ``present`` or the query at ``position`` does not see it.
+    """Masks scores s with -inf where a token is not ``present`` or not visible to the query at ``position``.
 
     ``token`` and ``present`` broadcast over the queries' axis of s, ``position`` over the tokens'.
     """
@@ -192,9 +192,9 @@ def hide(s, token, present, position, window, CAUSAL: tl.constexpr, WINDOW: tl.c
 def _add_fresh(m, z, acc, qh, row_scale, shift, position, k_ptr, v_ptr, begin, end, start, queries, length, softcap,
                window, HEADS: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr,
                WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
-    """The online softmax with the query tokens' own unquantised keys and values, BT at a time.
+    """Steps of the online softmax over the query tokens' own unquantised keys and values, BT at a time.
 
-    k_ptr and v_ptr: the KV head's, of [total_queries, HEADS, dim].
+    k_ptr and v_ptr point to the KV head in [total_queries, HEADS, dim].
     """
     dim = fragment_order(tl.arange(0, qh.shape[0]))
     v_dim = tl.arange(0, acc.shape[0])
@@ -231,9 +231,9 @@ def attend_kernel(
 ):  # fmt: skip
     """One program: a block of queries of one sequence, one KV head, one of SPLITS parts of the keys.
 
-    Sequences with more than ``most_queries`` queries are left to the prefill kernel. Pointers may be None: no sinks, no
-    score shift, no fresh K and V (else contiguous), no log-sum-exp wanted, sides that are not rotated. With several
-    SPLITS, out_ptr and lse_ptr are the workspace of their results: [rows, SPLITS, dim].
+    The prefill kernel attends sequences with more than ``most_queries`` queries. Pointers to sinks, score shift, fresh
+    K and V (contiguous), log-sum-exp and rotations may be None. With several SPLITS, out_ptr and lse_ptr point to the
+    workspace of partial results: [rows, SPLITS, dim].
     """
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -249,7 +249,7 @@ def attend_kernel(
     length = tl.load(lens_ptr + sequence)
 
     query, q_head, row_valid, q_row, row_at = query_rows(first, start, queries, head, HEADS, GROUP, M)
-    position = length - queries + query  # of each row's query in its sequence
+    position = length - queries + query  # the position of each row's query in its sequence
 
     begin, end, packed_end, seen_from, clear_begin, clear_end = keys_to_read(
         length, queries, first, window, BLOCK_Q, BT, CAUSAL, WINDOW, fresh_k_ptr is not None
@@ -267,7 +267,7 @@ def attend_kernel(
 
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M], tl.float32)
-    w = tl.zeros([M], tl.float32)  # what an offset of all value numbers adds to the output
+    w = tl.zeros([M], tl.float32)  # sums of probabilities times the centres of uniform values
     acc = tl.zeros([VDP, M], tl.float32)
     for step in tl.range(part * per_part, tl.minimum((part + 1) * per_part, steps), num_stages=STAGES):
         token0 = begin + step * BT
@@ -278,7 +278,7 @@ def attend_kernel(
         block_id = tl.load(block_ptrs, mask=tile_valid, other=0).to(tl.int64)
         page = pages_ptr + block_id * block_stride + head * page_stride
         inside = (tile % TILES_PER_BLOCK).to(tl.int64)
-        field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]  # a tile's fields are 16 consecutive numbers
+        field_at = (inside * 16)[:, None] + tl.arange(0, 16)[None, :]  # the fields of a tile are contiguous
         valid = token < length
         if WINDOW:
             valid = valid & (token >= seen_from)
@@ -287,7 +287,7 @@ def attend_kernel(
         s = side_scores(k, page, field_at, valid_tiles, qh, q_sum, K) * row_scale[None, :]
         if SOFTCAP:
             s = soft_cap(s + shift[None, :], softcap)
-        # Rows without a query attend garbage that is never stored, so only the first and last visible keys need a mask.
+        # Rows without a query are never stored, so only steps at the first and last visible keys need a mask.
         if token0 + BT > clear_end or token0 < clear_begin:
             present = valid & (token < packed_end)
             s = hide(s, token[:, None], present[:, None], position[None, :], window, CAUSAL, WINDOW)
@@ -317,7 +317,7 @@ def attend_kernel(
 
 @triton.jit
 def _store_part(acc, m, z, at, row_valid, part_ptr, part_lse_ptr, VD: tl.constexpr, VDP: tl.constexpr):
-    """Output acc [VDP, M] and log-sum-exp, base 2, of one part of the keys, for ``merge_kernel``."""
+    """Stores the output acc [VDP, M] and the log-sum-exp (base 2) of one split-KV part for ``merge_kernel``."""
     dim = tl.arange(0, VDP)
     safe = tl.where(z > 0, z, 1.0)
     mask = row_valid[None, :] & (dim < VD)[:, None]
@@ -327,7 +327,7 @@ def _store_part(acc, m, z, at, row_valid, part_ptr, part_lse_ptr, VD: tl.constex
 
 @triton.jit
 def soft_cap(s, cap_log2):
-    """cap * tanh(s / cap) for scores in base 2; cap_log2 is the cap times log2(e)."""
+    """cap * tanh(s / cap) for scores in base 2; cap_log2: the cap times log2(e)."""
     x = 2.0 * _LOG2E * (s / cap_log2)
     x = tl.minimum(tl.maximum(x, -80.0), 80.0)
     e = tl.exp2(x)
@@ -337,8 +337,8 @@ def soft_cap(s, cap_log2):
 @triton.jit
 def finish(acc, m, z, sinks_ptr, sink_at, row_valid, value_rotation, value_norm, out_ptrs,
            VD: tl.constexpr, VDP: tl.constexpr, NB: tl.constexpr):  # fmt: skip
-    """Adds the sinks numbered sink_at [M] (unless sinks_ptr is None), divides, rotates back (unless value_rotation is
-    None) and stores acc [M, VDP] to the rows out_ptrs [M]; returns the natural log-sum-exp [M]."""
+    """Adds sinks at sink_at [M] (unless sinks_ptr is None), normalises, rotates back (unless value_rotation is None)
+    and stores acc [M, VDP] to the rows out_ptrs [M]; returns the natural log-sum-exp [M]."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + sink_at, mask=row_valid, other=0.0) * _LOG2E
         top = tl.maximum(m, sink)
@@ -359,7 +359,7 @@ def merge_kernel(
     Q_HEADS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, VD: tl.constexpr,
     VDP: tl.constexpr, NB: tl.constexpr, SINK_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Merges the SPLITS parts of ROWS (query, head) rows, PARTS at a time; pointers may be None as in `finish`."""
+    """Merges the SPLITS parts of ROWS (query, head) rows, PARTS at a time. Pointers may be None as in `finish`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_valid = row < tl.load(starts_ptr + sequences).to(tl.int64) * Q_HEADS
     q_head = (row % Q_HEADS).to(tl.int32)

@@ -1,8 +1,8 @@
 """attend with Triton: chooses block shapes, num_splits and passes; launches.
 
-Sequences with few queries (decode, verification) are attended on their packed pages, split over the keys when there are
-too few programs to fill the device. Sequences with many (prefill) are unpacked once and attended dense. A mixed batch
-launches both kernels. Each skips the other's sequences, so the host does not need the lengths.
+Sequences with few queries (decode, verification) are attended on their packed pages, with split-KV if there are too few
+programs to fill the device. Sequences with many queries (prefill) are unpacked once and attended dense. A mixed batch
+launches both kernels; each skips the sequences of the other kernel, so the host does not need the lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slimkv.ops.triton.side import PLAIN_ROWS, side_of
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
 _MAX_SPLITS = 256
-PREFILL_BYTES = 256 << 20  # what unpacked K and V may take; a longer context takes several passes
+PREFILL_BYTES = 256 << 20  # for unpacked K and V; a longer context takes several passes
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Shape:
     rows: int  # query rows of a program: queries x heads, padded
     tiles: int  # 16-token tiles per step
     warps: int
-    resident: int  # programs that fit a multiprocessor at once
+    resident: int  # programs per multiprocessor at a time
     stages: int = 1
 
 
@@ -48,20 +48,20 @@ def supports(request: AttendRequest) -> str | None:
     """Every format and head size from 32 to 512; blocks of at least a tile; up to 64 query heads per KV head."""
     spec = request.layout.spec
     if request.options.deterministic:
-        return "it cuts keys by the shape of the call, which deterministic attention may not"
+        return "its splits depend on the shape of the call, which deterministic attention does not allow"
     if reason := refuses_eight_bit(request):
         return reason
     if request.layout.block_size == 1:
         return PLAIN_ROWS
     if min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM:
-        # Compiled for a GPU, the kernel is wrong at 16 for formats of odd widths; in the interpreter it is right.
+        # On a GPU, the kernel gives wrong results at 16 for formats of odd widths; in the interpreter it is correct.
         return (
             f"head sizes {spec.key_dim}/{spec.value_dim} are below {MIN_TRITON_HEAD_DIM}; "
             "use backend='cuda' or 'reference'"
         )
     if max(spec.key_dim, spec.value_dim) > 512:
         return (
-            f"head sizes {spec.key_dim}/{spec.value_dim} are beyond the 512 that fit registers; use backend='reference'"
+            f"head sizes {spec.key_dim}/{spec.value_dim} exceed the 512 that fit in registers; use backend='reference'"
         )
     if request.group > 64:
         return f"{request.group} query heads per KV head are more than 64; use backend='reference'"
@@ -77,14 +77,14 @@ def launch_shape(layout: PageLayout, group: int, max_query_len: int) -> Shape:
     if rows > 16:
         return Shape(rows, 2 if dim <= 128 else 1, warps=2, resident=4)
     if dim <= 128:
-        # With few bits a step is short, and loading ahead pays; with more, registers are better spent on a longer step.
+        # With few bits a step is short, and prefetching pays; with more, registers are better spent on a longer step.
         short = layout.spec.key.bits + layout.spec.value.bits <= 4
         return Shape(rows, 4, warps=1, resident=12, stages=2) if short else Shape(rows, 4, warps=1, resident=8)
     return Shape(rows, 2 if dim <= 256 else 1, warps=1, resident=8)
 
 
 def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
-    """How many parts to cut the keys into so that the programs fill the device in one wave, or in two."""
+    """The number of split-KV parts with which the programs fill the device in one wave, or in two."""
     steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
     slots = multiprocessors(device) * shape.resident
     wanted = slots // max(1, programs) or 2 * slots // max(1, programs)
@@ -95,7 +95,7 @@ Fresh = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 def _fresh_in_stored_space(request: AttendRequest) -> Fresh:
-    """The fresh K and V, rotated as the cache is, contiguous."""
+    """The fresh K and V in the stored space of the cache, contiguous."""
     if request.fresh is None:
         return None, None
     spec, (key, value) = request.layout.spec, request.fresh
@@ -114,13 +114,13 @@ def run(request: AttendRequest) -> None:
     if request.max_query_len <= MAX_DECODE_QUERIES or max(spec.key_dim, spec.value_dim) > 256:
         _attend_packed(request, fresh, request.max_query_len)
         return
-    if request.min_query_len <= MAX_DECODE_QUERIES:  # the host knows bounds only: any sequence may have few queries
+    if request.min_query_len <= MAX_DECODE_QUERIES:  # the host only knows bounds: any sequence may have few queries
         _attend_packed(request, fresh, MAX_DECODE_QUERIES)
     attend_prefill(request, fresh)
 
 
 def _attend_packed(request: AttendRequest, fresh: Fresh, most_queries: int) -> None:
-    """The sequences of at most ``most_queries`` queries: one launch, and one to merge when the keys are split."""
+    """Attends the sequences of at most ``most_queries`` queries: one launch, and one to merge if the keys are split."""
     total, heads = request.query.shape[:2]
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
     num_kv_heads, sequences = request.pages.shape[1], request.seq_lens.shape[0]
@@ -131,7 +131,7 @@ def _attend_packed(request: AttendRequest, fresh: Fresh, most_queries: int) -> N
     window = options.sliding_window
     longest = request.max_seq_len if window is None else min(request.max_seq_len, window + most_queries)
     num_splits = request.num_splits or choose_splits(blocks * num_kv_heads, longest, shape, query.device)
-    if request.max_query_len > most_queries:  # rows of other sequences must not be merged over
+    if request.max_query_len > most_queries:  # merging would overwrite the rows of other sequences
         num_splits = 1
     into: tuple[Tensor, Tensor | None] = out, request.lse
     if num_splits > 1:
@@ -179,32 +179,32 @@ def _rotations(request: AttendRequest) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _sink_stride(request: AttendRequest) -> int:
-    """How far sinks of a query and of the next lie apart: those of centred keys differ from query to query."""
+    """The stride of the sinks between queries: 0, unless centred keys make them differ by query."""
     return 0 if request.sinks is None or request.sinks.ndim == 1 else request.sinks.stride(0)
 
 
 def part_views(
     space: Tensor | None, rows: int, dim: int, num_splits: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """float32 views of a workspace (None: a new one): partial outputs of (query, head) rows, and log-sum-exps."""
+    """float32 views of a workspace (None: a new one): partial outputs of (query, head) rows, and their log-sum-exps."""
     need = split_workspace_bytes(rows, 1, dim, num_splits)
     if space is None:
         space = torch.empty(need, dtype=torch.uint8, device=device)
     elif space.dtype != torch.uint8 or space.numel() < need or not space.is_contiguous() or space.data_ptr() % 16:
         raise InputError(
-            f"the workspace must be contiguous uint8 of at least {need} bytes, 16-byte aligned; it has {space.numel()}"
+            f"workspace must be contiguous uint8 of at least {need} bytes, 16-byte aligned; it has {space.numel()}"
         )
     numbers = space[:need].view(torch.float32)
     return numbers[: rows * num_splits * dim], numbers[rows * num_splits * dim :]
 
 
 def _dense_dtype(fmt: TensorFormat) -> torch.dtype:
-    """Raw formats keep their precision; everything else fits fp16 once scaled."""
+    """The dtype of unpacked numbers: that of a raw format; fp16 for all others, which fit it once scaled."""
     return getattr(torch, fmt.raw_dtype) if fmt.kind == Kind.RAW else torch.float16
 
 
 def _dense_exponents(request: AttendRequest, fresh: Fresh) -> Tensor:
-    """int32 [sequences, num_kv_heads, 2]: the exponents that bound K and V (6 for a raw side, which is not scaled)."""
+    """int32 [sequences, num_kv_heads, 2]: exponents that bound K and V; 6 for raw sides, which are not scaled."""
     spec, shape = request.layout.spec, (request.seq_lens.shape[0], request.pages.shape[1], 2)
     exponents = torch.full(shape, -39, dtype=torch.int32, device=request.query.device)
     for side, fmt in enumerate((spec.key, spec.value)):
@@ -225,7 +225,7 @@ def _dense_exponents(request: AttendRequest, fresh: Fresh) -> Tensor:
 
 
 def prefill_chunk(layout: PageLayout, num_kv_heads: int, sequences: int, max_seq_len: int) -> int:
-    """Tokens per sequence that the unpacked workspace holds at a time: a multiple of 128."""
+    """Tokens per sequence and pass that the workspace of unpacked tokens holds: a multiple of 128."""
     spec = layout.spec
     per_token = num_kv_heads * (
         spec.key_dim * _dense_dtype(spec.key).itemsize + spec.value_dim * _dense_dtype(spec.value).itemsize
@@ -235,11 +235,11 @@ def prefill_chunk(layout: PageLayout, num_kv_heads: int, sequences: int, max_seq
 
 
 def prefill_step(dim: int, itemsize: int, device: torch.device) -> tuple[int, int]:
-    """Keys per step of the prefill kernel and how many steps are in flight: as much as shared memory holds."""
+    """Keys per step of the prefill kernel and its number of stages: as much as shared memory holds."""
     shared = 96 << 10
     if device.type == "cuda":
         shared = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
-    if itemsize == 4:  # float32 products are made of three, each with operands of its own
+    if itemsize == 4:  # a float32 product is three tf32 products, each with its own operands
         return 32, 1
     padded = triton.next_power_of_2(dim)
     for tokens, stages in ((128, 3), (64, 3), (64, 2), (32, 2)):
@@ -249,7 +249,7 @@ def prefill_step(dim: int, itemsize: int, device: torch.device) -> tuple[int, in
 
 
 def attend_prefill(request: AttendRequest, fresh: Fresh = (None, None)) -> None:
-    """The sequences of more than MAX_DECODE_QUERIES queries: per pass one launch to unpack and one to attend."""
+    """Attends sequences of more than MAX_DECODE_QUERIES queries: per pass, one launch to unpack and one to attend."""
     total, heads = request.query.shape[:2]
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
     num_kv_heads, sequences, device = request.pages.shape[1], request.seq_lens.shape[0], query.device

@@ -1,11 +1,11 @@
 """The prefill kernels of attend: many queries per sequence.
 
-Prefill is compute-bound, and unpacking a key for every block of queries would take too long. So the keys and values of
-long sequences are unpacked once, into a bounded workspace, and attended there. A context longer than the workspace
-takes several passes, which carry the state of the softmax.
+Prefill is compute-bound, and unpacking every key for every block of queries would take too long. So keys and values
+are unpacked once, into a bounded workspace, and attended there. A context longer than the workspace takes several
+passes, which carry the softmax state.
 
-Unpacked numbers are fp16 (raw formats keep their dtype), scaled by a power of two that brings the largest of a sequence
-and head near 2^6; queries and output are scaled by the inverse. The power follows from the exponents of the scales.
+Unpacked numbers are fp16 (raw formats keep their dtype), scaled by a power of two that brings the largest number of a
+sequence and head near 2^6; queries and output are scaled by the inverse. The exponents of the scales determine it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TARGET: tl.constexpr = tl.constexpr(6)
 
 @triton.jit
 def _raise_exponent(exponent_ptr, page, position, mask, S: tl.constexpr):
-    """Raises an exponent to one that no number of these tokens exceeds: codes are below 2^8 (lloyd), 2^BITS or 2^9."""
+    """Raises an exponent to a bound of these tokens' numbers: codes are below 2^8 (lloyd), 2^BITS or 2^9."""
     if S.KIND != RAW:
         code = load_field(page, position, mask, 0, S)
         code = tl.where(code == _INVALID, 0, code)
@@ -57,7 +57,7 @@ def _raise_exponent(exponent_ptr, page, position, mask, S: tl.constexpr):
 
 @triton.jit
 def first_seen(length, queries, window):
-    """The first token that a query of the sequence sees. Blocks before it may already belong to another sequence."""
+    """The first token that a query of the sequence attends to. Earlier blocks may belong to another sequence."""
     return tl.maximum(0, length - queries - window + 1)
 
 
@@ -67,7 +67,7 @@ def range_kernel(
     table_stride,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Raises exponent[sequence, head, side] to bound the numbers of TOKENS tokens, of those that a query sees."""
+    """Raises exponent[sequence, head, side] to a bound of the numbers of TOKENS tokens, as far as queries see them."""
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     queries = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
@@ -94,9 +94,9 @@ def _dense_scale(exponent_ptr, sequence, head, SIDE: tl.constexpr, HEADS: tl.con
 @triton.jit
 def _unpack_side(page, inside, tile_valid, present, fresh, fresh_row, row, levels, fresh_ptr, dense_ptr, up,
                  S: tl.constexpr):  # fmt: skip
-    """Tokens [BT] of K or V, times ``up``, to the rows ``row`` of dense_ptr; those that are not present become zeros.
+    """Writes tokens [BT] of K or V, times ``up``, to the rows ``row`` of dense_ptr; absent tokens become zeros.
 
-    Tokens that are ``fresh`` come from the rows ``fresh_row`` of fresh_ptr, unless that is None.
+    Tokens that are ``fresh`` are read from the rows ``fresh_row`` of fresh_ptr, unless that is None.
     """
     BT: tl.constexpr = present.shape[0]
     dim = tl.arange(0, 16 * S.SP)
@@ -131,7 +131,7 @@ def unpack_kernel(
 ):  # fmt: skip
     """One program: 16 NT tokens of a head of a sequence -> dense K and V [rank, head, token, dim], in stored space.
 
-    Tokens before the window of every query become zeros: a probability of zero would not hide NaN or Inf."""
+    Tokens before the window of every query become zeros, because a probability of zero does not hide NaN or Inf."""
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     BT: tl.constexpr = 16 * NT
@@ -167,7 +167,7 @@ def unpack_kernel(
 
 @triton.jit
 def _softmax_rows(s, factor, m, z, acc):
-    """One online softmax step on scores s [M, BN] times factor [M] > 0: probabilities, and the state rescaled."""
+    """One step of the online softmax on scores s [M, BN] times factor [M] > 0: probabilities and the rescaled state."""
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * factor[:, None] - m_safe[:, None])
@@ -177,7 +177,7 @@ def _softmax_rows(s, factor, m, z, acc):
 
 @triton.jit
 def _load_dense(ptr, row, valid, S: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Unpacked vectors: rows [N] -> [N, 16 SP], or [16 SP, N]; zeros where not valid [N]."""
+    """Loads unpacked vectors: rows [N] -> [N, 16 SP] or [16 SP, N]; zeros where ``valid`` [N] is False."""
     D: tl.constexpr = S.D
     DP: tl.constexpr = 16 * S.SP
     dim = tl.arange(0, DP)
@@ -205,13 +205,13 @@ def prefill_kernel(
 ):  # fmt: skip
     """One program: a block of queries of one sequence, one KV head, the keys [first_token, first_token + chunk).
 
-    Pointers may be None: no sinks, no score shift, no log-sum-exp wanted, sides that are not rotated. Between passes
-    the state of a row is its output, maximum and sum: float32 [total_queries, num_heads, VD + 2].
+    Pointers to sinks, score shift, log-sum-exp and rotations may be None. Between passes, the state of a row is its
+    output, maximum and sum: float32 [total_queries, num_heads, VD + 2].
     """
     BLOCK_Q: tl.constexpr = M // GROUP
     VD: tl.constexpr = V.D
     VDP: tl.constexpr = 16 * V.SP
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows of a causal mask first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # rows with the most visible keys first
     head = tl.program_id(1)
     sequence, start, first = first_query(starts_ptr, sequences, block, BLOCK_Q, False)
     queries = tl.load(starts_ptr + sequence + 1) - start
@@ -227,8 +227,8 @@ def prefill_kernel(
     )
     begin = tl.maximum(begin, first_token)
     end = tl.minimum(end, first_token + chunk)
-    # Rows are scaled by powers of two, which loses nothing; the rest of the scale waits for the float32 scores. A
-    # negative scale becomes the queries' sign: the softmax takes the factor to be positive.
+    # Rows are scaled by powers of two, which is exact; the rest of the scale is applied to the float32 scores. A
+    # negative scale flips the sign of the queries, because the softmax needs a positive factor.
     qh, _, _, up = load_queries(
         q_ptr + q_row * q_stride + q_head * q_head_stride, row_valid, key_rotation, key_norm, M, K
     )

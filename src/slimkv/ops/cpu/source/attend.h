@@ -12,7 +12,7 @@
 
 constexpr i64 SPLIT_TOKENS = 512;
 
-// The keys [key_begin, key_end) of a tile whose queries are prepared.
+// Attends keys [key_begin, key_end) of a tile with prepared queries.
 static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 key_begin,
     i64 key_end) {
   const i64 rows = tile.end - tile.first, dim = a.value.side->dim, fresh_from = a.fresh_from(tile.sequence);
@@ -21,8 +21,7 @@ static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, 
     state.sum[r] = state.zero[r] = 0;
   }
   memset(state.out, 0, sizeof(float) * rows * dim);
-  // Tiles of codes are unpacked whole, and SIMD lanes sum the same tokens whichever row of the tile sees the first of
-  // them.
+  // Tiles of codes are unpacked whole, so SIMD lanes sum the same tokens whatever the first visible token is.
   i64 first = key_begin / TILE * TILE;
   if (first < fresh_from && key_begin >= fresh_from) first = key_begin;
   while (first < key_end) {
@@ -77,7 +76,7 @@ static void merge_part(const State& state, const State& part, i64 rows, i64 dim)
   }
 }
 
-// A tile's softmax over all its keys -> its rows of out and lse.
+// Writes the rows of out and lse of a tile from its softmax over all keys.
 static void finish_tile(const Attention& a, const RowTile& tile, const State& state) {
   const Side& side = *a.value.side;
   const i64 rows = tile.end - tile.first, dim = side.dim;
@@ -165,7 +164,7 @@ static i64 make_tiles(const Attention& a, std::deque<RowTile>& tiles, i64& parti
 
 static thread_local Scratch tile_scratch, partial_scratch, fresh_scratch;
 
-// Fresh K and V in the spaces their codes are in: float32 [total_queries][heads][dim].
+// Rotates fresh K and V into the stored spaces: float32 [total_queries][heads][dim].
 static void rotate_fresh(Attention& a) {
   const AttendCall& call = a.call;
   const i64 heads = call.pages.heads, total = call.cu_seqlens_q[call.sequences];
@@ -195,7 +194,7 @@ static Status attend(AttendCall& call) {
   const i64 tasks = make_tiles(a, tiles, partials, most_rows, work);
   std::vector<std::pair<i32, i32>> parts;  // (tile, split)
   parts.reserve((size_t)tasks);
-  for (size_t i = tiles.size(); i-- > 0;)  // the longest rows come last in a sequence: begin with them
+  for (size_t i = tiles.size(); i-- > 0;)  // rows with the most keys come last in a sequence: start with them
     for (i64 s = 0; s < tiles[i].splits; s++) parts.emplace_back((i32)i, (i32)s);
   float* partial = (float*)partial_scratch.reserve(sizeof(float) * (size_t)(partials + 16));
   TileMemory sizes;

@@ -3,7 +3,7 @@
 
 #include "tile.h"
 
-// Queries of a tile: rotated, in the order of K's numbers, and as digits where bytes are multiplied.
+// Loads the queries of a tile: rotated, in the order of K's numbers, and as digits if bytes are multiplied.
 static void prepare_queries(const Attention& a, const RowTile& tile, TileMemory& m) {
   const Side& side = *a.key.side;
   const i64 rows = tile.end - tile.first, stride = a.key_stride;
@@ -28,8 +28,8 @@ static void prepare_queries(const Attention& a, const RowTile& tile, TileMemory&
   }
 }
 
-// Scales and zeros of tokens [first + skip, first + count) of a chunk that begins at `first`; zeros before and up to
-// CHUNK.
+// Loads scales and zeros of tokens [first + skip, first + count) of a chunk that begins at `first`; other tokens of the
+// chunk get 0.
 static void load_fields(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int skip, int count,
     float* scale, float* zero) {
   const Side& side = *use.side;
@@ -65,7 +65,7 @@ static void load_floats(const Attention& a, const SideUse& use, const RowTile& t
   }
 }
 
-// Fresh vectors of a chunk, already rotated.
+// Loads fresh vectors of a chunk, already rotated.
 static void load_fresh(const Attention& a, const SideUse& use, bool value, const RowTile& tile, i64 first, int count,
     float* out, i64 stride) {
   const i64 begin = a.call.cu_seqlens_q[tile.sequence] + a.queries(tile.sequence) - a.length(tile.sequence);
@@ -81,7 +81,7 @@ static inline const u8* tile_codes(const Attention& a, const Side& side, const R
   return a.page(tile.sequence, tile.head, token) + side.codes_offset + inside * side.tile_bytes;
 }
 
-// Scores of every row that sees something of the chunk [first, first + count).
+// Computes scores of every row that sees a token of the chunk [first, first + count).
 static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m, i64 first, int skip, int count,
     bool fresh) {
   const Side& side = *a.key.side;
@@ -110,7 +110,7 @@ static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m,
 #endif
 }
 
-// One row's scores -> weights (times the values' scales), and its softmax moved on.
+// The scores of a row -> weights (times the scales of values); updates its softmax state.
 template <bool ALL, bool ZEROS>
 static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, int count, float row_scale) {
   const Seen seen = m.seen[r];
@@ -141,7 +141,7 @@ static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, 
   m.rescale[r] = rescale;
 }
 
-// Weights times V's floats. A row reads only the tokens that it sees: a weight of zero would not hide a NaN.
+// Weights times floats of V. A row reads only tokens that it sees, because a weight of zero does not hide a NaN.
 static void weighted_rows(const Attention& a, const RowTile& tile, TileMemory& m, State& state, int count) {
   const int rows = (int)(tile.end - tile.first), dim = a.value.side->dim;
   if (std::all_of(m.seen, m.seen + rows, [&](const Seen& seen) { return seen.all(count); })) {
@@ -156,7 +156,7 @@ static void weighted_rows(const Attention& a, const RowTile& tile, TileMemory& m
   }
 }
 
-// out = out * rescale + weights v, for the rows that see something of the chunk.
+// out = out * rescale + weights v, for the rows that see a token of the chunk.
 static void chunk_values(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 first, int skip,
     int count, bool fresh) {
   const Side& side = *a.value.side;

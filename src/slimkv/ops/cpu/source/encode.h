@@ -1,5 +1,5 @@
-// Vectors to codes and fields, bit for bit as codec.quantize defines them: only integers are summed, and everything
-// else is single operations, rounded once. This must be compiled without contraction of a * b + c.
+// Encodes vectors to codes and fields, bit for bit as codec.quantize defines them: only integers are summed, and
+// everything else is single operations, rounded once. It must be compiled without contraction of a * b + c.
 #pragma once
 
 #include "hadamard.h"
@@ -72,7 +72,7 @@ static inline float squared_norm(const i32* x, int dim) {
   return (float)(((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7])));
 }
 
-// How many boundaries lie below v: a value on a boundary takes the lower level.
+// The number of boundaries below v: a value on a boundary takes the lower level.
 static inline int level_index(float v, const float* boundaries, int bits) {
   int low = 0;
   for (int step = 1 << (bits - 1); step; step >>= 1) low += v > boundaries[low + step - 1] ? step : 0;
@@ -148,8 +148,8 @@ static void encode_lloyd(EncodeScratch& s, const Side& side, u32 largest, bool n
     query_aware_indices(standard, side, weights, s.sums, index);
   } else {
     if (short_integers) {
-      // The product is compared as it is, 48 bits, not rounded: one that was rounded down moves up by a step, which
-      // is beyond a boundary only if it had been rounded onto it.
+      // The exact product of 48 bits is compared: a product that was rounded down moves up by a step, which crosses a
+      // boundary only if it was rounded onto that boundary.
       for (int d = 0; d < dim; d++) {
         const double rest = (double)s.rotated[d] * (double)factor - (double)standard[d];
         const i32 bits_of = bits_as<i32>(standard[d]);

@@ -1,4 +1,4 @@
-// Pages to dense K and V.
+// Decodes pages to dense K and V.
 #pragma once
 
 #include "store.h"

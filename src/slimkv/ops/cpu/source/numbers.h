@@ -6,7 +6,7 @@
 
 #include "types.h"
 
-// A T from an address of any alignment.
+// Reads a T from an address of any alignment.
 template <typename T>
 static inline T read(const void* p) {
   T out;
@@ -23,7 +23,7 @@ static inline To bits_as(From x) {
 static inline float half_to_float(u16 h) {
   const u32 sign = (u32)(h & 0x8000) << 16, magnitude = h & 0x7FFF;
   if (magnitude >= 0x7C00) return bits_as<float>(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
-  // The exponent is rebiased by a multiplication, which is exact and takes subnormals along.
+  // A multiplication rebiases the exponent: it is exact and handles subnormals.
   return bits_as<float>(bits_as<u32>(bits_as<float>(magnitude << 13) * 0x1p112f) | sign);
 }
 
@@ -93,7 +93,7 @@ static inline float decode_signed(u32 code) {
 static inline u32 load_u16(const u8* p) { return read<u16>(p); }
 static inline u32 load_u32(const u8* p) { return read<u32>(p); }
 
-// Row `token`, `head` of vectors as float32 [dim].
+// Loads row `token`, `head` of vectors as float32 [dim].
 static inline void load_row(const Vectors& v, i64 token, i64 head, int dim, float* out) {
   const i64 first = token * v.token_stride + head * v.head_stride;
   if (v.dtype == F32) {

@@ -1,5 +1,5 @@
-// Threads: torch's own OpenMP team where it was found (its threads are awake after a matrix product, and a second team
-// would compete with them), else threads of this library for long work.
+// Threads: torch's OpenMP team if it was found (its threads are awake after a matrix product, and a second team would
+// compete with them), otherwise threads of this library for long work.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,8 @@
 typedef void (*GompParallel)(void (*)(void*), void*, unsigned, unsigned);
 extern std::atomic<GompParallel> gomp_parallel;
 
-// body(i) for i in 0..count, on up to `threads` threads, taken in order; `work` is a guess in nanoseconds.
+// Calls body(i) for i in 0..count on up to `threads` threads, which take indices in order. `work`: an estimate in
+// nanoseconds.
 template <typename Body>
 static void parallel_for(i64 count, int threads, double work, const Body& body) {
   struct Shared {
@@ -24,7 +25,7 @@ static void parallel_for(i64 count, int threads, double work, const Body& body) 
       Shared& shared = *(Shared*)data;
       try {
         for (i64 i; (i = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.count;) (*shared.body)(i);
-      } catch (const std::bad_alloc&) {  // must not leave a thread of the team
+      } catch (const std::bad_alloc&) {  // must not escape a thread of the team
         shared.out_of_memory.store(true);
       }
     }
@@ -35,7 +36,7 @@ static void parallel_for(i64 count, int threads, double work, const Body& body) 
 #if defined(SLIMKV_ALWAYS_THREADS)  // for tests under a sanitizer
   const double least = 0;
 #else
-  const double least = team != nullptr ? 2e4 : 1e6;  // below it, waking threads costs more than it saves
+  const double least = team != nullptr ? 2e4 : 1e6;  // for less work, waking threads costs more than it saves
 #endif
   if (threads > count) threads = (int)count;
   if (threads <= 1 || work < least) {

@@ -1,7 +1,7 @@
 // The two matrix products of attention on a chunk of tokens: scores = q k, and out = out * rescale + weights v.
 //
-// Where the machine multiplies bytes (SLIMKV_DOT), queries and weights are held as integers of 23 bits in three signed
-// bytes, so that their products with byte codes are exact; elsewhere bytes become floats in registers.
+// With byte dot products (SLIMKV_DOT), queries and weights are integers of 23 bits in three signed bytes, so that their
+// products with byte codes are exact. Otherwise bytes become floats in registers.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ static inline void digits_of(const float* x, float up, i8* low, i8* middle, i8* 
 
 #if defined(SLIMKV_DOT)
 // x [count] (a multiple of 16) as digits [3][stride], in units of the returned number, which is NaN for a row that is
-// not finite. offset[j]: what 128 in every code adds to a product with digit j.
+// not finite. offset[j]: the contribution of the 128 added to every code to a product with digit j.
 static float as_digits(const float* x, i64 count, i64 stride, i8* digits, i32* offset) {
   VF most = {}, sum = {};
   for (i64 i = 0; i < count; i += W) {
@@ -71,7 +71,7 @@ static void scores_block(const float* q, i64 q_stride, const T* k, i64 stride, i
   }
 }
 
-// block(rows, first row), where `rows` is a constant: four rows at a time, then two, then one.
+// Calls block(rows, first row) with a constant `rows`: four rows at a time, then two, then one.
 template <typename Block>
 static inline void by_rows(int rows, Block block) {
   int r = 0;
@@ -181,7 +181,7 @@ static inline I4 sum_four(const VI* acc) {
 }
 
 // One query's digits [3][stride] by T tokens [stride] -> scores [T], in units of the digits.
-// `offset`: what 128 in every code adds, by digit.
+// `offset`: the contribution of the 128 added to every code, by digit.
 template <int T>
 static inline void scores_dot_block(const i8* q, const i32* offset, const u8* keys, i64 stride, float* scores) {
   VI acc[3][T] = {};
@@ -211,7 +211,7 @@ static void scores_dot(const i8* q, const i32* offset, const u8* k, i64 stride, 
 // A row's weights as digits, to be multiplied with V's bytes.
 struct WeightDigits {
   const i8* digits;   // [3][CHUNK], in the order of V's bytes
-  const i32* offset;  // [3]: what 128 in every code adds
+  const i32* offset;  // [3]: see as_digits
   float unit, rescale;
   float* out;  // [dim]
 };

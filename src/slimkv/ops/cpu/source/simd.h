@@ -1,4 +1,4 @@
-// Vectors of the widest registers that this build may use, on the compiler's vector types.
+// Vectors of the widest registers of this build, on the compiler's vector types.
 #pragma once
 
 #include "numbers.h"
@@ -30,7 +30,7 @@
 #define SLIMKV_DOT 1
 #elif defined(SLIMKV_AVX512) && (defined(__AVX512VNNI__) || defined(SLIMKV_SIMDE_AVX512))
 #define SLIMKV_DOT 1
-#define SLIMKV_DOT_UNSIGNED 1  // its first operand is unsigned: bytes are held with 128 added
+#define SLIMKV_DOT_UNSIGNED 1  // its first operand is unsigned: 128 is added to bytes
 #endif
 
 constexpr int W = SLIMKV_WIDTH;
@@ -58,7 +58,7 @@ static inline VI to_integer(VF v) {
   return out;
 #endif
 }
-// The larger of each; b where a is NaN.
+// The elementwise maximum; b where a is NaN.
 static inline VF greater(VF a, VF b) {
 #if defined(SLIMKV_NEON)
   return (VF)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b);
@@ -94,7 +94,7 @@ static inline void store_low_bytes(i8* p, const VI* v) {
 #endif
 }
 
-// a * b + c, fused where the machine does so.
+// a * b + c, fused if the instruction set has it.
 static inline VF fma_f(VF a, VF b, VF c) {
 #if defined(SLIMKV_AVX512)
   return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -1,5 +1,5 @@
-// The library: three operations on pages, called through ctypes. A call returns a Status and says in `fault` what was
-// out of range; nothing has been written then.
+// The library: three operations on pages, called through ctypes. A call returns a Status. If it is not OK, `fault`
+// has the value that was out of range, and nothing was written.
 #include "attend.h"
 #include "gather.h"
 
@@ -18,5 +18,5 @@ EXPORT i32 slimkv_store(TokensCall* call) { return guarded(store, call); }
 EXPORT i32 slimkv_attend(AttendCall* call) { return guarded(attend, call); }
 EXPORT i32 slimkv_gather(TokensCall* call) { return guarded(gather, call); }
 
-// The function that starts a team of threads, GOMP_parallel of the OpenMP library that torch uses; null for none.
+// Sets the function that starts a team of threads: GOMP_parallel of the OpenMP library of torch, or null.
 EXPORT void slimkv_set_team(void* function) { gomp_parallel.store((GompParallel)function, std::memory_order_release); }

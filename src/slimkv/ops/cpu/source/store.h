@@ -1,11 +1,11 @@
-// K and V of new tokens to their slots.
+// Stores K and V of new tokens in their slots.
 #pragma once
 
 #include "encode.h"
 #include "parallel.h"
 
-// body(token, its slot, head, scratch) for all tokens and heads of a call, once every slot is known to be negative or
-// within the pages. `work`: a guess in nanoseconds for each number.
+// Checks that every slot is negative or within the pages, then calls body(token, its slot, head, scratch) for all
+// tokens and heads. `work`: an estimate in nanoseconds per number.
 template <typename Scratch, typename Body>
 static Status for_tokens(TokensCall& call, double work, const Body& body) {
   const i64 heads = call.pages.heads, limit = call.pages.blocks * call.layout->block_size;
@@ -17,7 +17,7 @@ static Status for_tokens(TokensCall& call, double work, const Body& body) {
       call.fault = {0, i, slot_at(i), limit};
       return BAD_SLOT;
     }
-  const i64 each = 8;  // tokens of one piece of work
+  const i64 each = 8;  // tokens per task
   work *= (double)call.tokens * heads * (call.layout->key.dim + call.layout->value.dim);
   parallel_for((call.tokens + each - 1) / each * heads, call.threads, work, [&](i64 i) {
     Scratch scratch;
@@ -32,7 +32,7 @@ static inline u8* page_of(const TokensCall& call, i64 slot, i64 head) {
   return call.pages.data + slot / call.layout->block_size * call.pages.block_stride + head * call.pages.head_stride;
 }
 
-// Codes and fields -> the side's bytes of a token's row.
+// Packs the codes of a side into a token's row.
 static void pack_row(const Side& side, const Encoded& e, u8* row) {
   for (int p = 0; p < side.piece_count; p++) {
     const Piece& piece = side.pieces[p];

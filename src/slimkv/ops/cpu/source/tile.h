@@ -1,4 +1,4 @@
-// What attention computes with: a call, tiles of rows, their running softmax, and the working memory of a thread.
+// The data of attention: a call, tiles of rows, their softmax state, and the working memory of a thread.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ constexpr int TILE_ROWS = 32;
 struct SideUse {
   const Side* side;
   bool bytes;
-  float unit;  // of a byte
+  float unit;  // the value of 1 in a byte
   u8 table[16];
   float numbers[256];
   i32 order[MAX_DIM];  // position -> dimension
@@ -34,9 +34,9 @@ struct SideUse {
 // Rows [first, end) of one sequence and KV head.
 struct RowTile {
   i64 sequence, head, first, end;
-  i64 key_begin, key_end;  // keys that any of its rows sees
-  i64 parts;  // of its keys
-  i64 splits;  // tasks: one for each part, or one for all
+  i64 key_begin, key_end;  // keys that at least one row sees
+  i64 parts;  // split-KV parts
+  i64 splits;  // tasks: one per part, or one for all
   i64 partial;  // index of its first float in the partial results
   std::atomic<i64> left;
 };
@@ -75,7 +75,7 @@ struct Attention {
   AttendCall& call;
   SideUse key, value;
   i64 group;
-  i64 key_stride;  // of a row of K's bytes: dimensions rounded up to 64
+  i64 key_stride;  // bytes of a row of K: dimensions rounded up to 64
   float* rotated_fresh[2] = {nullptr, nullptr};
 
   explicit Attention(AttendCall& c) : call(c) {
@@ -104,7 +104,7 @@ struct Attention {
   }
 };
 
-// Which tokens of a chunk a row sees.
+// The tokens of a chunk that a row sees.
 struct Seen {
   int begin, end;
   bool any() const { return begin < end; }

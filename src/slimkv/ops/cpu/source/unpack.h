@@ -1,8 +1,8 @@
 // Unpacks pages into rows of numbers that attention multiplies.
 //
-// Codes of up to 4 bits become signed bytes through a table in a register: a tile of 16 tokens is brought into words of
-// eight nibbles (the order of 4-bit pages; other widths are shifted and masked into it), and each word into bytes.
-// Everything else is read value by value, at the positions that codec.pack computes, and becomes float32.
+// Codes of up to 4 bits become signed bytes through a table in a register: a tile of 16 tokens is converted to words of
+// eight nibbles (the order of 4-bit pages; other widths are shifted and masked into it), and each word to bytes.
+// Other codes are read value by value, at the positions of codec.pack, and become float32.
 #pragma once
 
 #include "simd.h"
@@ -44,10 +44,10 @@ static void value_order(int dim, i32* order) {
   }
 }
 
-// Which of a tile's tokens stands at [4 t + k] of V.
+// The token of a tile at [4 t + k] of V.
 static inline int value_token(int at) { return 2 * (at >> 2) + (at & 1) + 8 * (at >> 1 & 1); }
 
-// Whether the side's codes become bytes.
+// Whether the codes of a side become bytes.
 static inline bool becomes_bytes(const Side& side) {
   if (side.block_size < TILE || side.bits > 4 || (side.kind != LLOYD && side.kind != UNIFORM)) return false;
   for (int p = 0; p < side.plane_count; p++)
@@ -55,7 +55,7 @@ static inline bool becomes_bytes(const Side& side) {
   return true;
 }
 
-// Evenly spaced codes are centred: a sum of codes that are all positive would lose digits against the sum of zeros.
+// Uniform codes are centred: sums of positive codes would cancel against the zeros and lose precision.
 static inline int uniform_centre(const Side& side) { return side.kind == UNIFORM ? 1 << (side.bits - 1) : 0; }
 
 // 16 signed bytes by code: twice the level (an odd number), or the centred code.
@@ -71,7 +71,7 @@ static void byte_table(const Side& side, u8* table) {
 
 static inline float byte_unit(const Side& side) { return side.kind == LLOYD ? 0.5f : 1.0f; }
 
-// Index of a lane's word: vectors of four words per lane, then of two, then of one (spec.fragment_word).
+// Index of a word of a lane: vectors of four words per lane, then of two, then single words (spec.fragment_word).
 static inline int fragment_word(int word, int lane, int words) {
   const int quads = words & ~3, pairs = words & ~1;
   if (word < quads) return (word >> 2) * (4 * LANES) + lane * 4 + (word & 3);
@@ -94,7 +94,7 @@ static void add_plane(const u8* codes, const Plane& plane, int slices, u32* nibb
   }
 }
 
-// A tile's codes as words of nibbles; 4-bit planes are read where they are.
+// The codes of a tile as words of nibbles; 4-bit planes are used in place.
 static const u8* nibble_words(const Side& side, const u8* codes, u32* nibbles) {
   if (side.bits == 4) return codes;
   const int slices = side.dim / SLICE;
@@ -103,7 +103,7 @@ static const u8* nibble_words(const Side& side, const u8* codes, u32* nibbles) {
   return (const u8*)nibbles;
 }
 
-// One lane's word at a time, for groups of fewer than four words and for machines without a byte table.
+// One word of a lane at a time, for groups of fewer than four words and without byte-shuffle instructions.
 static void key_group_plain(const u8* data, int v, int g, const u8* table, u8* low_token, u8* high_token) {
   for (int i = 0; i < 4 * v; i++) {
     const u8* word = data + 4 * (g * 4 * v + i);

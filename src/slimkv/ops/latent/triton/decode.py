@@ -1,8 +1,8 @@
 """The Triton kernel of attend_latent: scores from latents and rope parts, values from the same latents.
 
-A step's latents are unpacked once, as keys [tokens, dimensions]: scores take them as they are, the output takes their
-transpose. Scores are in base 2; a latent's scale multiplies its score and, again, its probability, which is kept at
-most 2 in fp16 by taking the running maximum over score + log2(scale).
+The latents of a step are unpacked once, as keys [tokens, dimensions]: scores use them directly, the output uses their
+transpose. Scores are in base 2; the scale of a latent multiplies its score and its probability, which is at most 2 in
+fp16 because the running maximum is over score + log2(scale).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _rope_scores(page, inside, field_at, tile_valid, valid_tiles, qh, rest, q_sum, levels, EXACT: tl.constexpr,
                  R: tl.constexpr):  # fmt: skip
-    """What the rope parts of a step's tokens add to the scores: float32 [BT, M], before the queries' factors."""
+    """The scores of the rope parts of one step: float32 [BT, M], before the factors of the queries."""
     k = values_as_keys(tile_numbers(page, inside, tile_valid, levels, R))
     if R.KIND == RAW:
         k = tl.where(tl.reshape(valid_tiles, (k.shape[0],))[:, None], k, 0.0).to(k.dtype)
     s = side_scores(k, page, field_at, valid_tiles, qh, q_sum, R)
-    if R.KIND == RAW and R.BF16 and not EXACT:  # the queries have more digits than bf16
+    if R.KIND == RAW and R.BF16 and not EXACT:  # the queries have more significant bits than bf16
         s = dot(k, rest, s)
     return s
 
@@ -34,7 +34,7 @@ def _rope_scores(page, inside, field_at, tile_valid, valid_tiles, qh, rest, q_su
 @triton.jit
 def _store_rows(out_ptr, lse_ptr, acc, m, z, q_row, head, row_valid, heads, out_stride, out_head_stride, part,
                 KD: tl.constexpr, KDP: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """Writes the output acc [KDP, M] and, unless lse_ptr is None, the log-sum-exps; of several parts, to theirs."""
+    """Writes the output acc [KDP, M] and, unless lse_ptr is None, the log-sum-exps, of one part if SPLITS > 1."""
     empty = z == 0
     safe = tl.where(empty, 1.0, z)
     dim = fragment_order(tl.arange(0, KDP))
@@ -60,8 +60,10 @@ def attend_latent_kernel(
     block_stride, table_stride, out_stride, out_head_stride, scale_log2,
     M: tl.constexpr, NT: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows (query, head) of one sequence, one of SPLITS parts of its tokens. K is the latent, V the
-    rope part. Of several parts, out_ptr and lse_ptr are of the parts: [rows, SPLITS, KD] and [rows, SPLITS]."""
+    """One program: M rows (query, head) of one sequence, one of SPLITS parts of its tokens.
+
+    K is the latent, V the rope part. With several SPLITS, out_ptr and lse_ptr point to partial results: [rows, SPLITS,
+    KD] and [rows, SPLITS]."""
     sequence = tl.program_id(0) // row_tiles
     first = tl.program_id(0) % row_tiles * M
     part = tl.program_id(1)
@@ -93,7 +95,7 @@ def attend_latent_kernel(
     rope_factor = r_up * scale_log2
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M], tl.float32)
-    w = tl.zeros([M], tl.float32)  # what an offset of all numbers of latents adds to the output
+    w = tl.zeros([M], tl.float32)  # sums of probabilities times the centres of uniform latents
     acc = tl.zeros([KDP, M], tl.float32)
 
     for step in range(part * per_part, step_end):

@@ -18,7 +18,7 @@ _LARGEST_DIM = 512
 
 
 def supports(request: LatentRequest) -> str | None:
-    """Every format and number of heads, with latents and rope parts of 32 to 512; blocks of at least a tile."""
+    """Every format and number of heads; latents and rope parts of 32 to 512; blocks of at least a tile."""
     spec = request.layout.spec
     if request.layout.plain_rows:
         return PLAIN_ROWS
@@ -31,14 +31,14 @@ def supports(request: LatentRequest) -> str | None:
 
 
 def launch_shape(layout: PageLayout, rows: int) -> Shape:
-    """The block shape for sequences of up to ``rows`` (query, head) pairs: what a program holds in registers."""
-    tiles = 1 if layout.spec.key.bits == 32 else 2  # float32 products are made of three
+    """The block shape for sequences of up to ``rows`` (query, head) pairs, limited by registers."""
+    tiles = 1 if layout.spec.key.bits == 32 else 2  # a float32 product is three tf32 products
     few = rows <= 16
     return Shape(16 if few else 32, tiles, warps=4 if few else 8, resident=2)
 
 
 def run(request: LatentRequest) -> None:
-    """See ``slimkv.ops.attend_latent``: one launch, and one to merge when the tokens are split."""
+    """See ``slimkv.ops.attend_latent``: one launch, and one to merge if the tokens are split."""
     query, out, layout, spec = request.query_latent, request.out, request.layout, request.layout.spec
     total, heads = query.shape[:2]
     sequences = request.seq_lens.shape[0]

@@ -1,8 +1,8 @@
-"""Triton pieces that turn rows of numbers into codes and fields, byte for byte as the reference does.
+"""Triton functions that encode rows into codes and fields, byte for byte like the reference.
 
-Sums are sums of integers, so their order does not matter: the rotation is a tensor-core product of a vector of short
-integers (with 11 significant bits, as the 16-bit floats they come from) or of the upper and lower 11 bits of longer
-ones, with a matrix of +-1. Everything else is single IEEE operations, compiled without contraction.
+Only integers are summed, so the order does not matter: the rotation is a tensor-core product with a matrix of +-1, of
+short integers (with 11 significant bits, like the 16-bit floats they come from) or of the upper and lower 11 bits of
+longer ones. Everything else is single IEEE operations, compiled without contraction.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _encode_signed(x):
 
 @triton.jit
 def _largest_exponent(x):
-    """Per row: the bits of the largest magnitude, its exponent, whether it is tiny, whether it is not finite."""
+    """Per row: the bits of the largest magnitude, its exponent, whether it counts as zero, whether it is not finite."""
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = tl.minimum(largest >> 23, 254)
     return largest, tl.maximum(exponent, _LEAST), exponent < _LEAST, largest >= 0x7F800000
@@ -68,10 +68,10 @@ def _largest_exponent(x):
 
 @triton.jit
 def _fixed_point(x, FIXED: tl.constexpr):
-    """Rows of x as integers of at most 2^FIXED (float32 and int32), the factor back, zero rows, invalid rows.
+    """Rows of x as integers of at most 2^FIXED (float32 and int32), the inverse factor, zero rows, invalid rows.
 
-    The products are exact, so a fused multiply-add rounds just as the reference's two operations do. A float32 that
-    holds 1.5 * 2^23 + n carries the integer n in its low bits.
+    The products are exact, so a fused multiply-add rounds like the two operations of the reference. A float32 with the
+    value 1.5 * 2^23 + n has the integer n in its low bits.
     """
     _, exponent, zero, bad = _largest_exponent(x)
     up = _power_of_two(-exponent + (253 + FIXED))
@@ -92,7 +92,7 @@ def _halves(fixed):
 
 @triton.jit
 def _joined(high, low):
-    """Sums of `_halves`: the sum, rounded once."""
+    """The sum of both `_halves`, rounded once."""
     return tl.fma(high, tl.full(high.shape, 2048.0, tl.float32), low)
 
 
@@ -100,7 +100,7 @@ def _joined(high, low):
 def _rotate_power_of_two(fixed, signs, D: tl.constexpr, SHORT: tl.constexpr):
     """The product with the signed Hadamard matrix, rounded once: float32 [M, D].
 
-    Its signs are the rotation's first column.
+    The first column of the matrix contains the signs.
     """
     h = hadamard_16(signs, D)
     flip = tl.load(signs + tl.arange(0, D) * D).to(tl.float32)
@@ -115,9 +115,9 @@ def _rotate_power_of_two(fixed, signs, D: tl.constexpr, SHORT: tl.constexpr):
 def _rotate_fixed(fixed, down, skip, x_ptr, row_mask, signs, D: tl.constexpr, DP: tl.constexpr, SHORT: tl.constexpr):
     """The exact integer product with the Hadamard matrix, rounded once: float32 [M, DP]. SHORT: of short integers.
 
-    Powers of two factor the matrix (`_rotate_power_of_two`). For other sizes, the matrix is taken in
-    blocks of rows, and the fixed-point numbers are made again block by block: x_ptr are pointers [M] to the rows that
-    ``fixed`` was made of, down their factors back, skip rows that count as zero.
+    For powers of two the matrix is factored (`_rotate_power_of_two`). For other sizes it is read in blocks of rows, and
+    fixed-point numbers are recomputed for each block: x_ptr are pointers [M] to the rows, down their inverse factors,
+    skip the rows that count as zero.
     """
     if D == DP and D >= 32:
         return _rotate_power_of_two(fixed, signs, D, SHORT)
@@ -144,8 +144,8 @@ def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, weights, whic
                  D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, INDEXED: tl.constexpr):  # fmt: skip
     """Rows -> codes int32 [M, DP] and the scale's field int32 [M].
 
-    x: as it was given; 16-bit floats become short integers. weights: the head's matrix of query-aware rounding, or
-    None; INDEXED: matrix which [M] of several, matrix_stride apart.
+    x: in its own dtype; 16-bit floats become short integers. weights: the head's matrix of query-aware rounding, or
+    None; INDEXED: several matrices, matrix_stride apart, of which each row uses ``which`` [M].
     """
     col = tl.arange(0, DP)
     SHORT: tl.constexpr = BITS <= 4 and x.dtype.primitive_bitwidth == 16 and D <= _SHORT_DIM
@@ -160,7 +160,7 @@ def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, weights, whic
     norm = tl.sqrt_rn(squared)
     factor = tl.div_rn(tl.zeros_like(norm) + unit, tl.where(zero | bad, 1.0, norm))
     standard = rotated * factor[:, None]
-    if weights is not None:  # a level rounds to itself: from here on the chosen levels stand for the coordinates
+    if weights is not None:  # chosen levels replace the coordinates: a level rounds to itself
         if INDEXED:
             standard = indexed_levels(
                 standard, weights, which, matrix_stride, row_mask, bounds, levels, error_steps, D, DP, BITS
@@ -218,7 +218,7 @@ def encode_uniform(
 
 @triton.jit
 def encode_fp8(x):
-    """Rows -> e4m3 codes int32 [M, DP] and the scale's field int32 [M]; rounded in integers: sm_80 has no e4m3."""
+    """Rows -> e4m3 codes int32 [M, DP] and the scale's field int32 [M]; integer rounding, because sm_80 has no e4m3."""
     largest, exponent, zero, bad = _largest_exponent(x)
     shift = exponent - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     scaled = tl.where((zero | bad)[:, None], 0.0, x * _power_of_two(254 - shift)[:, None])

@@ -1,4 +1,4 @@
-"""store in one Triton launch: rotate, norm, quantise, pack, scatter. Byte for byte what the reference writes."""
+"""store in one Triton launch: rotate, norm, quantise, pack, scatter. The bytes equal those of the reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slimkv.ops.triton.side import LLOYD, PLAIN_ROWS, RAW, UNIFORM, side_of
 from slimkv.ops.triton.unpack import lane_and_number, word_index
 from slimkv.spec import PageLayout
 
-FEW_VECTORS = 8192  # tokens times heads; below this, each matrix has its own programs
+FEW_VECTORS = 8192  # tokens times heads; below this, every matrix has its own programs
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _store_wide(bits, base, place, keep, S: tl.constexpr):
 def _store_codes(codes, base, place, keep, S: tl.constexpr):
     """Writes codes int32 [M, 16 SP], plane by plane.
 
-    base, place, keep [M]: every token's tile of codes, its place in the tile, and whether it is stored.
+    base, place, keep [M]: the tile of codes of each token, its place in the tile, and whether it is stored.
     """
     if S.BITS >= 8:
         _store_wide(codes, base, place, keep, S)
@@ -111,8 +111,8 @@ def _store_side(x_ptr, x_stride, x_head_stride, pages_ptr, slots_ptr, signs, bou
                 NT: tl.constexpr, MATRICES: tl.constexpr, SPREAD: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """Encodes and writes 16 NT tokens of one head of K or V.
 
-    weights: pointer to the head's first matrix, the next one matrix_stride behind it, or None; index_ptr: which of
-    several MATRICES each token takes. SPREAD: only the tokens of the program's matrix (axis 2) are written.
+    weights: pointer to the first matrix of the head, or None; matrices are matrix_stride apart. index_ptr: the matrix
+    of each token, if there are several MATRICES. SPREAD: only tokens of the program's matrix (axis 2) are written.
     """
     M: tl.constexpr = 16 * NT
     DP: tl.constexpr = 16 * S.SP
@@ -164,10 +164,10 @@ def store_kernel(
     tokens, key_stride, key_head_stride, value_stride, value_head_stride, block_stride, page_stride,
     NT: tl.constexpr, MATRICES: tl.constexpr, SPREAD: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """One program: 16 NT tokens of one head, K (axis 2, one for each matrix where they are SPREAD) or V (its last).
+    """One program: 16 NT tokens of one head, V (last program of axis 2) or K (all others; one per matrix if SPREAD).
 
-    query_aware_ptr: int8 [MATRICES, num_kv_heads, D, D] with which keys are rounded, or None; index_ptr int32
-    [tokens]: which of several.
+    query_aware_ptr: the rounding matrices of keys, int8 [MATRICES, num_kv_heads, D, D], or None; index_ptr: int32
+    [tokens], the matrix of each token if there are several.
     """
     if tl.program_id(2) < tl.num_programs(2) - 1:
         weights = query_aware_ptr
@@ -192,8 +192,8 @@ def supports(request: StoreRequest) -> str | None:
 def _program(tokens: int, layout: PageLayout, query_aware: bool) -> tuple[int, int]:
     """Tiles and warps of a program.
 
-    Small programs fill the device; few tokens need low latency, long vectors need registers. The sequential part of
-    query-aware rounding has one thread per token, so tokens are many, as far as registers go.
+    Small programs fill the device; few tokens need low latency, and long vectors need registers. The sequential part of
+    query-aware rounding uses one thread per token, so programs have as many tokens as registers allow.
     """
     dim = triton.next_power_of_2(max(layout.spec.key_dim, layout.spec.value_dim))
     if not query_aware:
@@ -211,7 +211,7 @@ def run(request: StoreRequest) -> None:
     k, v = request.codec.key_tables, request.codec.value_tables
     index = request.query_aware_index if request.matrices > 1 else None
     tiles, warps = _program(tokens, layout, request.query_aware is not None)
-    # Neighbouring tokens of a chunk share a matrix. The few tokens of a decode step do not: each matrix has programs.
+    # Neighbouring tokens of a chunk share a matrix; the few tokens of a decode step do not, so each has programs.
     spread = index is not None and tokens * pages.shape[1] < FEW_VECTORS
     grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 1 + (request.matrices if spread else 1))
     store_kernel[grid](

@@ -1,8 +1,8 @@
-"""Triton pieces that choose levels: the nearest, or with query-aware rounding, byte for byte as the reference does.
+"""Triton functions that choose levels, nearest or query-aware, byte for byte like the reference.
 
 Rounding goes from the last coordinate to the first, in slices of 16. Errors of later slices correct a whole slice by a
-product on the tensor cores; within a slice each row of 16 coordinates is split into 16 columns, so that the sequential
-part is plain arithmetic on registers. All sums are sums of integers below 2^24: exact in any order.
+product on the tensor cores. Within a slice, each row of 16 coordinates is split into 16 columns, so that the sequential
+part is arithmetic on registers. All sums are sums of integers below 2^24: exact in any order.
 """
 
 # mypy: disable-error-code="assignment"
@@ -17,7 +17,7 @@ from slimkv.codec.quantize import ROUND_MAGIC
 from slimkv.codec.query_aware import LARGEST_BYTE, WEIGHT_STEPS
 
 _MAGIC: tl.constexpr = tl.constexpr(ROUND_MAGIC)
-_MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)  # of _MAGIC; adding n to the bits adds n to the number
+_MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)  # the bits of _MAGIC; adding n to them adds n to the number
 _LARGEST: tl.constexpr = tl.constexpr(float(LARGEST_BYTE))
 _WEIGHT_STEPS: tl.constexpr = tl.constexpr(WEIGHT_STEPS)
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
@@ -25,7 +25,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def tree(a, bounds, entries, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """entries[FIRST + i], i = how many of the COUNT - 1 boundaries from FIRST on lie below a: a tree of comparisons."""
+    """entries[FIRST + i], where i of the COUNT - 1 boundaries from FIRST on lie below a: a tree of comparisons."""
     if COUNT == 1:
         return tl.zeros_like(a) + tl.load(entries + FIRST)
     else:
@@ -36,9 +36,9 @@ def tree(a, bounds, entries, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def crossing(x):
-    """|x| as an integer that is larger than a boundary's bits where x crosses it: int32.
+    """|x| as int32, larger than the bits of a boundary if and only if x crosses it.
 
-    A negative value counts as the next larger float, which makes it cross a boundary that it lies on.
+    A negative value counts as the next larger float, so it crosses a boundary that it lies on.
     """
     bits = x.to(tl.int32, bitcast=True)
     return (bits & 0x7FFFFFFF) + ((bits >> 31) & 1)
@@ -46,11 +46,11 @@ def crossing(x):
 
 @triton.jit
 def crossing_of_product(x, y, product):
-    """`crossing` of x * y as it is, not rounded; y > 0; product: the same rounded to float32.
+    """`crossing` of the exact x * y, y > 0; product: x * y rounded to float32.
 
-    What the rounded product lacks decides where that lies on a boundary.
+    If the rounded product lies on a boundary, its rounding error decides.
     """
-    if _INTERPRETED:  # whose fma rounds twice; here float64 has all bits
+    if _INTERPRETED:  # the interpreter's fma rounds twice; float64 is exact here
         rest = (x.to(tl.float64) * y.to(tl.float64) - product.to(tl.float64)).to(tl.float32)
     else:
         rest = tl.fma(x, y, -product)
@@ -60,7 +60,7 @@ def crossing_of_product(x, y, product):
 
 @triton.jit
 def _index(a, bounds, BITS: tl.constexpr):
-    """How many of the boundaries lie below a, halving the range BITS - 1 times: int32."""
+    """The number of boundaries below a, by bisection in BITS - 1 steps: int32."""
     index = tl.zeros_like(a)
     for i in tl.static_range(BITS - 1):
         index += tl.where(a > tl.load(bounds + index + ((1 << (BITS - 2 - i)) - 1)), 1 << (BITS - 2 - i), 0)
@@ -69,9 +69,9 @@ def _index(a, bounds, BITS: tl.constexpr):
 
 @triton.jit
 def magnitude(a, bounds, entries, BITS: tl.constexpr):
-    """Which level a coordinate with the `crossing` a rounds to and its entry: int32 each.
+    """The index and the entry of the level that a coordinate with the `crossing` a rounds to: int32 each.
 
-    A value on a boundary takes the lower level. Up to 4 bits an entry carries the index above its low 16 bits.
+    A value on a boundary takes the lower level. Up to 4 bits, an entry has the index above its low 16 bits.
     """
     if BITS <= 4:
         both = tree(a, bounds, entries, 0, 1 << (BITS - 1))
@@ -83,7 +83,7 @@ def magnitude(a, bounds, entries, BITS: tl.constexpr):
 
 @triton.jit
 def _as_float(byte):
-    """int8 -> float32: an addition instead of a conversion, which a GPU does at an eighth of the speed."""
+    """int8 -> float32 by an addition; a GPU converts at an eighth of that speed."""
     return (byte.to(tl.int32) + _MAGIC_BITS).to(tl.float32, bitcast=True) - _MAGIC
 
 
@@ -129,7 +129,7 @@ def _shape_slice(standard, sums, weights, bounds, levels, error_steps, back, M: 
                  BITS: tl.constexpr):  # fmt: skip
     """The levels and errors (integers) of one slice, float32 [M, 16] each.
 
-    sums: its corrections by later slices, integers; weights: pointer to the slice's own 16 x 16 piece of the matrix.
+    sums: corrections from later slices, integers; weights: pointer to the 16 x 16 block of the slice on the diagonal.
     """
     own, corrections = _columns(standard, M), _columns(sums, M)
     chosen, errors = (), ()
@@ -164,7 +164,7 @@ def shaped_levels(standard, weights, bounds, levels, error_steps, D: tl.constexp
         at = D // 16 - 1 - n
         row = at * 16 + tl.arange(0, 16)
         piece = tl.load(weights + row[None, :] * D + col[:, None], mask=(col < D)[:, None], other=0)
-        sums = tl.dot(tl.reshape(errors, (M, DP)), _as_float(piece).to(tl.float16))  # errors not yet made are zero
+        sums = tl.dot(tl.reshape(errors, (M, DP)), _as_float(piece).to(tl.float16))  # zero errors where not yet rounded
         own = tl.sum(tl.where(number == at, by_slice, 0.0), 1)
         found, error = _shape_slice(
             own, sums, weights + at * 16 * (D + 1), bounds, levels + (1 << (BITS - 1)), error_steps, back, M, D, BITS
@@ -177,9 +177,9 @@ def shaped_levels(standard, weights, bounds, levels, error_steps, D: tl.constexp
 @triton.jit
 def indexed_levels(standard, weights, which, matrix_stride, row_mask, bounds, levels, error_steps, D: tl.constexpr,
                    DP: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
-    """`shaped_levels` with matrix which int32 [M] of several, matrix_stride apart; rows outside row_mask are free.
+    """`shaped_levels` with the matrix ``which`` int32 [M] of each row; matrices are matrix_stride apart.
 
-    Tokens of a program nearly always share a matrix: those of a prefill chunk are neighbours.
+    Rows outside row_mask are arbitrary. Tokens of a program nearly always share a matrix, as neighbours in a chunk.
     """
     first = tl.min(tl.where(row_mask, which, 0x7FFFFFFF), 0)
     last = tl.max(tl.where(row_mask, which, -1), 0)
