@@ -142,7 +142,7 @@ def reachable(device: Device, spec: CodecSpec, options: AttendOptions) -> tuple[
     if spec.key_dim != spec.value_dim or spec.key_dim not in HEAD_DIMS:
         return ()
     by_row, in_bytes = options.deterministic, options.prefill == EIGHT_BIT and not options.deterministic
-    if in_bytes and spec.key_dim not in eight_bit_head_dims(single_warps=not device.warpgroups):
+    if in_bytes and not configs(spec, FIRST, True, single_warps=not device.warpgroups):
         return ()
     if not device.warpgroups:
         return (replace(warp_config(spec, device, in_bytes), by_row=by_row),)
@@ -217,7 +217,8 @@ def most_packed_queries(request: AttendRequest) -> int:
         prompt = request.options.prompt
         return MAX_DECODE_QUERIES if prompt is None else 0 if prompt else request.max_query_len
     device, few = device_of(request.query.device), max(FUSED_FROM_QUERIES, -(-FUSED_FROM_ROWS // request.group)) - 1
-    if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not device.warpgroups:
+    can_fuse = device.warpgroups and request.options.prefill != EIGHT_BIT
+    if few >= MAX_DECODE_QUERIES or request.max_query_len <= few or not can_fuse:
         return MAX_DECODE_QUERIES
     if refusal(request) is not None or not _can_fuse(request) or not (config := config_for(request)).fused:
         return MAX_DECODE_QUERIES
