@@ -148,8 +148,14 @@ def test_decode_keeps_its_queries_from_prefill_in_8_bits(dim):
     assert prefill_config.most_packed_queries(request) == MAX_DECODE_QUERIES
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
-@pytest.mark.parametrize(("format", "dim"), [("k5v5", 128), ("ku4v4", 64), ("k4v4", 96)])
+@pytest.mark.parametrize(
+    ("capability", "format", "dim"),
+    [
+        *(((8, 9), f, dim) for f, dim in (("k5v5", 128), ("ku4v4", 64), ("k4v4", 96))),
+        *(((9, 0), f, dim) for f, dim in (("k5v5", 128), ("ku4v4", 64), ("k4v4", 96))),
+        ((10, 3), "k4v4", 128),
+    ],
+)
 def test_no_kernel_is_reachable_where_8_bits_are_refused(capability, format, dim):
     assert prefill_config.reachable(record_of(capability, 100), CodecSpec.parse(format, dim), EIGHT_BIT) == ()
 
