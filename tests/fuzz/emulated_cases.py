@@ -25,6 +25,7 @@ from slimkv.errors import SpecError
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES
 from slimkv.ops.attention.cuda import decode, prefill, prefill_config, prefill_defines
 from slimkv.ops.attention.cuda.decode_config import config_for
+from slimkv.ops.cuda.device import record_of
 from slimkv.ops.store.cuda import launch as store_launch
 from slimkv.spec import CodecSpec, Kind
 
@@ -132,13 +133,16 @@ def draw_prompts(chance: random.Random, longest: int, before: int) -> dict:
 def prefill_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
     form = draw_format(chance, prefill_config.HEAD_DIMS, SIDES) | {"value_dim": None}
     case = Case(
-        **form, **draw_options(chance), **draw_prompts(chance, 150, 300), group=chance.choice((1, 2, 3, 4, 5, 7, 8)),
-        num_kv_heads=chance.choice((1, 1, 2)),
+        **form, **draw_options(chance), **draw_prompts(chance, 150, chance.choice((300, 300, 1500))),
+        group=chance.choice((1, 2, 3, 4, 5, 7, 8)), num_kv_heads=chance.choice((1, 1, 2)),
     )  # fmt: skip
-    spec = CodecSpec.parse(case.format, case.dim)
+    spec, gpu = CodecSpec.parse(case.format, case.dim), record_of((9, 0), chance.choice((2, 7, 40)))
+    patch.setattr(prefill_config, "device_of", lambda device: gpu)
+    patch.setattr(prefill, "multiprocessors", lambda device: gpu.multiprocessors)
     configs = [config for unpack in prefill_defines.Unpack for config in prefill_config.configs(spec, unpack)]
+    configs.append(prefill_config.warp_config(spec, integer_tests.SMALL_GPU))
     config, budget = chance.choice(configs), chance.choice((prefill.WORKSPACE_BYTES, SMALL_WORKSPACE))
-    print(case, config, budget)
+    print(case, config, budget, gpu.multiprocessors)
 
     def attend(built: Built, out: torch.Tensor, lse: torch.Tensor) -> None:
         prefill.attend_prefill(request_of(built, out, lse), prefill_tests.launch, budget, config)

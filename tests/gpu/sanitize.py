@@ -19,7 +19,7 @@ import torch
 
 # Run as a program, it has no conftest.
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "ops"), str(TESTS / "ops" / "cuda"), str(TESTS.parent / "src")]
+sys.path[:0] = [str(TESTS.parent / at) for at in ("src", "tests", "tests/ops", "tests/ops/cuda")]
 
 from attention_cases import Case, build, exact  # noqa: E402
 from latent_cases import Case as LatentCase  # noqa: E402

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cubin import resources
 
+from slimkv.ops.attention.api import AttendOptions
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
 from slimkv.ops.attention.cuda.decode_config import DECODE, VERIFY, VERIFY_WARPS, config_for
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
@@ -79,10 +80,8 @@ def _prefill(device: Device, layout: PageLayout, name: str) -> Iterator[Kernel]:
     spec, kinds = layout.spec, [(u, e) for u in prefill_defines.Unpack for e in (False, True)]
     found = [config for kind in kinds for config in prefill_config.configs(spec, *kind)]
     if not device.warpgroups:
-        in_bytes = prefill_config.configs(spec, prefill_config.FIRST, eight_bit=True, single_warps=True)
-        found = [
-            prefill_config.warp_config(spec, device, eight_bit) for eight_bit in (False, True)[: 1 + bool(in_bytes)]
-        ]
+        options = (AttendOptions(prefill=prefill) for prefill in ("16bit", "8bit"))
+        found = [config for option in options for config in prefill_config.reachable(device, spec, option)]
     for config in found:
         defines = prefill_defines.attend_defines(layout, config, BF16, BF16, True, True)
         local = 80 if config.single_warps and not config.eight_bit else MOST_LOCAL

@@ -10,7 +10,7 @@ from attention_cases import build
 from test_attention import poisoned_out, request_of
 from test_prefill_cuda import CPU, LONG, config_of
 
-from slimkv.ops.attention.api import MAX_DECODE_QUERIES
+from slimkv.ops.attention.api import MAX_DECODE_QUERIES, AttendOptions
 from slimkv.ops.attention.cuda import prefill_config, prefill_defines
 from slimkv.ops.attention.cuda.prefill_workspace import Batch, plan_passes
 from slimkv.ops.cuda.device import NAMED, record_of
@@ -134,6 +134,30 @@ def test_without_products_of_warpgroups(change, source, decoded, as_device):
     as_device("rtx4090")
     assert prefill_config.config_for(request).source == source
     assert prefill_config.most_packed_queries(request) == decoded
+
+
+EIGHT_BIT = AttendOptions(prefill="8bit")
+
+
+@pytest.mark.parametrize("dim", [96, 128])
+def test_decode_keeps_its_queries_from_prefill_in_8_bits(dim):
+    """Also those of head sizes that have none."""
+    case = replace(LONG, dim=dim, group=8, lens=(40, 40), queries=(24, 24))
+    built = build(case, CPU)
+    request = replace(request_of(built, *poisoned_out(case, built)), options=EIGHT_BIT)
+    assert prefill_config.most_packed_queries(request) == MAX_DECODE_QUERIES
+
+
+@pytest.mark.parametrize(
+    ("capability", "format", "dim"),
+    [
+        *(((8, 9), f, dim) for f, dim in (("k5v5", 128), ("ku4v4", 64), ("k4v4", 96))),
+        *(((9, 0), f, dim) for f, dim in (("k5v5", 128), ("ku4v4", 64), ("k4v4", 96))),
+        ((10, 3), "k4v4", 128),
+    ],
+)
+def test_no_kernel_is_reachable_where_8_bits_are_refused(capability, format, dim):
+    assert prefill_config.reachable(record_of(capability, 100), CodecSpec.parse(format, dim), EIGHT_BIT) == ()
 
 
 def test_what_decode_leaves_to_it(monkeypatch):

@@ -100,7 +100,7 @@ def eight_bit_refusal(request: AttendRequest) -> str | None:
     """Why 8-bit tensor cores do not support the request, or None."""
     reason = eight_bit.refusal(request) or refusal(request)
     device, dim = device_of(request.query.device), request.layout.spec.key_dim
-    if reason is None and not device.warpgroups and device.int8_rate < 1:
+    if reason is None and not device.multiplies_bytes:
         reason = "8-bit prefill needs products of integers at least as fast as fp16, which this GPU does not have"
     sizes = eight_bit_head_dims(single_warps=not device.warpgroups)
     if reason is None and dim not in sizes:
@@ -142,7 +142,7 @@ def reachable(device: Device, spec: CodecSpec, options: AttendOptions) -> tuple[
     if spec.key_dim != spec.value_dim or spec.key_dim not in HEAD_DIMS:
         return ()
     by_row, in_bytes = options.deterministic, options.prefill == EIGHT_BIT and not options.deterministic
-    if in_bytes and spec.key_dim not in eight_bit_head_dims(single_warps=not device.warpgroups):
+    if in_bytes and not (configs(spec, FIRST, True, not device.warpgroups) and device.multiplies_bytes):
         return ()
     if not device.warpgroups:
         return (replace(warp_config(spec, device, in_bytes), by_row=by_row),)
@@ -153,7 +153,7 @@ def reachable(device: Device, spec: CodecSpec, options: AttendOptions) -> tuple[
 
 def _can_fuse(request: AttendRequest) -> bool:
     """Whether there are few query rows, or few work tiles, which call for split-KV: only FUSED has it."""
-    spec, fused = request.layout.spec, configs(request.layout.spec, FUSED)
+    spec, fused = request.layout.spec, configs(request.layout.spec, FUSED, request.options.prefill == EIGHT_BIT)
     most = _FUSED_UP_TO[codes_of(spec)][(spec.key_dim > 64) + (spec.key_dim > 128)]
     return bool(fused) and (request.max_query_len * request.group <= most or splits(request, fused[-1]) > 1)
 
