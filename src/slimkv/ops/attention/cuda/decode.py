@@ -118,8 +118,8 @@ def _lacking(layout: PageLayout, group: int) -> str:
     """The error message if no configuration fits."""
     spec = layout.spec
     return (
-        f"{group} query heads per KV head with {spec.format} at head sizes {spec.key_dim}/{spec.value_dim} need more "
-        "registers or shared memory than a block has on this device"
+        f"no configuration fits this device for {group} query heads per KV head with {spec.format} at head sizes "
+        f"{spec.key_dim}/{spec.value_dim}"
     )
 
 
