@@ -226,8 +226,6 @@ class KVCacheConfig:
                 raise InputError(unknown_setting(name, known))
         return cls(**given)
 
-    # -- what engines ask ----------------------------------------------------------------------------------------------
-
     def format_of(self, layer: int | None, num_layers: int, *, latent: bool = False) -> str:
         """The format of layer ``layer`` in a model of ``num_layers``; ``format`` if it is None or beyond them.
 

@@ -49,8 +49,6 @@ class Calibration:
     def __repr__(self) -> str:
         return f"Calibration({len(self.layers)} layers, up to position {self.max_positions:,}, from {self.source})"
 
-    # -- the file ------------------------------------------------------------------------------------------------------
-
     @classmethod
     @typed
     def load(cls, path: str | Path) -> Calibration:
@@ -109,8 +107,6 @@ class Calibration:
             "formats": {str(k): v for k, v in self.formats.items()} if self.formats is not None else None,
         }
         file.write(Path(path), about, tensors)
-
-    # -- what engines ask ----------------------------------------------------------------------------------------------
 
     def check_model(self, config: Any) -> None:
         """Raises unless ``config`` (of transformers, or a mapping) matches the model of this calibration."""

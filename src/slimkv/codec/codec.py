@@ -102,8 +102,6 @@ class Codec:
         """bf16 bytes over the bytes that pages of ``block_size`` tokens allocate."""
         return PageLayout(self.spec, block_size).compression_ratio
 
-    # -- encode: vectors to codes ------------------------------------------------------------------------------------
-
     @typed
     def encode_key(self, x: Tensor, *, query_aware: Tensor | None = None, mark_invalid: bool = False) -> Encoded:
         """[..., key_dim] -> ``Encoded``.
@@ -176,8 +174,6 @@ class Codec:
                 f"{name} tensor is on {x.device}, the codec on {self.device}; use codec.to({str(x.device)!r})"
             )
 
-    # -- decode: codes to vectors ------------------------------------------------------------------------------------
-
     @typed
     def decode_key(self, encoded: Encoded, *, rotated: bool = False) -> Tensor:
         """``Encoded`` -> float32 [..., key_dim] (the raw dtype for raw).
@@ -204,8 +200,6 @@ class Codec:
             x = quantize.decode_fp8(encoded)
         return x @ rotation.T if fmt.rotated and not rotated else x
 
-    # -- vectors to bytes --------------------------------------------------------------------------------------------
-
     @typed
     def pack_key(self, x: Tensor) -> Tensor:
         """K [..., key_dim] -> uint8 [..., bytes]: codes, then fields, one row per vector."""
@@ -225,8 +219,6 @@ class Codec:
     def unpack_value(self, rows: Tensor) -> Tensor:
         """The rows of ``pack_value`` -> float32 [..., value_dim] in the original space."""
         return self.decode_value(pack.unpack_vectors(self._rows.value, rows))
-
-    # -- queries and outputs -----------------------------------------------------------------------------------------
 
     @typed
     def rotate_query(self, q: Tensor) -> Tensor:

@@ -256,9 +256,6 @@ def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> di
     return out
 
 
-# -- the checksum ------------------------------------------------------------------------------------------------------
-
-
 def _raw_header(path: Path) -> tuple[bytes, dict[str, Any]]:
     """The bytes of a safetensors header including its length prefix, and its slimkv metadata."""
     size = path.stat().st_size

@@ -107,8 +107,6 @@ class Load(ABC):
             "acceptance_length": 1 + more["accepted"] / more["verified"] if more["verified"] else None,
         }
 
-    # -- the phases --------------------------------------------------------------------------------------------------
-
     def warm_up(self) -> None:
         """Runs the plan's lengths twice: prefill and reading from the prefix cache are both compiled before timing."""
         lengths = [self.plan["context"], 40, self.plan["context"] // 4]

@@ -102,8 +102,6 @@ class Workbench:
         """Makes the synthetic tasks."""
         return TaskMaker(self.tokenizer, self.text)
 
-    # -- calibration -----------------------------------------------------------------------------------------------
-
     def calibrate(self, progress: Progress) -> Path:
         """Loads or makes the calibration; returns the run's copy, which is passed to engines."""
         from slimkv.integrations.transformers.calibration.cached import find_calibration
@@ -133,8 +131,6 @@ class Workbench:
         """The cache called ``format``."""
         return next(kind for kind in self.kinds() if kind.name == format)
 
-    # -- measuring ---------------------------------------------------------------------------------------------------
-
     def measured(
         self, measure: Callable[..., Any], *inputs: Any, progress: Progress, windows: tuple[int, int] | None = None,
         more: Sequence[str] = (), **options: Any,
@@ -150,8 +146,6 @@ class Workbench:
             calibration=self.used_calibration, **options,
         )  # fmt: skip
         return asdict(report)
-
-    # -- digests -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def model_digest(self) -> str:

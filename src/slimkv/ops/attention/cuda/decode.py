@@ -350,9 +350,6 @@ def _config(request: AttendRequest) -> DecodeConfig | None:
     return config_for(device_of(request.query.device), request.layout, request.group, queries)
 
 
-# -- launches ----------------------------------------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=64)
 def _launcher(device: torch.device) -> Launcher:
     def launch(call: KernelCall) -> None:
