@@ -137,8 +137,17 @@ class PackedStates(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Every operation runs on the decoded tensor."""
-        unwrap = tree_map_only(PackedStates, PackedStates._touched, (args, kwargs or {}))
+        """Every operation runs on the decoded tensor; none may write to it, because the pages would not change."""
+        kwargs = kwargs or {}
+        if (schema := getattr(func, "_schema", None)) is not None and schema.is_mutable:
+            for number, parameter in enumerate(schema.arguments):
+                x = args[number] if number < len(args) else kwargs.get(parameter.name)
+                if isinstance(x, PackedStates) and parameter.alias_info is not None and parameter.alias_info.is_write:
+                    raise UnsupportedError(
+                        f"{schema.name} writes to keys or values of a packed cache, whose pages would not change: "
+                        "write to a copy (.clone())"
+                    )
+        unwrap = tree_map_only(PackedStates, PackedStates._touched, (args, kwargs))
         return func(*unwrap[0], **unwrap[1])
 
     def _touched(self) -> Tensor:
