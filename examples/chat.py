@@ -46,7 +46,7 @@ class Chat:
             )
         answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         self.history.append({"role": "assistant", "content": answer})
-        # What the template writes for the answer can differ from what was generated: forget what does not match.
+        # The template can render the answer differently from the generated tokens: crop the tokens that differ.
         again, cached = self.tokens()["input_ids"], self.cache.get_seq_length()
         kept = min(cached, again.shape[1])
         same = int((again[0, :kept] == out[0, :kept]).long().cumprod(0).sum())
@@ -55,7 +55,7 @@ class Chat:
         return answer
 
     def tokens(self, **options: Any) -> Any:
-        """The conversation so far, as the model reads it."""
+        """The token ids of the conversation so far."""
         return tokenizer.apply_chat_template(self.history, return_tensors="pt", return_dict=True, **options)
 
     def nbytes(self) -> int:
@@ -66,7 +66,7 @@ class Chat:
 
 
 def turns() -> Iterator[str]:
-    """What the user says."""
+    """Yields the user's messages."""
     if not arguments.interactive:
         yield from TURNS
     while arguments.interactive and (said := input("> ").strip()):

@@ -20,7 +20,7 @@ from slimkv.integrations.transformers.calibration.matrix_index import note_posit
 from slimkv.integrations.transformers.size import CacheSize
 from slimkv.integrations.transformers.switching import Counts, counting, switch_off, switch_on, warn_if_decoded
 
-STOCK = "stock"  # the layers that are not packed
+STOCK = "stock"  # the format name of unpacked layers
 PREPARE = "prepare_inputs_for_generation"
 
 _lock = threading.Lock()
@@ -32,8 +32,8 @@ class Enabled:
 
     format: str | KVCacheConfig
     options: dict[str, Any]
-    configs: list[Any]  # modules whose attention was switched
-    switched: Any  # the finalizer that switches it back, also when the model is deleted
+    configs: list[Any]  # the configs with switched attention
+    switched: Any  # the finalizer that restores the attention, also when the model is deleted
     noting: Any  # the handle of ``note_positions``
     status: Status
 
@@ -47,10 +47,10 @@ class Status:
 
     enabled: bool  # whether ``generate`` uses a packed cache
     formats: dict[str, int] = field(default_factory=dict)  # layers by format
-    calibration: str | None = None  # the tokens it was made on; None: keys are rounded without one
+    calibration: str | None = None  # the tokens of the calibration; None: no calibration
     fused: bool = False  # attention reads packed codes; otherwise the model's own attention gets decoded tensors
     calls: Counts | None = None  # how attention ran in the last ``generate``, in calls of a layer
-    size: CacheSize | None = None  # of its cache, at its end
+    size: CacheSize | None = None  # the cache size after the last ``generate``
 
     @property
     def packed_layers(self) -> int:

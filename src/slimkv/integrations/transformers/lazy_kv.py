@@ -118,11 +118,11 @@ def token_rows(x: Tensor) -> Tensor:
 
 
 class PackedStates(Tensor):
-    """The keys (or values) behind a ``LazyKV``, as a tensor [batch, num_kv_heads, positions, dim] without storage."""
+    """The keys (or values) of a ``LazyKV``, as a tensor [batch, num_kv_heads, positions, dim] without storage."""
 
     kv: LazyKV
     side: int  # 0 keys, 1 values
-    for_attention: bool = False  # passed to a model's attention, rather than to code that inspects the cache
+    for_attention: bool = False  # for a model's attention, not for code that inspects the cache
 
     @staticmethod
     def __new__(cls, kv: LazyKV, side: int, dim: int, dtype: torch.dtype, device: torch.device) -> PackedStates:
@@ -137,7 +137,7 @@ class PackedStates(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Every operation runs on the decoded tensor; none may write to it, because the pages would not change."""
+        """Runs an operation on the decoded tensor; raises if it would write to it."""
         kwargs = kwargs or {}
         if (schema := getattr(func, "_schema", None)) is not None and schema.is_mutable:
             for number, parameter in enumerate(schema.arguments):

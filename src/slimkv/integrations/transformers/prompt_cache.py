@@ -62,7 +62,7 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
     count = cache.get_seq_length()
     tokens = _one_sequence(input_ids)
     if count == 0 or len(tokens) < count:
-        raise InputError(f"the cache holds {count} tokens, input_ids has {len(tokens)}: give all that the cache holds")
+        raise InputError(f"the cache holds {count} tokens, input_ids has {len(tokens)}: give all cached tokens")
     config = config_of(model)
     layers: dict[int, LayerPages] = {}
     marks = []
