@@ -110,8 +110,6 @@ class Ladder:
                 f"{self.costs.raw_token:,} and {costs.raw_token:,} bytes per token in {self.layers} layers"
             )
 
-    # -- how tokens are divided ----------------------------------------------------------------------------------------
-
     def _budget(self, raw: int) -> float:
         """Bytes per sequence left for tiers after ``raw`` first and last tokens in the model's dtype."""
         assert self.costs is not None
@@ -153,8 +151,6 @@ class Ladder:
             lengths[best] -= leaving
             lengths[best - 1] += leaving
         return lengths
-
-    # -- one forward pass ----------------------------------------------------------------------------------------------
 
     def advance(self, held: int, new: int, raw: int) -> list[tuple[int, Step]]:
         """(tier, tables) for ``new`` tokens, oldest first, in a layer with ``held`` tokens in its tiers.

@@ -161,9 +161,6 @@ def _rows(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1).contiguous().cpu()
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
 def load_prompt(
     cache_class: type[SlimKVCache], path: str | Path, model: Any, input_ids: Any, fields: dict[str, Any]
 ) -> SlimKVCache:

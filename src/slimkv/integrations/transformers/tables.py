@@ -288,10 +288,7 @@ class SequenceTables:
         chosen = (torch.arange(self.rows, device=self.device)[:, None] * self.batch + index).flatten()
         for member in self._members:
             member.relocate(chosen, torch.arange(len(chosen), device=self.device), len(chosen))
-        if any(self.pads):
-            self.pads = [self.pads[i] for i in index.tolist()]
-        else:
-            self.pads = [0] * len(index)
+        self.pads = [self.pads[i] for i in index.tolist()] if any(self.pads) else [0] * len(index)
         self._pad = self._pad[index]
         self.batch = len(index)
         self._step = self._ahead = self._prefix = self._starts = None
