@@ -55,7 +55,7 @@ class Chat:
         return answer
 
     def tokens(self, **options: Any) -> Any:
-        """The conversation so far, as the model reads it."""
+        """The token ids of the conversation so far."""
         return tokenizer.apply_chat_template(self.history, return_tensors="pt", return_dict=True, **options)
 
     def nbytes(self) -> int:
@@ -66,7 +66,7 @@ class Chat:
 
 
 def turns() -> Iterator[str]:
-    """What the user says."""
+    """Yields the user's messages."""
     if not arguments.interactive:
         yield from TURNS
     while arguments.interactive and (said := input("> ").strip()):

@@ -25,7 +25,7 @@ model, tokenizer, _ = models.load(arguments.model)  # a packaged model, or from_
 chat = [{"role": "user", "content": arguments.prompt}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
-slimkv.enable(model, arguments.format)  # from here on generate keeps keys and values packed
+slimkv.enable(model, arguments.format)  # generate now uses a packed cache
 out = model.generate(**inputs, max_new_tokens=arguments.new_tokens, do_sample=False, return_dict_in_generate=True)
 print(tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 

@@ -1,4 +1,4 @@
-"""Your own engine on ``PagedPool``: one layer's pages, sequences that come and go, one call to store and one to attend.
+"""A custom engine on ``PagedPool``: the pages of one layer, a changing set of sequences, store and attend.
 
     python examples/own_engine.py
 
@@ -29,20 +29,18 @@ def states(tokens: int, heads: int) -> torch.Tensor:
 
 
 class Sequence:
-    """The blocks of one sequence; the unquantised keys and values are kept for the comparison only."""
+    """The blocks of one sequence, and its unquantised keys and values for the comparison."""
 
     def __init__(self, blocks: list[int], key: torch.Tensor, value: torch.Tensor) -> None:
         self.blocks, self.key, self.value = blocks, key, value
 
 
 def step(pool: PagedPool, sequences: list[Sequence], new: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """New tokens of every sequence: store them, attend, and return the error of the output."""
+    """Stores the new tokens of every sequence and attends to them; returns the relative error of the output."""
     for sequence, (key, value) in zip(sequences, new, strict=True):
         sequence.key, sequence.value = torch.cat([sequence.key, key]), torch.cat([sequence.value, value])
         missing = -(-len(sequence.key) // BLOCK) - len(sequence.blocks)
-        pool.make_writable(
-            sequence.blocks, len(sequence.key) - len(key)
-        )  # a shared block is copied before it is written
+        pool.make_writable(sequence.blocks, len(sequence.key) - len(key))  # copies a shared block before writing
         sequence.blocks += pool.allocator.allocate(max(missing, 0))
     lengths, counts = [len(s.key) for s in sequences], [len(key) for key, _ in new]
     batch = AttentionBatch.build([s.blocks for s in sequences], lengths, counts, BLOCK, arguments.device)

@@ -1,4 +1,4 @@
-"""How many tokens of a model's cache fit into a given memory, in each format. No weights are needed.
+"""Prints how many tokens fit into a given memory in each format. No weights are needed.
 
     python examples/plan_memory.py
     python examples/plan_memory.py --config path/to/config.json --memory 40GiB --sequences 16
@@ -19,7 +19,7 @@ LLAMA_3_1_8B = {
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--config", type=Path, help="a model's config.json; default: the shape of Llama-3.1-8B")
 parser.add_argument("--memory", default="40GiB")
-parser.add_argument("--sequences", type=int, default=1, help="that share the memory")
+parser.add_argument("--sequences", type=int, default=1, help="sequences that share the memory")
 parser.add_argument("--format", default="raw,fp8,k6v6,k4v4,k3v3")
 arguments = parser.parse_args()
 

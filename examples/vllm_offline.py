@@ -1,4 +1,4 @@
-"""vLLM from Python, with packed pages in its own blocks. Needs the extra ``vllm``.
+"""vLLM from Python with packed pages in vLLM's own blocks. Requires ``pip install "slimkv[vllm]"``.
 
 python examples/vllm_offline.py --model meta-llama/Llama-3.1-8B-Instruct
 python examples/vllm_offline.py --cpu          # a small packaged model, on vLLM's CPU build
@@ -18,7 +18,7 @@ arguments = parser.parse_args()
 
 
 def main() -> None:
-    """Two prompts, answered together."""
+    """Generates answers to two prompts in one batch."""
     sizes = {}
     if arguments.cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

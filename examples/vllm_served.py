@@ -1,4 +1,4 @@
-"""Ask a vLLM server that runs with packed pages; nothing changes for its clients.
+"""Send a request to a vLLM server with packed pages; clients do not change.
 
 vllm serve MODEL --attention-backend CUSTOM --additional-config '{"slimkv": {"format": "k4v4"}}'
 python examples/vllm_served.py --url http://127.0.0.1:8000/v1

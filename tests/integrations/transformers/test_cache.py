@@ -140,6 +140,8 @@ def test_keys_and_values_can_be_looked_at():
     for ours, theirs in zip(cache.layers, stock.layers, strict=True):
         assert torch.equal(ours.keys + 0, theirs.keys)
         assert torch.equal(ours.values + 0, theirs.values)
+        with pytest.raises(UnsupportedError, match=r"mul_ writes to keys or values"):
+            ours.values.mul_(2)
     held = cache.layers[0].keys
     cache.layers[0].update(*states(2, 1))
     with pytest.raises(InputError, match="moved on"):

@@ -89,6 +89,51 @@ def test_enable_warns_of_a_stock_cache():
         model.generate(ids, max_new_tokens=2, past_key_values=DynamicCache(config=model.config))
 
 
+@pytest.mark.parametrize(
+    "way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=["greedy", "beams", "lookup"]
+)
+@pytest.mark.parametrize("prompt", [20, 40])
+def test_a_cache_that_the_model_drops_is_filled_again(prompt, way):
+    """Phi-3 computes all tokens again, in a new cache, where its rope switches to long factors (after 30 tokens)."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope["original_max_position_embeddings"] = 30
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(**shape, rope_parameters=rope, original_max_position_embeddings=30)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = tokens(1, prompt // 2).repeat(1, 2)
+    arguments = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, **way}
+    expected = model.generate(ids, **arguments)
+    slimkv.enable(model, LOSSLESS)
+    out = model.generate(ids, **arguments)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert isinstance(out.past_key_values, slimkv.SlimKVCache)
+    assert out.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    slimkv.disable(model)
+    assert "prepare_inputs_for_generation" not in vars(model)
+
+
+def test_enable_warns_of_a_cache_that_stays_empty():
+    class Model(transformers.LlamaForCausalLM):
+        def generate(self, *args, past_key_values=None, **kwargs):
+            return super().generate(*args, **kwargs)
+
+    model = slimkv.enable(Model(transformers.LlamaConfig(**SHAPE)), "k4v4")
+    with pytest.warns(UserWarning, match="Model stored nothing in the packed cache"):
+        model.generate(tokens(1, 20), max_new_tokens=2)
+
+
+def test_enable_takes_the_wrapper_of_torch_compile():
+    model, ids = tiny("llama"), tokens(1, 20)
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    wrapper = torch.compile(model, backend="eager")
+    assert slimkv.enable(wrapper, LOSSLESS) is wrapper
+    assert torch.equal(wrapper.generate(ids, max_new_tokens=4, do_sample=False), expected)
+    assert slimkv.status(wrapper).calls.fused > 0
+    slimkv.disable(wrapper)
+    assert not slimkv.status(model).enabled
+
+
 @pytest.mark.parametrize("kind", sample(["gemma3", "llama", "gemma2", "gpt_oss"], 4))
 def test_an_enabled_assistant_takes_back_its_draft(kind):
     """Its draft is rejected again and again, past the sliding windows (24 tokens): the text stays the model's own."""

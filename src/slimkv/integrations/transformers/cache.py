@@ -163,11 +163,7 @@ class SlimKVCache(compat.Cache):
             pair = [getattr(layer, name, None) for name in ("keys", "values")]
             key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in pair)
             window = getattr(layer, "window", None)
-            yield (
-                key,
-                value,
-                torch.tensor(window) if window is not None else getattr(layer, "_sliding_window_tensor", None),
-            )
+            yield key, value, getattr(layer, "_sliding_window_tensor", None) if window is None else torch.tensor(window)
 
     @property
     def is_linear(self) -> list[bool]:
@@ -184,8 +180,6 @@ class SlimKVCache(compat.Cache):
         """The index that selects calibration matrices by position; None without a calibration."""
         return next((layer.settings.matrix_index for layer in self.packed_layers), None)
 
-    # -- size ----------------------------------------------------------------------------------------------------------
-
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys and values (and the states of other layer kinds), wherever they are."""
@@ -194,8 +188,6 @@ class SlimKVCache(compat.Cache):
     def size(self) -> CacheSize:
         """Allocated bytes, and the bytes the same tokens take in bfloat16."""
         return CacheSize.of(self.layers)
-
-    # -- files ---------------------------------------------------------------------------------------------------------
 
     @typed
     def save(self, path: str | Path, model: Any, input_ids: Any) -> Path:

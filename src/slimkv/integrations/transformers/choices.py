@@ -79,7 +79,7 @@ def check_formats(config: Any, formats: list[str], block_size: int) -> None:
     text = config.get_text_config(decoder=True)
     try:
         head_dim = getattr(text, "head_dim", None)
-    except Exception:  # configs whose layers differ raise, each version with another error
+    except Exception:  # configs with different layers raise; the error depends on the version
         head_dim = 64
     if head_dim is None and getattr(text, "hidden_size", None) and getattr(text, "num_attention_heads", None):
         head_dim = text.hidden_size // text.num_attention_heads

@@ -20,7 +20,8 @@ from slimkv.integrations.transformers.calibration.matrix_index import note_posit
 from slimkv.integrations.transformers.size import CacheSize
 from slimkv.integrations.transformers.switching import Counts, counting, switch_off, switch_on, warn_if_decoded
 
-STOCK = "stock"  # the layers that are not packed
+STOCK = "stock"  # the format name of unpacked layers
+PREPARE = "prepare_inputs_for_generation"
 
 _lock = threading.Lock()
 
@@ -31,8 +32,8 @@ class Enabled:
 
     format: str | KVCacheConfig
     options: dict[str, Any]
-    configs: list[Any]  # modules whose attention was switched
-    switched: Any  # the finalizer that switches it back, also when the model is deleted
+    configs: list[Any]  # the configs with switched attention
+    switched: Any  # the finalizer that restores the attention, also when the model is deleted
     noting: Any  # the handle of ``note_positions``
     status: Status
 
@@ -46,10 +47,10 @@ class Status:
 
     enabled: bool  # whether ``generate`` uses a packed cache
     formats: dict[str, int] = field(default_factory=dict)  # layers by format
-    calibration: str | None = None  # the tokens it was made on; None: keys are rounded without one
+    calibration: str | None = None  # the tokens of the calibration; None: no calibration
     fused: bool = False  # attention reads packed codes; otherwise the model's own attention gets decoded tensors
     calls: Counts | None = None  # how attention ran in the last ``generate``, in calls of a layer
-    size: CacheSize | None = None  # of its cache, at its end
+    size: CacheSize | None = None  # the cache size after the last ``generate``
 
     @property
     def packed_layers(self) -> int:
@@ -88,6 +89,7 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "generate"):
         raise InputError(f"slimkv.enable takes a model that generates, not {type(model).__name__}")
+    given, model = model, _uncompiled(model)
     cache = SlimKVCache(model, format, **options)  # raises now rather than in the first generate
     formats = Counter(getattr(layer, "format", STOCK) for layer in cache.layers)
     calibration = next((x.settings.calibration for x in cache.packed_layers), None)
@@ -98,28 +100,37 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
         restore = finalize(model, switch_off, configs)
         _enabled[model] = Enabled(format, options, configs, restore, note_positions(model), report)
         vars(model).update(generate=partial(_generate, model), generate_batch=partial(_refuse, model, "generate_batch"))
+        if (prepare := getattr(model, PREPARE, None)) is not None:
+            vars(model)[PREPARE] = partial(_prepare_inputs, model)
+            vars(model)[PREPARE].__signature__ = inspect.signature(prepare)  # ``generate`` reads it
     if fused:
         warn_if_decoded(model, configs, stacklevel=2)
-    return model
+    return given
 
 
 def disable(model: Any) -> Any:
     """Undoes ``enable``, if it was called; returns the model."""
+    given, model = model, _uncompiled(model)
     with _lock:
         record = _enabled.pop(model, None) if isinstance(model, torch.nn.Module) else None
         if record is not None:
             record.switched()
             record.noting.remove()
-            for name in ("generate", "generate_batch"):
+            for name in ("generate", "generate_batch", PREPARE):
                 vars(model).pop(name, None)
-    return model
+    return given
+
+
+def _uncompiled(model: Any) -> Any:
+    """The module inside the wrapper of ``torch.compile``, which delegates ``generate`` to it."""
+    return getattr(model, "_orig_mod", model)
 
 
 def status(model: Any) -> Status:
     """The settings of ``slimkv.enable`` for ``model``, and the counts and cache size of the last ``generate``."""
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"slimkv.status takes a model, not {type(model).__name__}")
-    record = _enabled.get(model)
+    record = _enabled.get(_uncompiled(model))
     return Status(enabled=False) if record is None else record.status
 
 
@@ -150,8 +161,27 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     with counting(record.configs) as counts:
         out = generate(model, *args, **kwargs)
     if isinstance(cache, SlimKVCache):
+        if cache.packed_layers and not any(layer.tokens for layer in cache.packed_layers):
+            warnings.warn(
+                f"{type(model).__name__} stored nothing in the packed cache: its generate used another cache",
+                stacklevel=2,
+            )
         record.status = replace(record.status, calls=counts, size=cache.size())
     return out
+
+
+def _prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The inputs of a step of ``generate``, always with the packed cache.
+
+    Phi-3 drops its cache where its rope switches to long factors, recomputes all tokens and creates a stock cache; the
+    packed cache is reset and refilled instead.
+    """
+    inputs = getattr(type(model), PREPARE)(model, *args, **kwargs)
+    cache = kwargs.get("past_key_values")
+    if model in _enabled and isinstance(cache, SlimKVCache) and inputs.get("past_key_values") is None:
+        cache.reset()
+        inputs["past_key_values"] = cache
+    return inputs
 
 
 def _given(generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Formats by age: which tokens of a cache are stored in which tier, and how they move down as it fills."""
+"""Formats by age: assigns the tokens of a cache to tiers and moves them down as the cache fills."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AGE_POWER = 0.75
 
 
 def tier_formats(config: KVCacheConfig, finest: str, dtype_bytes: int = BF16_BYTES) -> tuple[str, ...]:
-    """The formats of a layer's tiers, oldest (narrowest) first, in a model whose numbers have ``dtype_bytes``."""
+    """The formats of a layer's tiers, oldest (narrowest) first, for a model dtype of ``dtype_bytes`` bytes."""
     if config.memory is None:
         return (*(config.age[age] for age in sorted(config.age, reverse=True)), finest)
     dtype = "bfloat16" if dtype_bytes == BF16_BYTES else "float32"
@@ -45,7 +45,7 @@ def tier_formats(config: KVCacheConfig, finest: str, dtype_bytes: int = BF16_BYT
 
 @dataclass(frozen=True)
 class Drop:
-    """The change of a tier's pages when its first tokens leave: whole rows of blocks go, or single tokens move."""
+    """The change of a tier's pages when its first tokens leave: rows of blocks are freed, or single tokens move."""
 
     rows: int
     moved: tuple[Tensor, Tensor] | None = None  # slots, before and after, of the tokens that stay
@@ -61,7 +61,7 @@ class Costs:
 
 
 def costs_of(layouts: Sequence[PageLayout], heads: int, layers: int, raw_token: int) -> Costs:
-    """The costs of layers that are all alike."""
+    """The costs of ``layers`` identical layers."""
     formats = [(x.spec.key, x.spec.value) for x in layouts]
     return Costs(
         tuple(x.pool_bytes(1, heads) * layers for x in layouts),
@@ -71,7 +71,7 @@ def costs_of(layouts: Sequence[PageLayout], heads: int, layers: int, raw_token: 
 
 
 class Ladder:
-    """The tiers of all layers of a cache: their tables, and the rule by which tokens go from one to the next.
+    """The tiers of all layers of a cache: their tables, and the rule that moves tokens to the next tier.
 
     With ``age``, a token moves when that many newer tokens have followed. With ``memory``, while the cache would exceed
     the budget, the block that loses least precision per byte moves one tier down. A tier is drained from its oldest
@@ -85,10 +85,10 @@ class Ladder:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all tokens."""
+        """Removes all tokens."""
         self.tables: list[SequenceTables] = []  # of each tier
         self.members: list[TieredLayer] = []
-        self.costs: Costs | None = None  # where memory decides
+        self.costs: Costs | None = None  # with a memory budget
         self._steps: tuple[int, list[tuple[int, Step]]] | None = None  # (new tokens, tables) of the last pass
 
     @property
@@ -97,7 +97,7 @@ class Ladder:
         return sum(x.tokens for x in self.tables)
 
     def start(self, formats: tuple[str, ...], tables: Callable[[int], SequenceTables], costs: Costs) -> None:
-        """Takes formats, tables and sizes from the first layer; every other must have the same sizes."""
+        """Sets formats, tables and sizes from the first layer; all other layers must have the same sizes."""
         if not self.tables:
             self.formats, self.tables = formats, [tables(i) for i in range(len(formats))]
             if self.config.memory is not None:
@@ -110,21 +110,19 @@ class Ladder:
                 f"{self.costs.raw_token:,} and {costs.raw_token:,} bytes per token in {self.layers} layers"
             )
 
-    # -- how tokens are divided ----------------------------------------------------------------------------------------
-
     def _budget(self, raw: int) -> float:
-        """Bytes of one sequence that are left for tiers beside ``raw`` first and last tokens in the model's dtype."""
+        """Bytes per sequence left for tiers after ``raw`` first and last tokens in the model's dtype."""
         assert self.costs is not None
         return int(self.config.memory or 0) / self.tables[0].batch - raw * self.costs.raw_token
 
     def _lengths(self, tokens: int, raw: int) -> list[int]:
-        """The number of tokens that each tier holds after a pass: ``tokens`` in all, beside ``raw`` raw ones."""
+        """The number of tokens in each tier after a pass: ``tokens`` in total, not counting ``raw`` raw tokens."""
         lengths = [x.tokens for x in self.tables]
         lengths[-1] += tokens - sum(lengths)
         if self.costs is not None:
             return self._fitting(lengths, raw)
         for number, age in enumerate(sorted(self.config.age), 1):
-            old = len(lengths) - number  # this tier's tokens of that age go to the one before
+            old = len(lengths) - number  # tokens of that age move from this tier to the previous one
             after = sum(lengths[old + 1 :]) + self.config.recent_tokens
             leaving = max(min(lengths[old] + after - age, lengths[old]), 0) // self.block_size * self.block_size
             lengths[old] -= leaving
@@ -154,13 +152,11 @@ class Ladder:
             lengths[best - 1] += leaving
         return lengths
 
-    # -- one forward pass ----------------------------------------------------------------------------------------------
-
     def advance(self, held: int, new: int, raw: int) -> list[tuple[int, Step]]:
         """(tier, tables) for ``new`` tokens, oldest first, in a layer with ``held`` tokens in its tiers.
 
-        ``raw``: tokens that the layer then holds outside its tiers. The first layer to call moves older tokens of every
-        layer down.
+        ``raw``: the layer's tokens outside its tiers after the pass. The first call of a pass moves older tokens of all
+        layers down.
         """
         if self._steps is not None and self._steps[0] == new and held + new == self.tokens:
             return self._steps[1]
@@ -177,7 +173,7 @@ class Ladder:
         return steps
 
     def settle(self, raw: int) -> None:
-        """Moves tokens down where the batch has grown."""
+        """Moves tokens down to stay within the budget after the batch has grown."""
         if self.tables:
             self._demote(self._lengths(self.tokens, raw))
 
@@ -198,7 +194,7 @@ class Ladder:
             first += length
 
     def _drop(self, tables: SequenceTables, count: int) -> Drop:
-        """Forgets a tier's first ``count`` tokens, which end within a block only after a crop."""
+        """Removes a tier's first ``count`` tokens. Their end is not a block boundary only after a crop."""
         rows, left = tables.rows, tables.tokens - count
         if left == 0 or count % self.block_size == 0:
             tables.drop(count)
@@ -208,7 +204,7 @@ class Ladder:
         return Drop(0, (before, tables.slots(0, left).reshape(-1)))
 
     def crop(self, tokens: int) -> None:
-        """Forgets the last ``tokens`` tokens."""
+        """Removes the last ``tokens`` tokens."""
         self._steps = None
         for tables in reversed(self.tables):
             cut = min(tokens, tables.tokens)

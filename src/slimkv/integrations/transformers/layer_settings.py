@@ -29,8 +29,8 @@ class LayerSettings:
     block_size: int
     tables: TableSet
     calibration: Calibration | None = None
-    matrix_index: MatrixIndex | None = None  # of its matrices
-    offsets: Mapping[int, Tensor] = field(default_factory=dict)  # of keys, by layer
+    matrix_index: MatrixIndex | None = None  # for the calibration's matrices
+    offsets: Mapping[int, Tensor] = field(default_factory=dict)  # key offsets by layer
     # mean key and first key of a short pass [2, num_kv_heads, key_dim], by layer; other layers learn from their tokens
     seen_keys: Mapping[int, Tensor] = field(default_factory=dict)
     guard: Guard | None = None  # shared by the caches of a model

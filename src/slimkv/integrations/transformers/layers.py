@@ -37,10 +37,10 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False
     window: int | None = None
     chunked = False
-    tier: int | None = None  # the number of this tier in its layer
+    tier: int | None = None  # the index of a tier in its layer
 
     def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
-        # The base class would assign keys and values, which are views here.
+        # Does not call the base class, which would assign keys and values: they are views here.
         self.format = format
         self.number = number  # of the layer in its model
         self.settings = settings
@@ -126,10 +126,9 @@ class PackedLayer(CacheLayerMixin):
         return returned
 
     def check_scores(self, query: Tensor, softmax_scale: float) -> None:
-        """Compares scores from the keys that the last ``update`` stored with exact ones.
+        """Compares scores from the stored keys of the last ``update`` with exact scores (``slimkv.calibration.guard``).
 
-        See ``slimkv.calibration.guard``. query [batch, num_heads, new, key_dim] is of the same tokens; only the first
-        sequence is compared.
+        query [batch, num_heads, new, key_dim] has the same tokens; only the first sequence is compared.
         """
         key, self._unchecked = self._unchecked, None
         guard = self.settings.guard
@@ -163,7 +162,7 @@ class PackedLayer(CacheLayerMixin):
         self.pool.store(token_rows(key), token_rows(value), slots, chosen)
 
     def _prepare(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Initializes the layer from its first keys and values; raises for tensors that do not fit it."""
+        """Initializes the layer from its first keys and values; raises for tensors that do not match the layer."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise UnsupportedError(
                 "a packed cache does not pass gradients to its keys and values; run the model under torch.no_grad() or "
@@ -197,10 +196,10 @@ class PackedLayer(CacheLayerMixin):
         )  # fmt: skip
 
     def attend_codes(self, query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions) -> Tensor:
-        """query [queries, num_heads, key_dim] -> [queries, num_heads, value_dim]; a step with the same arguments as the
-        last one reuses its plan.
+        """query [queries, num_heads, key_dim] -> [queries, num_heads, value_dim]; reuses the last step's plan if the
+        arguments are the same.
 
-        ``kv`` is the step's: offloading may have moved the layer's own.
+        ``kv`` has the pages of the step: offloading may have moved the pages of the layer.
         """
         plan = self._plan
         if plan is None or not plan.fits(query, kv, batch, options):
@@ -281,7 +280,7 @@ class PackedLayer(CacheLayerMixin):
         """Raises if ``tokens`` tokens cannot be removed."""
 
     def _no_change(self, sequences: Any) -> None:
-        """The tables move the pages; there is nothing else."""
+        """Does nothing: the tables move the pages."""
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _no_change
 

@@ -118,11 +118,11 @@ def token_rows(x: Tensor) -> Tensor:
 
 
 class PackedStates(Tensor):
-    """The keys (or values) behind a ``LazyKV``, as a tensor [batch, num_kv_heads, positions, dim] without storage."""
+    """The keys (or values) of a ``LazyKV``, as a tensor [batch, num_kv_heads, positions, dim] without storage."""
 
     kv: LazyKV
     side: int  # 0 keys, 1 values
-    for_attention: bool = False  # passed to a model's attention, rather than to code that inspects the cache
+    for_attention: bool = False  # for a model's attention, not for code that inspects the cache
 
     @staticmethod
     def __new__(cls, kv: LazyKV, side: int, dim: int, dtype: torch.dtype, device: torch.device) -> PackedStates:
@@ -137,8 +137,17 @@ class PackedStates(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Every operation runs on the decoded tensor."""
-        unwrap = tree_map_only(PackedStates, PackedStates._touched, (args, kwargs or {}))
+        """Runs an operation on the decoded tensor; raises if it would write to it."""
+        kwargs = kwargs or {}
+        if (schema := getattr(func, "_schema", None)) is not None and schema.is_mutable:
+            for number, parameter in enumerate(schema.arguments):
+                x = args[number] if number < len(args) else kwargs.get(parameter.name)
+                if isinstance(x, PackedStates) and parameter.alias_info is not None and parameter.alias_info.is_write:
+                    raise UnsupportedError(
+                        f"{schema.name} writes to keys or values of a packed cache, whose pages would not change: "
+                        "write to a copy (.clone())"
+                    )
+        unwrap = tree_map_only(PackedStates, PackedStates._touched, (args, kwargs))
         return func(*unwrap[0], **unwrap[1])
 
     def _touched(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The mask of the attention function, and how masks apply to pages.
+"""The mask function of ``slimkv`` attention, and the causal patterns that masks are equivalent to.
 
 Fused attention implements causal order, a window and left padding, but takes no mask. Before it runs, the mask must be
 known to be exactly that. A mask from transformers' own functions has a note of how it was made; any other mask is

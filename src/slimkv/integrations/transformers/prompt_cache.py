@@ -62,7 +62,7 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
     count = cache.get_seq_length()
     tokens = _one_sequence(input_ids)
     if count == 0 or len(tokens) < count:
-        raise InputError(f"the cache holds {count} tokens, input_ids has {len(tokens)}: give all that the cache holds")
+        raise InputError(f"the cache holds {count} tokens, input_ids has {len(tokens)}: give all cached tokens")
     config = config_of(model)
     layers: dict[int, LayerPages] = {}
     marks = []
@@ -159,9 +159,6 @@ def _index_pages(layer: Any, heads: int, dtype: torch.dtype, count: int, block_s
 def _rows(states: Tensor) -> Tensor:
     """[1, heads, tokens, dim] -> [tokens, heads, dim] on the CPU."""
     return states[0].transpose(0, 1).contiguous().cpu()
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def load_prompt(

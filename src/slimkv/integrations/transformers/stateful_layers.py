@@ -32,7 +32,7 @@ class _Companion:
         return getattr(self.companion, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Models also assign to the state of an indexer."""
+        """Delegates the companion's attributes: models also assign to the state of an indexer."""
         if name in vars(self.companion).keys() - {"keys", "values", "is_initialized", "dtype", "device"}:
             setattr(self.companion, name, value)
         else:
@@ -44,7 +44,7 @@ class _Companion:
         self.companion.device = key_states.device
 
     def _both(self, name: str, *args: Any) -> None:
-        """A method of the companion, which may refuse it, then of the packed layer."""
+        """Calls a method of the companion, which may raise, then that of the packed layer."""
         getattr(self.companion, name)(*args)
         getattr(super(), name)(*args)
 
@@ -58,11 +58,11 @@ class _Companion:
 
 
 class PackedIndexedLayer(_Companion, PackedLayer):
-    """Full attention whose tokens an indexer picks; the companion has the indexer's keys."""
+    """Full attention to tokens that an indexer selects; the companion has the indexer's keys."""
 
 
 class _Linear(_Companion):
-    """Mixin: linear attention beside packed attention; the companion has its states."""
+    """Mixin: linear attention beside packed attention; the companion has the linear-attention states."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See ``PackedLayer``."""
@@ -73,7 +73,7 @@ class _Linear(_Companion):
         self._map_states(lambda x: x[indices.to(x.device)])
 
     def _map_states(self, change: Callable[[Tensor], Tensor]) -> None:
-        """The stock layer cannot select sequences; of packed layers the tables do."""
+        """Changes the states of all sequences: the stock layer has no method for it. The tables move the pages."""
         for states in (self.companion.conv_states, self.companion.recurrent_states):
             for number, state in states.items():
                 if state is not None:

@@ -70,7 +70,7 @@ def stock_implementation(model: Any, name: str | None) -> str:
 
 
 def layer_number(module: Any) -> int:
-    """The layer whose cache a module reads: its own, or an earlier layer's if they share one."""
+    """The number of the cache layer that a module reads: its own, or that of an earlier layer if they share one."""
     if getattr(module, "is_kv_shared_layer", False):
         return int(module.kv_shared_layer_index)
     return int(module.layer_idx)

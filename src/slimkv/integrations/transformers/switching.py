@@ -1,4 +1,4 @@
-"""Which models currently attend packed pages, their previous attention, and counts of each path."""
+"""The models that currently attend packed pages, their previous attention, and the number of calls per path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Counts:
 
 @dataclass
 class _Switch:
-    """A config whose attention was switched."""
+    """A config with switched attention."""
 
     config: Any
     before: str  # its previous implementation
@@ -63,10 +63,8 @@ def stock_of(config: Any) -> str | None:
 
 
 def count(kind: str, config: Any = None) -> None:
-    """Counts one call for the contexts it belongs to.
-
-    These are the contexts of its model that its own thread opened; if there are none (a worker thread), all contexts of
-    its model.
+    """Counts one call in the contexts that this thread opened for its model, or in all contexts of the model if the
+    thread opened none (a worker thread).
     """
     if not _contexts:
         return

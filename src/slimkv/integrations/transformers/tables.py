@@ -1,4 +1,4 @@
-"""Where the tokens of a batch are stored. One ``SequenceTables`` serves every layer that stores the same tokens.
+"""Slots, block tables and lengths of a batch. One ``SequenceTables`` serves all layers that store the same tokens.
 
 Block ``j`` of sequence ``b`` is block ``(j mod rows) * batch + b`` of the pool: there is no allocator, growing appends
 rows, and reordering the batch is one ``index_select``. Layers with a window reuse their rows as a ring.
@@ -25,7 +25,7 @@ from slimkv.ops import AttentionBatch
 if TYPE_CHECKING:
     from slimkv.integrations.transformers.layers import PackedLayer
 
-AHEAD = 64  # steps of one token whose tables are built together
+AHEAD = 64  # single-token steps per batch of tables
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Step:
 
 
 def lasting() -> Any:
-    """For tensors that outlive a call and are written later, so they must not be inference tensors."""
+    """A context for creating tensors that are written in later calls and so must not be inference tensors."""
     return torch.inference_mode(False)
 
 
@@ -130,7 +130,7 @@ class SequenceTables:
         return self._step
 
     def _reserve(self, tokens: int) -> None:
-        """Makes room for positions ``kept_from .. tokens``."""
+        """Allocates blocks for positions ``kept_from .. tokens``."""
         size = self.block_size
         if self.window is None:
             needed = -(-max(tokens - min(self.pads), 0) // size)
@@ -288,10 +288,7 @@ class SequenceTables:
         chosen = (torch.arange(self.rows, device=self.device)[:, None] * self.batch + index).flatten()
         for member in self._members:
             member.relocate(chosen, torch.arange(len(chosen), device=self.device), len(chosen))
-        if any(self.pads):
-            self.pads = [self.pads[i] for i in index.tolist()]
-        else:
-            self.pads = [0] * len(index)
+        self.pads = [self.pads[i] for i in index.tolist()] if any(self.pads) else [0] * len(index)
         self._pad = self._pad[index]
         self.batch = len(index)
         self._step = self._ahead = self._prefix = self._starts = None

@@ -20,13 +20,13 @@ NOTHING = -1e30  # the log-sum-exp of no keys
 
 @dataclass
 class TieredKV:
-    """First tokens raw, then packed ones of several formats, then last tokens raw."""
+    """Raw first tokens, packed tokens in several formats, and raw last tokens."""
 
     head: Pair  # K, V [batch, num_kv_heads, tokens, dim]
     tiers: list[PagedKV]  # oldest first; with ``fresh``, without the new tokens
     tail: Pair
     new: int = 0  # the number of last tokens that belong to queries
-    fresh: Pair | None = None  # the new tokens, if they are read raw; they follow the others
+    fresh: Pair | None = None  # the new tokens, if attended raw; they follow all other tokens
 
     first = 0
     window = None
@@ -61,7 +61,7 @@ class TieredKV:
         return not (pads and any(pads))
 
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
-        """Each tier fused and raw tokens dense, merged by their log-sum-exps."""
+        """Attends each tier fused and the raw tokens dense, and merges the results by their log-sum-exps."""
         batch, heads, new, _ = query.shape
         plain = replace(options, causal=False, sinks=None, prefill=SIXTEEN_BIT)
         lse = query.new_full((batch, new, heads), NOTHING, dtype=torch.float32)
@@ -74,7 +74,7 @@ class TieredKV:
         return out.to(query.dtype)
 
     def _parts(self, query: Tensor, options: ops.AttendOptions) -> Iterator[tuple[int, int, Pair]]:
-        """(first query, end, (output [batch, queries, heads, dim], log-sum-exp)) of keys that these queries see."""
+        """Yields (first query, end, (output [batch, queries, heads, dim], log-sum-exp)) per set of visible keys."""
         new = query.shape[2]
         past = self.positions - new
         if (raw := self.head[0].shape[2] + self.tail[0].shape[2]) > 0:

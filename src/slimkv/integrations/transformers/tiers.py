@@ -38,7 +38,7 @@ class Tier(PackedLayer):
         self._store(key, value, step, first)
 
     def kv(self, tokens: int) -> PagedKV:
-        """Its first ``tokens`` tokens."""
+        """The first ``tokens`` tokens of the tier."""
         return self._paged(self.tables.prefix(tokens), 0, tokens)
 
 
@@ -52,7 +52,7 @@ class TieredLayer(PackedLayer):
 
     @property
     def ladder(self) -> Ladder:
-        """The ladder, which knows the tier of each token, for all layers of the cache."""
+        """The ladder of the cache, which assigns each token to a tier."""
         return self.settings.tables.ladder
 
     @property
@@ -104,7 +104,7 @@ class TieredLayer(PackedLayer):
         return tier
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """See ``PackedLayer``; tokens that leave the raw last ones are packed at once."""
+        """See ``PackedLayer``; tokens that leave the raw tail are packed at once."""
         self._prepare(key_states, value_states)
         new, past, packed = key_states.shape[2], self.tokens, self.packed_tokens
         raw = self.settings.attends_raw(new)
@@ -168,9 +168,9 @@ class TieredLayer(PackedLayer):
     prefetch = partialmethod(_each, "prefetch")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets tokens: of the tail, then packed ones (which stay packed as the window refills), then the first.
+        """Removes tokens from the tail, then packed tokens (already cropped in the ladder), then first tokens.
 
-        The ladder has cropped the packed ones.
+        Tokens that stay packed are not moved back into the tail.
         """
         if not self.is_initialized:
             return

@@ -19,11 +19,11 @@ from slimkv.integrations.transformers.decoded_attention import probabilities
 from slimkv.integrations.transformers.plugin import observed_attention
 from slimkv.integrations.transformers.stock_attention import layer_number
 
-_SAMPLED = 32  # queries per pass and head whose full attention is computed
+_SAMPLED = 32  # queries per pass and head with full attention probabilities
 _PROBED = 128  # tokens on which the sensitivity of layers is measured
 _NOISE = 0.1  # relative to the attention output: small enough for a linear response, large enough to measure
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-_UNSTABLE_ROPE = ("dynamic", "longrope")  # whose frequencies change with the length
+_UNSTABLE_ROPE = ("dynamic", "longrope")  # frequencies depend on the length
 
 
 def gather_calibration(
@@ -46,7 +46,7 @@ def gather_calibration(
             widths.
         max_positions: the longest context of the statistics; None: that of the model.
         samples: how many windows of how many ids are sampled.
-        seed: of sampled ids.
+        seed: seed of the sampled ids.
         progress: called with a description of each stage.
 
     Returns the calibration, with its statistics on the CPU.
@@ -130,7 +130,7 @@ class _Recorder(QueryListener):
         self._grams: dict[int, Tensor | None] = {}
 
     def at(self, position: int) -> None:
-        """The next pass begins at ``position``."""
+        """Sets the first position of the next pass."""
         self._first = position
 
     def observe(

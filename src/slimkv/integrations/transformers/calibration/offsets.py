@@ -27,9 +27,9 @@ _known: WeakKeyDictionary[torch.nn.Module, Mapping[int, Tensor]] = WeakKeyDictio
 def seen_keys(model: torch.nn.Module, folder: Path | None = None) -> Mapping[int, Tensor]:
     """Mean key and first key of every cache layer: float32 [2, num_kv_heads, key_dim] on the CPU, by layer number.
 
-    Offsets are made of them for each codec. From memory, from ``folder`` (by default slimkv's cache directory), or from
-    a pass of ``TOKENS`` random ids. Empty for a model that cannot read plain ids: its offsets are learnt from the first
-    prompt.
+    Each codec computes its offsets from them. They come from memory, from ``folder`` (by default slimkv's cache
+    directory), or from a pass of ``TOKENS`` random ids. Empty for a model that cannot read plain ids, which learns its
+    offsets from the first prompt.
     """
     if model not in _known:
         folder = folder if folder is not None else cache_dir("offsets")
