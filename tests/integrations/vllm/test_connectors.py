@@ -336,6 +336,39 @@ def test_attention_both_ways_among_image_tokens_is_refused():
         refusals.check_engine(gemma)
 
 
+@pytest.mark.parametrize(
+    ("method", "drafter", "message"),
+    [
+        *((method, "llama", None) for method in refusals.DRAFTERS),
+        ("mtp", "gemma4_mtp", "drafter gemma4_mtp reads the cache of the model it drafts for"),
+        ("extract_hidden_states", "llama", "speculative method 'extract_hidden_states'"),
+        ("tomorrows", "llama", "speculative method 'tomorrows'"),
+    ],
+)
+def test_drafters(method, drafter, message):
+    speculating = engine()
+    model = SimpleNamespace(hf_config=SimpleNamespace(model_type=drafter))
+    speculating.speculative_config = SimpleNamespace(method=method, draft_model_config=model)
+    if message is None:
+        refusals.check_engine(speculating)
+        return
+    with pytest.raises(UnsupportedError, match=message):
+        refusals.check_engine(speculating)
+
+
+def test_every_speculative_method_of_vllm_is_known():
+    """MTP's other names become ``mtp``."""
+    from typing import get_args
+
+    from vllm.config import speculative
+
+    methods = {x for given in get_args(speculative.SpeculativeMethod) for x in get_args(given) or [given]}
+    methods = {x for given in methods for x in get_args(given) or [given]}
+    mtp = set(get_args(speculative.MTPModelTypes)) - {"mtp"}
+    assert methods - mtp == {*refusals.DRAFTERS, "extract_hidden_states"}
+    assert mtp >= set(refusals.SHARING_DRAFTERS)
+
+
 def test_connectors_are_checked_when_the_first_layer_is_made():
     with pytest.raises(UnsupportedError, match="LMCacheConnectorV1"):
         refusals.check_engine(engine("LMCacheConnectorV1"))

@@ -20,6 +20,7 @@ from slimkv.errors import InputError, SlimKVError
 from slimkv.formats import AUTO, CALIBRATED
 from slimkv.spec import CodecSpec, parse_spec
 
+COLD_TIER = "the cold tier"
 KEY = "slimkv"  # the entry of an engine's option that holds the fields of ``KVCacheConfig``
 
 
@@ -36,6 +37,13 @@ def parse_settings(given: object, engine: str, deterministic: str | None = None)
         return replace(config, deterministic=True)
     except SlimKVError as error:
         raise type(error)(f"{deterministic} sets deterministic; {error}") from error
+
+
+def parse_cold_settings(given: object) -> KVCacheConfig:
+    """The configuration of packed host memory under an engine's own attention, which attends in its own way."""
+    config = parse_settings(given, COLD_TIER)
+    config.refuse(COLD_TIER, "fresh", "prefill", "deterministic")
+    return config
 
 
 @lru_cache(maxsize=8)
@@ -97,7 +105,10 @@ class ServedModel:
         format = settings.format_of(layer, num_layers, latent=latent)
         if format == CALIBRATED:
             if layer is None or layer >= num_layers or self.calibration is None:
-                raise InputError(f"slimkv: layer {name or layer} is not in the calibration; give its format in layers")
+                raise InputError(
+                    f"slimkv: layer {name or layer} is not in the calibration, as no drafter's layer is: name its "
+                    f'format, as in {{"format": "k4v4", "layers": {{"0--1": "{CALIBRATED}"}}}}'
+                )
             if (chosen := (self.calibration.formats or {}).get(layer)) is None:
                 raise InputError(
                     f"slimkv: format 'calibrated' takes the widths from {self.calibration.name}, which chose none for "

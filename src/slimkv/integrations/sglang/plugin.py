@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from slimkv.errors import SlimKVError
-from slimkv.integrations.sglang.names import BACKEND, HOST_POOL, LISTENING, cold_settings, is_chosen
+from slimkv.integrations.sglang.names import BACKEND, HOST_POOL, LISTENING, cold_settings, has_settings, is_chosen
 
 DEFAULT_PAGE_SIZE = 64
 
@@ -102,6 +102,10 @@ def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:
         from slimkv.integrations.sglang import refusals
 
         refusals.check_cold_options(server_args)
+    elif has_settings(server_args):
+        from slimkv.integrations.sglang import settings
+
+        settings.refuse_unused(server_args)
 
 
 def _lazy(name: str) -> Callable[..., Any]:

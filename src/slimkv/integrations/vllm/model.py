@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,24 +12,38 @@ from slimkv.calibration.guard import Guard
 from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.config import KVCacheConfig
 from slimkv.errors import UnsupportedError
+from slimkv.formats import AUTO, CALIBRATED
 from slimkv.integrations.serving.model import ServedModel, shared_codec
 from slimkv.integrations.vllm.compat import layer_number, logger, tensor_parallel_rank
 from slimkv.integrations.vllm.connectors import pages_leave_the_engine
 from slimkv.integrations.vllm.settings import parse
 from slimkv.spec import CodecSpec
 
+_DRAFT_MODEL = "draft_model."  # prefix of a draft model's layers
 _DUMMY = "dummy"  # vLLM's load format of random weights
 _guards: dict[int, tuple[Any, Guard]] = {}  # by the id of an engine's config, which is kept alive
 _told: dict[int, Any] = {}  # engines that have logged that their keys are not centred
 
 
 def served_model(vllm_config: Any, settings: KVCacheConfig | None = None) -> ServedModel:
-    """The model of an engine's configuration; ``settings``: by default those of its cache."""
-    model = vllm_config.model_config
+    """The model of an engine's configuration; ``settings``: by default those of its cache.
+
+    ``layers`` and the calibration are the engine's model's, so a draft model does without them.
+    """
+    model, settings = vllm_config.model_config, settings or parse(vllm_config.additional_config)
+    if _is_draft_models(vllm_config):
+        format = AUTO if settings.format == CALIBRATED else settings.format
+        settings = replace(settings, format=format, layers={}, calibration=None)
     return ServedModel(
-        settings or parse(vllm_config.additional_config), str(model.model), model.hf_text_config, model.max_model_len,
+        settings, str(model.model), model.hf_text_config, model.max_model_len,
         tensor_parallel_rank, vllm_config.load_config.load_format == _DUMMY,
     )  # fmt: skip
+
+
+def _is_draft_models(vllm_config: Any) -> bool:
+    """Whether this is the configuration of a draft model, which vLLM makes from the engine's."""
+    speculative, model = getattr(vllm_config, "speculative_config", None), vllm_config.model_config
+    return speculative is not None and speculative.draft_model_config is model is not speculative.target_model_config
 
 
 def find_layer(vllm_config: Any, impl: Any) -> tuple[str, Any]:
@@ -47,10 +62,14 @@ def layer_spec(
     dtype: torch.dtype,
     latent: bool = False,
 ) -> tuple[CodecSpec, int | None]:
-    """The spec of layer ``name``, and its number; None for a drafter's layer, which is in no calibration. A drafter's
-    layers are numbered after the model's layers. ``dims``: of keys and values, or of latents and rope parts.
+    """The spec of layer ``name``, and its number; None for a drafter's layer, which is in no calibration.
+
+    The layers of a draft model have a prefix; those of other drafters are numbered after the model's layers.
+    ``dims``: of keys and values, or of latents and rope parts.
     """
     number = layer_number(name)
+    if name.startswith(_DRAFT_MODEL) and not _is_draft_models(vllm_config):
+        number = None
     own = number if number is not None and number < model.config.num_hidden_layers else None
     raw = str(dtype if dtype.is_floating_point else vllm_config.model_config.dtype)
     return model.layer_spec(number, *dims, raw, latent=latent, name=name), own

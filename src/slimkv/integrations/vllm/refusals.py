@@ -18,6 +18,12 @@ SPARSE = (
     "slimkv packs dense latent attention (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) and the sparse one of models "
     f"whose configuration has index_topk (DeepSeek V3.2, GLM-5), not that of this model; {OWN_BACKEND}"
 )
+# vLLM's speculative methods. The one left out keeps hidden states in the cache (extract_hidden_states).
+DRAFTERS = (
+    "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp", "dflash",
+    "dspark", "custom_class",
+)  # fmt: skip
+SHARING_DRAFTERS = ("gemma4_mtp",)  # by the model type of their configuration
 # The arguments that vLLM passes to an implementation of latent attention.
 LATENT_ARGUMENTS = frozenset(
     {
@@ -45,6 +51,23 @@ def check_engine(vllm_config: Any) -> None:
             "only (--language-model-only, or --limit-mm-per-prompt '{\"image\": 0}'), or use vLLM's own backend"
         )
     check_connectors(vllm_config)
+    check_drafter(getattr(vllm_config, "speculative_config", None))
+
+
+def check_drafter(speculative: Any) -> None:
+    """Raises for speculative decoding other than a drafter whose tokens are verified in order, with its own cache."""
+    if speculative is None:
+        return
+    if speculative.method not in DRAFTERS:
+        raise UnsupportedError(
+            f"slimkv does not know the speculative method {speculative.method!r}; use one of {', '.join(DRAFTERS)}"
+        )
+    drafter = getattr(speculative.draft_model_config, "hf_config", None)
+    if getattr(drafter, "model_type", None) in SHARING_DRAFTERS:
+        raise UnsupportedError(
+            f"the drafter {drafter.model_type} reads the cache of the model it drafts for, which holds packed pages: "
+            "use another drafter"
+        )
 
 
 def check_cache(vllm_config: Any, block_size: int) -> None:

@@ -21,11 +21,15 @@ def wanted(additional_config: object) -> bool:
     return isinstance(additional_config, Mapping) and KEY in additional_config
 
 
+def batch_invariant() -> bool:
+    """Whether vLLM's switch is on."""
+    return bool(int(os.environ.get(BATCH_INVARIANT, "0")))
+
+
 def parse(additional_config: object) -> KVCacheConfig:
     """The engine's whole additional config -> the configuration of its cache."""
     if not isinstance(additional_config, Mapping) or KEY not in additional_config:
         raise InputError(
             f"the attention backend CUSTOM is slimkv's, but the additional config has no {KEY!r} entry; use {EXAMPLE}"
         )
-    invariant = int(os.environ.get(BATCH_INVARIANT, "0"))
-    return parse_settings(additional_config[KEY], "vLLM", f"{BATCH_INVARIANT}=1" if invariant else None)
+    return parse_settings(additional_config[KEY], "vLLM", f"{BATCH_INVARIANT}=1" if batch_invariant() else None)

@@ -12,20 +12,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slimkv.config import KVCacheConfig
+from slimkv.config import KVCacheConfig, unknown_setting
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.cold.band import Band, BandCodec, ColdLayer, bands_of, block_bytes
-from slimkv.integrations.serving.model import KEY, ServedModel, parse_settings
+from slimkv.integrations.serving.model import KEY, ServedModel, parse_cold_settings
 from slimkv.integrations.vllm.cold import compat
 from slimkv.integrations.vllm.cold.layers import HotCache, find_layers
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.integrations.vllm.compat import layer_number, logger
-from slimkv.integrations.vllm.connectors import all_heads, engine_weights
+from slimkv.integrations.vllm.connectors import WEIGHTS, all_heads, engine_weights
 from slimkv.integrations.vllm.model import layer_offset, served_model, whole_offset
+from slimkv.integrations.vllm.settings import BATCH_INVARIANT, batch_invariant
 from slimkv.spec import LatentSpec
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
 from slimkv.wire.model import model_fields
@@ -36,13 +38,24 @@ _FILES = {"type": "SlimKVFileTier", "module_path": "slimkv.integrations.vllm.col
 EXAMPLE = '{"spec_name": "SlimKVOffloadingSpec", "spec_module_path": "slimkv.integrations.vllm.cold", "slimkv": "k4v4"}'
 
 
+# What vLLM reads from the extra config of its offloading connector, and slimkv's own entries.
+_KNOWN = [
+    KEY, WEIGHTS, "cpu_bytes_to_use", "secondary_tiers", "blocks_per_chunk", "block_size", "eviction_policy",
+    "cache_policy_module_path", "backpressure", "offload_prompt_only", "self_describing_kv_events", "store_threshold",
+    "max_tracker_size", "canonical_layout", "spec_name", "spec_module_path",
+]  # fmt: skip
+
+
 def cold_settings(extra_config: Any) -> KVCacheConfig:
-    """The settings of a cold tier, in the extra config of vLLM's offloading connector."""
+    """The settings of a cold tier, in the extra config of vLLM's offloading connector; raises for unknown entries."""
+    for name in extra_config:
+        if name not in _KNOWN:
+            raise InputError(f"the cold tier: {unknown_setting(name, _KNOWN)}")
     if KEY not in extra_config:
         raise InputError(
             f"the cold tier's format is missing: put {KEY!r} into kv_connector_extra_config, as in {EXAMPLE}"
         )
-    return parse_settings(extra_config[KEY], "the cold tier")
+    return parse_cold_settings(extra_config[KEY])
 
 
 class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
@@ -102,11 +115,6 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         """vLLM's ``fs`` tiers, with files that are marked and checked."""
         out = []
         for tier in config.extra_config.get("secondary_tiers") or ():
-            if tier.get("type") != "fs" or "root_dir" not in tier:
-                raise UnsupportedError(
-                    f"the cold tier writes packed blocks to files ({{'type': 'fs', 'root_dir': ...}}); it does not "
-                    f"know {tier}"
-                )
             assert fingerprint is not None
             known = Fingerprint.from_json(fingerprint, "the workers' note")
             folder = Path(tier["root_dir"]) / f"slimkv-{known.hash[:16]}"
@@ -186,6 +194,16 @@ def _cache(config: Any) -> Any:
 
 
 def _refuse(config: Any) -> None:
+    given, size = config.extra_config.get("cpu_bytes_to_use"), 0
+    with suppress(TypeError, ValueError, OverflowError):
+        size = int(given)
+    if size < 1:
+        raise InputError(f"cpu_bytes_to_use must be the cold tier's number of bytes, not {given!r}")
+    if batch_invariant():
+        raise UnsupportedError(
+            f"the cold tier does not work with {BATCH_INVARIANT}=1: answers would depend on which blocks had left the "
+            "cache; leave out one of them"
+        )
     parallel = config.parallel
     for name, size in (
         ("pipeline", parallel.pp_size), ("decode context", parallel.dcp_size), ("prefill context", parallel.pcp_size)
@@ -193,6 +211,15 @@ def _refuse(config: Any) -> None:
         if size > 1:
             raise UnsupportedError(
                 f"the cold tier does not run under {name} parallelism ({size}): use tensor parallelism"
+            )
+    tiers = config.extra_config.get("secondary_tiers") or []
+    if not isinstance(tiers, list):
+        raise InputError(f"secondary_tiers must be a list of tiers, not {tiers!r}")
+    for tier in tiers:
+        if not isinstance(tier, dict) or tier.get("type") != "fs" or not isinstance(tier.get("root_dir"), str):
+            raise UnsupportedError(
+                f"the cold tier writes packed blocks to files ({{'type': 'fs', 'root_dir': ...}}); it does not know "
+                f"{tier!r}"
             )
     if config.canonical_layout:
         raise UnsupportedError("canonical_layout is a layout of vLLM's own blocks, not of packed ones: leave it out")
