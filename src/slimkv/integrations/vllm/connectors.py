@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slimkv.calibration.identity import weights_digest
+from slimkv.config import unknown_setting
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm import compat
 from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS
@@ -24,6 +25,7 @@ WRITER = "vLLM"
 STATED = "slimkv_fingerprint"  # keys of kv_connector_extra_config
 WEIGHTS = "slimkv_weights"
 UNCHECKED = "slimkv_unchecked"
+LEAST_TOKENS = "save_min_tokens"  # of the prompt connector
 # Connectors that move every cache of a layer, the keys of an indexer too; ExampleConnector leaves those behind.
 CARRY_INDEXERS = {
     PROMPTS, compat.NATIVE_OFFLOAD, "SimpleCPUOffloadConnector", "MultiConnector", "NixlConnector", "NixlPullConnector",
@@ -71,16 +73,28 @@ def check_connectors(vllm_config: Any) -> None:
             raise UnsupportedError(
                 "canonical_layout takes blocks apart into rows of tokens, which packed pages do not have: leave it out"
             )
-        if rule is compat.Rule.HANDSHAKE and extra.get("enforce_handshake_compat") is False:
+        if rule is compat.Rule.HANDSHAKE and not extra.get("enforce_handshake_compat", True):
             raise InputError(
                 f"{name}: enforce_handshake_compat must stay on, because a peer with another format or other offsets "
                 "would read packed pages as its own; leave it out"
             )
-        if rule is compat.Rule.FOLDER and compat.FOLDER_KEYS[name] not in extra:
+        if rule is compat.Rule.FOLDER and not isinstance(extra.get(compat.FOLDER_KEYS[name]), str):
             raise InputError(
                 f"{name} needs a folder of its own for packed pages: put {compat.FOLDER_KEYS[name]!r} into its "
                 "kv_connector_extra_config"
             )
+        if name == PROMPTS:
+            _check_prompt_options(extra)
+
+
+def _check_prompt_options(extra: Mapping[str, Any]) -> None:
+    known = [compat.FOLDER_KEYS[PROMPTS], LEAST_TOKENS, WEIGHTS]
+    for option in extra:
+        if option not in known:
+            raise InputError(f"{PROMPTS}: {unknown_setting(option, known)}")
+    least = extra.get(LEAST_TOKENS, 0)
+    if isinstance(least, bool) or not isinstance(least, int) or least < 0:
+        raise InputError(f"{PROMPTS}: {LEAST_TOKENS} must be a number of tokens, not {least!r}")
 
 
 def _is_sparse(model: Any) -> bool:

@@ -113,6 +113,12 @@ class SlimKVImpl(compat.AttentionImpl):
             self._stock.process_weights_after_loading(act_dtype)
             return
         name, layer = find_layer(self._config, self)
+        if self._settings.deterministic:  # vLLM does not say which of their rows are of prompts
+            features = {
+                "attention in chunks": getattr(layer, "attention_chunk_size", None),
+                "--kv-sharing-fast-prefill": self._config.cache_config.kv_sharing_fast_prefill,
+            }
+            refuse("slimkv's deterministic attention", features)
         dims = self.head_size, getattr(layer, "head_size_v", None)
         stored = self.kv_sharing_target_layer_name or name
         self._spec, self._number = layer_spec(self._model, self._config, stored, dims, act_dtype)

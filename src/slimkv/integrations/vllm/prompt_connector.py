@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm.compat import FOLDER_KEYS, KVConnectorBase_V1, KVConnectorMetadata, logger
-from slimkv.integrations.vllm.connectors import PROMPTS
+from slimkv.integrations.vllm.connectors import LEAST_TOKENS, PROMPTS, check_connectors
 from slimkv.integrations.vllm.prompt_pages import Load, PromptPages, Save
 from slimkv.integrations.vllm.settings import EXAMPLE, wanted
 from slimkv.wire import PromptStore
@@ -55,9 +55,10 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
                 f"{PROMPTS} needs one table of blocks for all layers; this model has "
                 f"{len(kv_cache_config.kv_cache_groups)} (hybrid models keep states that files do not hold)"
             )
+        check_connectors(vllm_config)  # workers have done so, the scheduler has no layers
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._folder = Path(extra[FOLDER_KEYS[PROMPTS]])
-        self._least_tokens = int(extra.get("save_min_tokens", 0))
+        self._least_tokens = extra.get(LEAST_TOKENS, 0)
         self._writes = self._kv_transfer_config.is_kv_producer
         self._reads = self._kv_transfer_config.is_kv_consumer
         # Of the scheduler:
