@@ -1,4 +1,4 @@
-"""Names shared by SGLang's processes; every process imports this module, so importing it needs nothing else."""
+"""Names shared by SGLang's processes. Every process imports this module, so importing it loads nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_chosen(server_args: Any) -> bool:
 
 
 def has_settings(server_args: Any) -> bool:
-    """Whether the server's arguments mention slimkv; most do not, and import nothing of it."""
+    """Whether the server's arguments mention slimkv; if not, its other modules need not be imported."""
     return BACKEND in str(server_args.json_model_override_args or "")
 
 

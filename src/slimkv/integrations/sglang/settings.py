@@ -2,7 +2,7 @@
 
 {"slimkv": {"format": "k4v4", "layers": {"0-1": "fp8", "-1": "raw"}}}
 
-With SGLang's own attention, ``cold`` holds those of the pages in host memory: {"slimkv": {"cold": "k4v4"}}
+Under SGLang's own attention, ``cold`` holds those of host memory: {"slimkv": {"cold": "k4v4"}}
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXAMPLE = f'--attention-backend slimkv --page-size 64 {OPTION} \'{{"slimkv": {{"
 
 
 def _overrides(server_args: Any) -> Mapping[str, Any]:
-    """The server's overrides of the model's configuration, slimkv's entry among them."""
+    """The server's overrides of the model's configuration, which include slimkv's entry."""
     text = server_args.json_model_override_args or "{}"
     try:
         given = json.loads(text) if isinstance(text, str) else text
@@ -34,7 +34,7 @@ def _overrides(server_args: Any) -> Mapping[str, Any]:
 
 
 def parse(server_args: Any) -> KVCacheConfig:
-    """The server's arguments -> the configuration of its cache; its defaults where nothing is set."""
+    """The configuration of the cache from the server's arguments; the default without an entry."""
     deterministic = getattr(server_options(server_args), "enable_deterministic_inference", False)
     return parse_settings(
         _overrides(server_args).get(KEY, {}), "SGLang", "--enable-deterministic-inference" if deterministic else None
@@ -42,7 +42,7 @@ def parse(server_args: Any) -> KVCacheConfig:
 
 
 def cold(server_args: Any) -> KVCacheConfig | None:
-    """The configuration of the pages in host memory under SGLang's own attention; None where they are not packed."""
+    """The configuration of a cold tier under SGLang's own attention; None without one."""
     given = _overrides(server_args).get(KEY)
     if not isinstance(given, Mapping) or COLD not in given:
         return None
