@@ -87,15 +87,9 @@ class ServedModel:
         return found
 
     def layer_spec(
-        self,
-        layer: int | None,
-        key_dim: int,
-        value_dim: int | None,
-        raw_dtype: str,
-        *,
-        latent: bool = False,
+        self, layer: int | None, key_dim: int, value_dim: int | None, raw_dtype: str, *, latent: bool = False,
         name: str | None = None,
-    ) -> CodecSpec:
+    ) -> CodecSpec:  # fmt: skip
         """The spec of layer ``layer``; None or a number beyond the model's layers means a drafter's layer.
 
         ``latent``: the layer caches latents of ``key_dim`` and rope parts of ``value_dim`` dimensions. ``name``: for

@@ -86,16 +86,9 @@ class SlimKVAttnBackend(PackedBackend):
 
     @torch.compiler.disable
     def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        batch: Any,
-        save_kv_cache: bool,
-        sinks: Tensor | None = None,
-        **others: Any,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, batch: Any, save_kv_cache: bool,
+        sinks: Tensor | None = None, **others: Any,
+    ) -> Tensor:  # fmt: skip
         """Stores k, v [tokens, num_kv_heads, dim]; attends q [tokens, heads * dim] -> [tokens, heads * value_dim]."""
         refuse_unknown(others)
         step = self.forward_metadata

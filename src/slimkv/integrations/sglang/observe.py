@@ -84,14 +84,9 @@ def answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
 
 
 def gather_calibration(
-    model: str,
-    *,
-    samples: tuple[int, int] = (3, 1024),
-    seed: int = 0,
-    max_positions: int | None = None,
-    progress: Progress = lambda what, done, total: None,
-    **engine_options: Any,
-) -> Calibration:
+    model: str, *, samples: tuple[int, int] = (3, 1024), seed: int = 0, max_positions: int | None = None,
+    progress: Progress = lambda what, done, total: None, **engine_options: Any,
+) -> Calibration:  # fmt: skip
     """Collects statistics in SGLang while it generates windows x ids tokens (``samples``) with ``model``.
 
     Call it from a module that SGLang's processes can import (``if __name__ == "__main__"``).

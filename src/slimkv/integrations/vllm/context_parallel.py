@@ -71,19 +71,9 @@ def shard_tables(sharing: DCPConfig, batch: AttentionBatch, queries: int) -> Sha
 
 
 def attend_shards(
-    query: Tensor,
-    fresh: tuple[Tensor, Tensor],
-    kv: PackedKV,
-    batch: AttentionBatch,
-    tables: ShardTables,
-    group: Any,
-    *,
-    options: ops.AttendOptions,
-    rounding: Rounding | None,
-    raw: bool,
-    out: Tensor,
-    backend: str | None,
-) -> None:
+    query: Tensor, fresh: tuple[Tensor, Tensor], kv: PackedKV, batch: AttentionBatch, tables: ShardTables, group: Any,
+    *, options: ops.AttendOptions, rounding: Rounding | None, raw: bool, out: Tensor, backend: str | None,
+) -> None:  # fmt: skip
     """Attends to the tokens of all ranks.
 
     Args:

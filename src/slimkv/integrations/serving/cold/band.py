@@ -101,15 +101,9 @@ class BandCodec:
     """Encodes and decodes the blocks of a band."""
 
     def __init__(
-        self,
-        model: ServedModel,
-        band: Band,
-        caches: Sequence[HotCache],
-        offsets: Sequence[LayerOffset | None],
-        dtype: torch.dtype,
-        *,
-        positions: bool = True,
-    ) -> None:
+        self, model: ServedModel, band: Band, caches: Sequence[HotCache], offsets: Sequence[LayerOffset | None],
+        dtype: torch.dtype, *, positions: bool = True,
+    ) -> None:  # fmt: skip
         """``positions``: whether the engine reports where blocks begin in a prompt. Without that, matrices by position
         range are not used."""
         self.band, self._caches, self._dtype, self._settings = band, caches, dtype, model.settings

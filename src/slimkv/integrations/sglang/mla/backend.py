@@ -74,17 +74,9 @@ class SlimKVLatentBackend(PackedBackend):
 
     @torch.compiler.disable
     def _forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Any,
-        batch: Any,
-        save_kv_cache: bool,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        **others: Any,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool,
+        q_rope: Tensor | None = None, k_rope: Tensor | None = None, **others: Any,
+    ) -> Tensor:  # fmt: skip
         """Returns [tokens, heads * value_dim], with zeros in padding rows.
 
         Decode and verification pass absorbed queries, prefill passes K and V from ``prepare_prefill_qkv``.

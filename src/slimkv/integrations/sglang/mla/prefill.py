@@ -56,13 +56,9 @@ def plan_prefill(new: list[int], cached: list[int], step: Step, page_size: int, 
 
 
 def attend_prefill(
-    query: Tensor,
-    fresh: tuple[Tensor, Tensor],
-    prefill: Prefill,
-    expand: Callable[[Tensor], tuple[Tensor, Tensor]],
-    scale: float,
-    flash: Callable[..., Any] | None = None,
-) -> Tensor:
+    query: Tensor, fresh: tuple[Tensor, Tensor], prefill: Prefill, expand: Callable[[Tensor], tuple[Tensor, Tensor]],
+    scale: float, flash: Callable[..., Any] | None = None,
+) -> Tensor:  # fmt: skip
     """Attends query [tokens, heads, dim] to ``fresh`` K and V and to cached tokens -> [tokens, heads, value_dim].
 
     ``expand``: returns K and V of cached slots. ``flash``: FlashAttention's function; None: plain torch.
@@ -79,16 +75,9 @@ def attend_prefill(
 
 
 def _flash_attention(
-    flash: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    queries: Lengths,
-    keys: Lengths,
-    scale: float,
-    *,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
+    flash: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, queries: Lengths, keys: Lengths, scale: float,
+    *, causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the output [tokens, heads, value_dim] and log-sum-exp [tokens, heads]."""
     out, lse, *_ = flash(
         q=query, k=key, v=value, cu_seqlens_q=queries[0], cu_seqlens_k=keys[0], max_seqlen_q=queries[1],

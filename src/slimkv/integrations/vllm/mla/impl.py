@@ -38,19 +38,10 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
     _spec: LatentSpec  # once the weights are loaded
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla: Any,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
+        sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str,
+        kv_sharing_target_layer_name: str | None, **mla: Any,
+    ) -> None:  # fmt: skip
         self._config = get_current_vllm_config()
         self._settings = parse(self._config.additional_config)
         check_engine(self._config)
@@ -116,14 +107,9 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         return ops.PackedKV(kv_cache.view(blocks, tokens * size), shared_codec(self._spec, kv_cache.device), layout)
 
     def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
         k_scale: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Stores kv_c_normed [tokens, latent_dim] and k_pe [tokens, 1, rope_dim]; padding has negative slots."""
         if kv_cache.numel() == 0:  # there is no cache while vLLM profiles memory
             return
@@ -146,16 +132,9 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         return out, None
 
     def forward_mha(
-        self,
-        q: Tensor,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_c_and_k_pe_cache: Tensor,
-        attn_metadata: SlimKVMLAMetadata,
-        k_scale: Tensor,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-    ) -> None:
+        self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: SlimKVMLAMetadata, k_scale: Tensor, output: Tensor, output_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Prefill. With ``fresh: codes``, new tokens attend to one another through their codes."""
         if self._fresh_codes and not self._spec.is_lossless_for(str(kv_c_normed.dtype)):
             first = attn_metadata.num_decode_tokens

@@ -46,17 +46,10 @@ class SlimKVMLAMetadataBuilder(compat.MLACommonMetadataBuilder):
         return verified_tokens(vllm_config)
 
     def _build_decode(
-        self,
-        block_table_tensor: Tensor,
-        seq_lens_device: Tensor,
-        max_seq_len: int,
-        query_start_loc_cpu: Tensor,
-        query_start_loc_device: Tensor,
-        num_decode_tokens: int,
-        max_query_len: int,
-        dcp_tot_seq_lens_device: Tensor | None,
-        **kwargs: Any,
-    ) -> SlimKVMLADecodeMetadata:
+        self, block_table_tensor: Tensor, seq_lens_device: Tensor, max_seq_len: int, query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor, num_decode_tokens: int, max_query_len: int,
+        dcp_tot_seq_lens_device: Tensor | None, **kwargs: Any,
+    ) -> SlimKVMLADecodeMetadata:  # fmt: skip
         queries = min(max_query_len, num_decode_tokens)
         longest = min(max_seq_len, block_table_tensor.shape[1] * self.page_size)
         return SlimKVMLADecodeMetadata(
