@@ -62,10 +62,10 @@ def check_drafter(speculative: Any) -> None:
         raise UnsupportedError(
             f"slimkv does not know the speculative method {speculative.method!r}; use one of {', '.join(DRAFTERS)}"
         )
-    drafter = getattr(speculative.draft_model_config, "hf_config", None)
-    if getattr(drafter, "model_type", None) in SHARING_DRAFTERS:
+    drafter = getattr(getattr(speculative.draft_model_config, "hf_config", None), "model_type", None)
+    if drafter in SHARING_DRAFTERS:
         raise UnsupportedError(
-            f"the drafter {drafter.model_type} reads the cache of the model it drafts for, which holds packed pages: "
+            f"the drafter {drafter} reads the cache of the model it drafts for, which holds packed pages: "
             "use another drafter"
         )
 
