@@ -178,6 +178,8 @@ def test_settings(on_cpu):
         (cold_engine(attention_backend="slimkv"), "cold"),
         (cold_engine("k9v9"), "k9v9"),
         (cold_engine({"format": "k4v4", "recent_tokens": 64}), "recent_tokens"),
+        (cold_engine({"fresh": "codes"}), "the cold tier does not support fresh"),
+        (cold_engine({"deterministic": True}), "the cold tier does not support deterministic"),
         (
             cold_engine(json_model_override_args=json.dumps({"slimkv": {"cold": "k4v4", "format": "k4v4"}})),
             "format beside 'cold'",

@@ -294,6 +294,26 @@ def test_what_a_model_asks_and_slimkv_does_not_do(how, message):
         impl(**how)
 
 
+@pytest.mark.parametrize(
+    ("chunk", "fast_prefill", "message"),
+    [
+        (64, False, "attention in chunks"),
+        (None, True, "--kv-sharing-fast-prefill"),
+        (64, True, "attention in chunks, --kv"),
+    ],
+)
+def test_deterministic_attention_needs_to_know_prompts(chunk, fast_prefill, message):
+    """vLLM makes a step's metadata anew for these, without saying which requests are in their prompts."""
+    settings = {"slimkv": {"deterministic": True}}
+    config = VllmConfig(cache_config=CacheConfig(kv_sharing_fast_prefill=fast_prefill), additional_config=settings)
+    with set_current_vllm_config(config):
+        layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
+    module = SimpleNamespace(impl=layer, attention_chunk_size=chunk)
+    config.compilation_config.static_forward_context["model.layers.0.attn"] = module
+    with pytest.raises(UnsupportedError, match=f"deterministic attention does not support {message}"):
+        layer.process_weights_after_loading(torch.float32)
+
+
 @pytest.mark.parametrize("version", ["0.27.1", "0.31.2", "0.33.0", "dev"])
 def test_an_untested_vllm_is_refused(version, monkeypatch):
     monkeypatch.setattr("vllm.__version__", version)

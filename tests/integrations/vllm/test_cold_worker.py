@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,14 +17,14 @@ from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.codec import Codec
 from slimkv.codec.key_offset import wants_offset
 from slimkv.config import KVCacheConfig
-from slimkv.errors import InputError, UnsupportedError
+from slimkv.errors import InputError, SlimKVError, UnsupportedError
 from slimkv.integrations.serving.cold.band import BandCodec, ColdLayer, bands_of, block_bytes
 from slimkv.integrations.serving.cold.rows import LayerRows
 from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.vllm.cold import worker as cold_worker
 from slimkv.integrations.vllm.cold.compat import GPULoadStoreSpec, MLAAttention
 from slimkv.integrations.vllm.cold.layers import HotCache
-from slimkv.integrations.vllm.cold.spec import cold_settings
+from slimkv.integrations.vllm.cold.spec import SlimKVOffloadingSpec, cold_settings
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.spec import CodecSpec, LatentSpec
 
@@ -293,3 +294,47 @@ def test_host_memory_holds_more_tokens(format, tokens, least):
 def test_formats_by_age_are_refused(field):
     with pytest.raises(UnsupportedError, match=f"the cold tier does not support {next(iter(field))}"):
         cold_settings({"slimkv": field})
+
+
+@pytest.mark.parametrize("field", [{"fresh": "codes"}, {"prefill": "16bit"}, {"deterministic": True}])
+def test_how_attention_reads_is_not_the_tiers_to_choose(field):
+    with pytest.raises(UnsupportedError, match=f"the cold tier does not support {next(iter(field))}"):
+        cold_settings({"slimkv": field})
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(InputError, match="no setting 'cpu_bytes'; did you mean 'cpu_bytes_to_use'"):
+        cold_settings({"slimkv": "k4v4", "cpu_bytes": 1 << 30})
+
+
+def cold_config(**extra):
+    """The part of vLLM's offloading configuration that is checked before layers are looked for."""
+    parallel = SimpleNamespace(pp_size=1, dcp_size=1, pcp_size=1)
+    extra = {"slimkv": "k4v4", "cpu_bytes_to_use": 1 << 30, **extra}
+    return SimpleNamespace(extra_config=extra, engine_id="e", parallel=parallel, canonical_layout=False)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        *(
+            ({"cpu_bytes_to_use": size}, "must be the cold tier's number of bytes")
+            for size in (None, "1GiB", 0, -5, [])
+        ),
+        ({"store_threshold": 2}, "no store_threshold"),
+        ({"secondary_tiers": {"type": "fs", "root_dir": "kv"}}, "secondary_tiers must be a list"),
+        ({"secondary_tiers": ["fs"]}, "it does not know 'fs'"),
+        ({"secondary_tiers": [{"type": "fs", "root_dir": 5}]}, "it does not know {'type': 'fs', 'root_dir': 5}"),
+        ({"secondary_tiers": [{"type": "obj", "root_dir": "kv"}]}, "it does not know {'type': 'obj'"),
+    ],
+)
+def test_options_that_the_tier_cannot_follow_are_refused(extra, message):
+    with pytest.raises(SlimKVError, match=re.escape(message)):
+        SlimKVOffloadingSpec(cold_config(**extra))
+
+
+def test_batch_invariance_is_refused(monkeypatch):
+    """A block that has been in host memory is not the block that was computed."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(UnsupportedError, match="does not work with VLLM_BATCH_INVARIANT=1"):
+        SlimKVOffloadingSpec(cold_config())

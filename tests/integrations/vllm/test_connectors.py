@@ -177,8 +177,22 @@ def test_a_prompt_file_holds_latents_and_the_keys_of_their_indexer(tmp_path, mon
 def test_options_that_take_pages_apart_are_refused():
     with pytest.raises(UnsupportedError, match="canonical_layout"):
         check_connectors(engine("OffloadingConnector", canonical_layout=True))
-    with pytest.raises(InputError, match="'shared_storage_path'"):
-        check_connectors(engine("ExampleConnector"))
+    for extra in ({}, {"shared_storage_path": None}, {"shared_storage_path": 5}):
+        with pytest.raises(InputError, match="'shared_storage_path'"):
+            check_connectors(engine("ExampleConnector", **extra))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"save_min_token": 5}, "no setting 'save_min_token'; did you mean 'save_min_tokens'"),
+        *(({"save_min_tokens": x}, "save_min_tokens must be a number of tokens") for x in ("4k", None, -1, 0.5, True)),
+    ],
+)
+def test_options_of_prompt_files_are_checked(extra, message):
+    check_connectors(engine("SlimKVPromptConnector", shared_storage_path="x", save_min_tokens=4096, slimkv_weights="a"))
+    with pytest.raises(InputError, match=message):
+        check_connectors(engine("SlimKVPromptConnector", shared_storage_path="x", **extra))
 
 
 def test_a_folder_is_marked_and_kept_to_its_fingerprint(tmp_path):
@@ -243,8 +257,9 @@ def test_nixl_compares_fingerprints(monkeypatch):
     stock = engine("NixlConnector")
     stock.kv_transfer_config.engine_id = "another"
     assert base_worker.compute_nixl_compatibility_hash(stock, "FLASH_ATTN") == "FLASH_ATTN"
-    with pytest.raises(InputError, match="enforce_handshake_compat must stay on"):
-        check_connectors(engine("NixlConnector", enforce_handshake_compat=False))
+    for off in (False, 0, None, ""):
+        with pytest.raises(InputError, match="enforce_handshake_compat must stay on"):
+            check_connectors(engine("NixlConnector", enforce_handshake_compat=off))
 
 
 def test_weights_that_nobody_knows_are_refused():
@@ -334,6 +349,39 @@ def test_attention_both_ways_among_image_tokens_is_refused():
     gemma.model_config.is_mm_prefix_lm = True
     with pytest.raises(UnsupportedError, match=r"(?s)tokens of an image attend to one another.*text only"):
         refusals.check_engine(gemma)
+
+
+@pytest.mark.parametrize(
+    ("method", "drafter", "message"),
+    [
+        *((method, "llama", None) for method in refusals.DRAFTERS),
+        ("mtp", "gemma4_mtp", "drafter gemma4_mtp reads the cache of the model it drafts for"),
+        ("extract_hidden_states", "llama", "speculative method 'extract_hidden_states'"),
+        ("tomorrows", "llama", "speculative method 'tomorrows'"),
+    ],
+)
+def test_drafters(method, drafter, message):
+    speculating = engine()
+    model = SimpleNamespace(hf_config=SimpleNamespace(model_type=drafter))
+    speculating.speculative_config = SimpleNamespace(method=method, draft_model_config=model)
+    if message is None:
+        refusals.check_engine(speculating)
+        return
+    with pytest.raises(UnsupportedError, match=message):
+        refusals.check_engine(speculating)
+
+
+def test_every_speculative_method_of_vllm_is_known():
+    """MTP's other names become ``mtp``."""
+    from typing import get_args
+
+    from vllm.config import speculative
+
+    methods = {x for given in get_args(speculative.SpeculativeMethod) for x in get_args(given) or [given]}
+    methods = {x for given in methods for x in get_args(given) or [given]}
+    mtp = set(get_args(speculative.MTPModelTypes)) - {"mtp"}
+    assert methods - mtp == {*refusals.DRAFTERS, "extract_hidden_states"}
+    assert mtp >= set(refusals.SHARING_DRAFTERS)
 
 
 def test_connectors_are_checked_when_the_first_layer_is_made():

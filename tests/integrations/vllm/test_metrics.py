@@ -11,7 +11,9 @@ pytest.importorskip("vllm")
 import torch
 from prometheus_client import REGISTRY
 
+from slimkv.errors import InputError
 from slimkv.integrations.vllm.metrics import CacheMetrics, bytes_per_token
+from slimkv.integrations.vllm.model import layer_spec, served_model
 
 pytestmark = pytest.mark.vllm
 
@@ -40,6 +42,28 @@ def test_bytes_per_token():
     assert bytes_per_token(config_of(mixed)) == (2 * (260 + 3 * 132), 4 * 2 * 512)
     assert bytes_per_token(config_of({"slimkv": "c4"}, use_mla=True)) == (4 * 386, 4 * 1152)
     assert bytes_per_token(config_of({"slimkv": "k4v4"}, is_hybrid=True)) is None
+
+
+def test_a_draft_models_layers_are_not_the_models():
+    """In the engine's configuration, and in that of the draft model, to which ``layers`` does not apply."""
+    config = config_of({"slimkv": {"format": "k6v6", "layers": {"3": "fp8"}}})
+    dims, name = (128, 128), "draft_model.model.layers.3.self_attn.attn"
+
+    def spec_of(config, name):
+        spec, number = layer_spec(served_model(config), config, name, dims, torch.bfloat16)
+        return spec.format, number
+
+    assert spec_of(config, "model.layers.3.self_attn.attn") == ("fp8", 3)
+    assert spec_of(config, name) == ("k6v6", None)
+    draft = config_of({"slimkv": {"format": "k6v6", "layers": {"3": "fp8"}}})
+    draft.model_config.hf_text_config.num_hidden_layers = 2
+    draft.speculative_config = SimpleNamespace(
+        draft_model_config=draft.model_config, target_model_config=config.model_config
+    )
+    assert spec_of(draft, "draft_model.model.layers.1.self_attn.attn") == ("k6v6", 1)
+    draft.speculative_config.target_model_config = draft.model_config  # as for n-grams
+    with pytest.raises(InputError, match="the model has layers 0 to 1"):
+        spec_of(draft, "model.layers.1.self_attn.attn")
 
 
 def test_gauges_follow_the_cache():

@@ -1,4 +1,4 @@
-"""Calibration inside a serving engine: the sums that its processes collect, and how they are merged.
+"""Calibration inside a serving engine: collects sums in its processes and merges them.
 
 The engine generates text while a ``QueryListener`` in each process sums the queries and keys of its own layers and
 heads, on the device. ``ListeningPlan.calibrate`` drives the engine and combines the sums of all processes.
@@ -25,16 +25,16 @@ from slimkv.integrations.serving.model import rank_heads
 FRAGMENT = 128  # consecutive sampled tokens
 STEPS = 4  # reported as progress
 Progress = Callable[[str, int, int], None]  # stage, steps done, steps in total
-_BY_HEAD = ("query_moment", "key_mean", "first_key")  # fields of ``LayerStatistics`` that are divided over ranks
+_BY_HEAD = ("query_moment", "key_mean", "first_key")  # fields of ``LayerStatistics`` that ranks share by heads
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """No progress."""
+    """Reports no progress."""
 
 
 @dataclass(frozen=True)
 class ObservedLayer:
-    """One attention layer as a process holds it."""
+    """The part of an attention layer that one process holds."""
 
     num_kv_heads: int
     dim: int
@@ -47,7 +47,7 @@ class QueryListener:
 
     def __init__(self) -> None:
         self.layers: dict[int, ObservedLayer] = {}
-        self.positions = torch.zeros(0, dtype=torch.int64)  # of the tokens that the model is reading
+        self.positions = torch.zeros(0, dtype=torch.int64)  # of the tokens in the current pass
         self.measured: dict[int, gather.MeasuredRotary] = {}
         self.sums: dict[int, gather.LayerSums] = {}
         self._shift = self._probe_tokens = 0
@@ -55,25 +55,25 @@ class QueryListener:
         self._probing = True
 
     def probe(self, shift: int, tokens: int = gather.PROBE_TOKENS) -> None:
-        """The next ``tokens`` tokens are read ``shift`` positions later, and their queries are kept."""
+        """Moves a pass of ``tokens`` tokens by ``shift`` positions and keeps its queries."""
         self._shift, self._probe_tokens = shift, tokens
         self._probes[shift] = {}
 
     def measure(self) -> None:
-        """Fits the rotary embeddings; from now on, inputs are summed."""
+        """Fits the rotary embeddings to the probes; later passes are summed."""
         plain, shifted = self._probes.pop(0), self._probes
         for number, queries in plain.items():
             self.measured[number] = gather.rotary_of_layer(queries, {s: x[number] for s, x in shifted.items()})
         self._probes, self._probing, self._shift = {}, False, 0
 
     def shifted(self, positions: Tensor) -> Tensor:
-        """The positions int [tokens], or [3, tokens] with three equal axes, that the model gets instead of these."""
+        """Adds the probe's shift to positions, int [tokens], or [3, tokens] with three equal axes."""
         positions = positions + self._shift
         self.positions = positions if positions.ndim == 1 else positions[0]
         return positions
 
     def take(self, number: int, query: Tensor, key: Tensor, count: int) -> None:
-        """Takes the inputs of layer ``number`` for the first ``count`` of the tokens that the model is reading.
+        """Adds the inputs of layer ``number`` for the first ``count`` tokens of the pass.
 
         query [tokens, num_heads * dim] and key [tokens, num_kv_heads * dim], flat or by head.
         """
@@ -89,7 +89,7 @@ class QueryListener:
         self.sums[number].add(query, key, self.positions[:count])
 
     def statistics(self, number: int) -> LayerStatistics:
-        """The statistics of a layer's heads in this process."""
+        """The statistics of the heads that this process holds of a layer."""
         layer, sums = self.layers[number], self.sums[number]
         return LayerStatistics(
             sums.query_moment(), layer.value_dim, rotary=sums.rotary, sliding_window=layer.sliding_window,
@@ -97,7 +97,7 @@ class QueryListener:
         )  # fmt: skip
 
     def collect(self, rank: int, ranks: int) -> bytes:
-        """This process's sums by layer; the layers' heads are divided over ``ranks`` processes."""
+        """This process's sums by layer, as bytes; ``ranks`` processes share the heads of each layer."""
         layers = {}
         for number, sums in self.sums.items():
             own = self.statistics(number)
@@ -118,7 +118,7 @@ class ListeningPlan:
 
     config: Any  # of the text model
     probe: list[int]
-    shifts: tuple[int, ...]  # of the probe, 0 first
+    shifts: tuple[int, ...]  # positions by which the probe is moved, 0 first
     first: list[int]  # first token of each fragment, from which the model continues
     fragment: int  # tokens of each fragment, the first included
     seeds: list[int]  # sampling seed of each fragment
@@ -127,7 +127,7 @@ class ListeningPlan:
 
     @classmethod
     def of(cls, config: Any, longest: int, samples: tuple[int, int], seed: int) -> ListeningPlan:
-        """For a text configuration in an engine that takes prompts up to ``longest``."""
+        """The plan for a text configuration in an engine that accepts prompts of up to ``longest`` tokens."""
         declared = int(getattr(config, "max_position_embeddings", None) or longest)
         generator = torch.Generator().manual_seed(seed)
         probe = torch.randint(config.vocab_size, (gather.PROBE_TOKENS,), generator=generator).tolist()
@@ -147,13 +147,13 @@ class ListeningPlan:
         """Runs the probe and the fragments in an engine, and merges the sums of its processes.
 
         Args:
-            engine: its name, for the calibration's source.
-            total_heads: KV heads of a layer on all ranks together.
-            max_positions: the longest context of the statistics; None: that of the model.
+            engine: the name to record as the source.
+            total_heads: KV heads per layer, over all ranks.
+            max_positions: the longest context of the statistics; None: the model's.
             progress: called with a description of each stage.
-            ask: calls a method of every process's listener by name.
-            read: makes the engine read the probe.
-            say: makes it continue from the first token of every fragment.
+            ask: calls a method, by name, of the listener in every process.
+            read: runs the probe through the engine.
+            say: generates every fragment from its first token.
             collect: returns the results of ``QueryListener.collect`` in all processes.
         """
         progress("measuring positions", 1, STEPS)
@@ -173,7 +173,7 @@ class ListeningPlan:
 
 
 def refuse_fixed(fixed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises if engine options are given that calibration sets itself."""
+    """Raises if ``given`` has engine options that calibration sets itself."""
     if clash := sorted(set(fixed) & set(given)):
         raise InputError(f"calibration sets {', '.join(clash)} itself; leave it out of the engine's options")
 
@@ -183,7 +183,7 @@ def merge_ranks(
 ) -> tuple[dict[int, LayerStatistics], dict[int, gather.MeasuredRotary]]:
     """Statistics of whole layers from the results of ``QueryListener.collect`` on tensor- and pipeline-parallel ranks.
 
-    With fewer heads than ranks, several ranks hold the same head and have the same sums.
+    With fewer heads than ranks, several ranks hold copies of a head and return the same sums.
     """
     layers: dict[int, LayerStatistics] = {}
     measured: dict[int, gather.MeasuredRotary] = {}

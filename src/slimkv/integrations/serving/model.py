@@ -1,4 +1,4 @@
-"""The model that an engine serves: the formats of its layers, its calibration, and the share of this rank."""
+"""The model that an engine serves: formats of its layers, its calibration, and this rank's KV heads."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from slimkv.errors import InputError, SlimKVError
 from slimkv.formats import AUTO, CALIBRATED
 from slimkv.spec import CodecSpec, parse_spec
 
+COLD_TIER = "the cold tier"
 KEY = "slimkv"  # the entry of an engine's option that holds the fields of ``KVCacheConfig``
 
 
@@ -38,20 +39,27 @@ def parse_settings(given: object, engine: str, deterministic: str | None = None)
         raise type(error)(f"{deterministic} sets deterministic; {error}") from error
 
 
+def parse_cold_settings(given: object) -> KVCacheConfig:
+    """The configuration of packed host memory under an engine's own attention."""
+    config = parse_settings(given, COLD_TIER)
+    config.refuse(COLD_TIER, "fresh", "prefill", "deterministic")
+    return config
+
+
 @lru_cache(maxsize=8)
 def _load(path: str, model: str) -> Calibration:
-    """Loads a file once for all layers of a process."""
+    """The calibration in a file, loaded once per process."""
     return cached_calibration(model) if path == AUTO else Calibration.load(path)
 
 
 @lru_cache(maxsize=64)
 def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
-    """Layers with the same formats share their tables."""
+    """The codec of a spec; layers with the same spec share it and its tables."""
     return Codec(spec, device)
 
 
 def rank_heads(total: int, held: int, rank: int, ranks: int) -> slice:
-    """Which of a layer's ``total`` KV heads a rank holds: its share, or one head that several ranks replicate."""
+    """The KV heads, of a layer's ``total``, that a rank holds: its share, or one head that several ranks replicate."""
     first = rank * held if total >= ranks else rank * total // ranks
     return slice(first, first + held)
 
@@ -63,9 +71,9 @@ class ServedModel:
     settings: KVCacheConfig
     name: str  # the folder or hub name that the engine loads
     config: Any  # of transformers, of the text model
-    max_positions: int  # of the longest context
+    max_positions: int  # the longest context
     ranks: Callable[[], tuple[int, int]]  # this process's tensor-parallel rank, and the number of ranks
-    random_weights: bool = False  # nothing is saved for later processes
+    random_weights: bool = False  # if so, offsets are not saved for later processes
 
     @cached_property
     def calibration(self) -> Calibration | None:
@@ -79,25 +87,23 @@ class ServedModel:
         return found
 
     def layer_spec(
-        self,
-        layer: int | None,
-        key_dim: int,
-        value_dim: int | None,
-        raw_dtype: str,
-        *,
-        latent: bool = False,
+        self, layer: int | None, key_dim: int, value_dim: int | None, raw_dtype: str, *, latent: bool = False,
         name: str | None = None,
-    ) -> CodecSpec:
-        """The spec of layer ``layer`` (None or beyond the model's layers: a drafter's), called ``name`` in messages.
+    ) -> CodecSpec:  # fmt: skip
+        """The spec of layer ``layer``; None or a number beyond the model's layers means a drafter's layer.
 
-        ``latent``: it caches latents of size ``key_dim`` with rope parts of size ``value_dim``.
+        ``latent``: the layer caches latents of ``key_dim`` and rope parts of ``value_dim`` dimensions. ``name``: for
+        messages.
         """
         settings, num_layers = self.settings, self.config.num_hidden_layers
         settings.check_layers(num_layers)
         format = settings.format_of(layer, num_layers, latent=latent)
         if format == CALIBRATED:
             if layer is None or layer >= num_layers or self.calibration is None:
-                raise InputError(f"slimkv: layer {name or layer} is not in the calibration; give its format in layers")
+                raise InputError(
+                    f"slimkv: layer {name or layer} is not in the calibration, as no drafter's layer is: name its "
+                    f'format, as in {{"format": "k4v4", "layers": {{"0--1": "{CALIBRATED}"}}}}'
+                )
             if (chosen := (self.calibration.formats or {}).get(layer)) is None:
                 raise InputError(
                     f"slimkv: format 'calibrated' takes the widths from {self.calibration.name}, which chose none for "
@@ -115,7 +121,7 @@ class ServedModel:
         return rank_heads(self.calibration.statistics(layer).num_kv_heads, held, *self.ranks())
 
     def matrices(self, layer: int | None, codec: Codec, held: int) -> Tensor | None:
-        """``Calibration.query_aware_matrices`` for the ``held`` KV heads that this rank has; None: plain rounding."""
+        """``Calibration.query_aware_matrices`` of this rank's ``held`` KV heads; None: round to nearest."""
         known = self.calibration
         if known is None or layer is None or layer not in known.layers:
             return None
@@ -126,16 +132,16 @@ class ServedModel:
         return self.settings.center_keys and wants_offset(spec)
 
     def calibrated_offset(self, layer: int | None, codec: Codec, held: int) -> Tensor | None:
-        """The calibration's key offset for the KV heads of a layer that this rank has, on the codec's device."""
+        """The calibration's key offset of this rank's ``held`` KV heads, on the codec's device."""
         known = self.calibration
         if known is None or layer is None or layer not in known.layers:
             return None
         return known.key_offset(layer, codec, self._heads(layer, held))
 
     def layer_offset(self, layer: int | None, spec: CodecSpec, held: int, device: torch.device) -> LayerOffset:
-        """The offset of a layer's keys: from the calibration, from an earlier process, or learnt from the first prompt.
+        """The key offset of a layer: from the calibration, from an earlier process, or learned from the first prompt.
 
-        ``layer``: its number; None for a drafter's, which learns anew in every process.
+        ``layer``: its number; None for a drafter's layer, whose offset is learned anew in every process.
         """
         codec = shared_codec(spec, device)
         known = self.calibrated_offset(layer, codec, held)

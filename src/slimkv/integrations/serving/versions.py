@@ -22,7 +22,7 @@ def check_installed(engine: str, module: str, oldest: Version) -> str:
 
 
 def check_tested(engine: str, module: str, tested: Version) -> str:
-    """The version of an engine that only works in the release it was tested in; raises for any other."""
+    """The version of an engine that slimkv supports in the tested release only; raises for any other."""
     version = _installed(engine, module)
     if version_numbers(version, len(tested)) != tested:
         text = version_text(tested)

@@ -1,4 +1,4 @@
-"""``SlimKVAttnBackend``: attention of SGLang's layers on slimkv's pages."""
+"""``SlimKVAttnBackend``: attention on packed pages for SGLang's layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PREFILL = 1024  # tokens; longer passes run the same kernels
 
 
 class SlimKVAttnBackend(PackedBackend):
-    """Prefill, decode and verification: writes codes through the pool, and attends the pool's pages."""
+    """Prefill, decode and verification: stores codes in the pool's pages and attends to them."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
@@ -33,7 +33,7 @@ class SlimKVAttnBackend(PackedBackend):
         self._window_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         plain = self._plain_pools()
         if isinstance(self.token_to_kv_pool, HybridLinearKVPool):
-            self.token_to_kv_pool.dtype = torch.uint8  # models ask this pool for the dtype of its pages
+            self.token_to_kv_pool.dtype = torch.uint8  # models read the dtype from this pool
         self._config = plain[0].plan.config
         state_in_handshake(model_runner, plain[0].plan)
         self._raw = self._config.reads_fresh_raw(shared_pages=True)
@@ -51,9 +51,9 @@ class SlimKVAttnBackend(PackedBackend):
         self._compile_kernels(model_runner.model, model_runner.dtype, verified)
 
     def _compile_kernels(self, model: torch.nn.Module, dtype: torch.dtype, verified: int) -> None:
-        """Runs every kind of step on a scratch page, once per kind of layer, so that no request waits for a compiler.
+        """Runs every kind of step on a scratch page, once per kind of layer, so that no request waits for compilation.
 
-        The steps are prefill, decode, verification of ``verified`` tokens, and the remainders of cached prompts.
+        The steps are prefill, decode, verification of ``verified`` tokens, and the uncached ends of cached prompts.
         """
         kinds: dict[tuple[object, ...], LayerKind] = {}
         for layer in refusals.attention_layers(model):
@@ -70,7 +70,7 @@ class SlimKVAttnBackend(PackedBackend):
             warm_guard(kind)
 
     def _plain_pools(self) -> list[SlimKVPool]:
-        """The pools behind SGLang's; raises unless they are slimkv's."""
+        """The pools that hold pages, inside SGLang's composite pools; raises unless they are slimkv's."""
         pool = self.token_to_kv_pool
         if isinstance(pool, SWAKVPool):
             found = [pool.full_kv_pool, pool.swa_kv_pool]
@@ -86,17 +86,10 @@ class SlimKVAttnBackend(PackedBackend):
 
     @torch.compiler.disable
     def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        batch: Any,
-        save_kv_cache: bool,
-        sinks: Tensor | None = None,
-        **others: Any,
-    ) -> Tensor:
-        """q [tokens, heads * dim] -> [tokens, heads * value_dim]; k, v [tokens, num_kv_heads, dim] are stored first."""
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, batch: Any, save_kv_cache: bool,
+        sinks: Tensor | None = None, **others: Any,
+    ) -> Tensor:  # fmt: skip
+        """Stores k, v [tokens, num_kv_heads, dim]; attends q [tokens, heads * dim] -> [tokens, heads * value_dim]."""
         refuse_unknown(others)
         step = self.forward_metadata
         assert step is not None
@@ -111,9 +104,9 @@ class SlimKVAttnBackend(PackedBackend):
         return out.view(out.shape[0], -1)
 
     def _store(self, query: Tensor, key: Tensor, value: Tensor, layer: Any, step: Step, slots: Tensor) -> None:
-        """Writes the new tokens and checks their scores (see ``ServedLayer.check_scores``).
+        """Stores the new tokens and checks their scores (``ServedLayer.check_scores``).
 
-        Prefill in pieces narrows ``slots`` to those of a piece, from the first on.
+        When prefill runs in pieces, ``slots`` has those of the first tokens only.
         """
         pool, index, windowed = self._pool_of(layer.layer_id)
         if windowed:
@@ -143,7 +136,7 @@ class SlimKVAttnBackend(PackedBackend):
             )  # fmt: skip
 
     def _pool_of(self, layer_id: int) -> tuple[SlimKVPool, int, bool]:
-        """A layer's pool, its number there, and whether that is the pool of sliding-window layers."""
+        """A layer's pool, its index in the pool, and whether the pool is that of sliding-window layers."""
         pool = self.token_to_kv_pool
         if isinstance(pool, SWAKVPool):
             index, windowed = pool.layers_mapping[layer_id]

@@ -1,8 +1,8 @@
-"""A cold tier under SGLang's own attention: its cache is unchanged, and pages that go to host memory are packed.
+"""A cold tier under SGLang's own attention: the GPU cache is SGLang's, and pages are packed in host memory.
 
-SGLang's host pool of opaque page rows (see ``host_pool``) copies between host memory and a staging slab. Before a copy
-out, pages of SGLang's cache are encoded into the slab; after a copy in, they are decoded from it. Both run on SGLang's
-transfer streams, one for each direction, and each direction has its own half of the slab.
+SGLang's host pool of opaque page rows (see ``host_pool``) copies between host memory and a staging slab. Pages of
+SGLang's cache are encoded into the slab before a copy out, and decoded from it after a copy in. Both run on SGLang's
+transfer streams, one per direction; each direction has its own half of the slab.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from slimkv.integrations.sglang.pool import PackedPool
 from slimkv.integrations.sglang.sizing import served_model
 from slimkv.spec import page_layout
 
-PIECE_BYTES = 64 << 20  # of K and V of a band in the model's dtype that are encoded or decoded at a time
-MAX_BAND_LAYERS = 8  # that are loaded together; attention of the first of them waits for all
-ROW_ALIGNMENT = 128  # of SGLang's copy kernel
+PIECE_BYTES = 64 << 20  # bytes of a band's K and V, in the model's dtype, that are encoded or decoded at a time
+MAX_BAND_LAYERS = 8  # layers that are loaded together; attention of the first waits for all
+ROW_ALIGNMENT = 128  # bytes, required by SGLang's copy kernel
 
 
 def build_host_pool(original: Callable[..., Any], **asked: Any) -> Any:
-    """Around ``build_kv_host_pool``, for slimkv's own pools and for SGLang's."""
+    """Wraps ``build_kv_host_pool``: host memory for slimkv's pools, and for SGLang's if there is a cold tier."""
     pool, server_args = asked["kv_pool"], get_server_args()
     if isinstance(pool, PackedPool):
         return host_pool(pool, pool.get_device_pool_infos()[0].buffer_info, asked)
@@ -42,7 +42,7 @@ def build_host_pool(original: Callable[..., Any], **asked: Any) -> Any:
 
 
 def cold_host_pool(pool: Any, model: ServedModel, asked: dict[str, Any]) -> ColdHostPool:
-    """The host pool of packed pages of SGLang's ``pool``; ``asked``: the arguments of ``build_kv_host_pool``."""
+    """Host memory with packed pages for SGLang's ``pool``; ``asked``: the arguments of ``build_kv_host_pool``."""
     with torch.inference_mode(False):  # tensors outlive the step that creates them
         codecs = band_codecs(pool, model)
         band = codecs[0].band
@@ -57,7 +57,7 @@ def cold_host_pool(pool: Any, model: ServedModel, asked: dict[str, Any]) -> Cold
 
 
 def band_codecs(pool: Any, model: ServedModel) -> list[BandCodec]:
-    """The codecs of bands of as many layers each; raises unless K and V are plain tensors and have one format."""
+    """The codecs of bands with equally many layers; raises unless K and V are plain tensors of one format."""
     if type(pool) is not MHATokenToKVPool:
         raise UnsupportedError(f"slimkv's cold tier does not know SGLang's {type(pool).__name__}: leave out 'cold'")
     info = pool.get_device_pool_infos()[0]
@@ -87,11 +87,11 @@ def band_codecs(pool: Any, model: ServedModel) -> list[BandCodec]:
 
 
 class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
-    """Host memory with packed pages: of each page a row of bytes for every band of layers."""
+    """Host memory with packed pages: one row of bytes per page and band of layers."""
 
     def __init__(self, codecs: Sequence[BandCodec], rows: Any, ratio: float, *args: Any, **kwargs: Any) -> None:
-        """``ratio``: bytes of host memory over those of the cache; SGLang's own pools count tokens."""
-        hot_bytes = codecs[0].tokens * codecs[0].token_bytes()  # of a row's page
+        """``ratio``: bytes of host memory over bytes of the cache; in SGLang's own pools it is a ratio of tokens."""
+        hot_bytes = codecs[0].tokens * codecs[0].token_bytes()  # bytes of the page that a row packs
         super().__init__(rows, ratio * hot_bytes / rows.row_bytes, *args, **kwargs)
         self._codecs, self._piece = codecs, self.device_num_pages // 2
         self.device_slots = self.device_capacity_tokens + self.page_size  # of the cache, not of the slab
@@ -104,7 +104,7 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
         return self.device_slab[band, first : first + pages].unflatten(1, (self._codecs[band].band.heads, -1))
 
     def _pieces(self, host_pages: Tensor, device_pages: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each piece: its pages of host memory, its rows of a half of the slab, its pages of the cache."""
+        """(host pages, rows within a half of the slab, pages of the cache) of each piece."""
         for host, device in zip(host_pages.split(self._piece), device_pages.split(self._piece), strict=True):
             rows = torch.arange(len(host), dtype=host.dtype, device=host.device)  # SGLang's kernel wants one dtype
             yield host, rows, device.to(self.device_slab.device, torch.int64, non_blocking=True)
@@ -112,7 +112,7 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
     def backup_from_device_all_layer_physical(
         self, device_pool: Any, host_indices: Tensor, device_indices: Tensor, io_backend: str
     ) -> None:
-        """Cache -> host memory; the indices are those of pages."""
+        """Copies pages from the cache to host memory; indices count pages."""
         for host, rows, pages in self._pieces(host_indices, device_indices):
             for band, codec in enumerate(self._codecs):
                 codec.encode(pages, 0, self._staging(band, 0, len(pages)))
@@ -121,7 +121,7 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
     def _load_layer_pages(
         self, host_pages: Tensor, device_pages: Tensor, layer_id: int, io_backend: str, *, is_draft: bool
     ) -> None:
-        """Host memory -> cache. SGLang loads layers in order; the first one of a band brings the others."""
+        """Copies pages from host memory to the cache. SGLang loads layers in order; a band's first loads all."""
         band, others = divmod(layer_id, len(self._codecs[0].band.layers))
         if others:
             return

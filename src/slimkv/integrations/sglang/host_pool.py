@@ -1,7 +1,7 @@
-"""SGLang's hierarchical cache with packed pages: a page of a layer moves to host memory and back as one row of bytes.
+"""SGLang's hierarchical cache with packed pages: each page of a layer moves as one row of bytes.
 
-SGLang has host pools for K and V as tensors of tokens, and one for rows of whole pages, codes and scales together,
-which it wrote for another packed cache. The second one treats rows as opaque bytes, so slimkv uses it.
+SGLang's host pools store K and V as tensors of tokens, except one for another packed cache, whose rows are whole pages
+with codes and scales. That pool treats rows as opaque bytes, so slimkv uses it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def page_rows(slab: Tensor, page_size: int) -> PageRowBufferInfo:
 
 
 def device_pool_infos(pool: Any) -> tuple[DevicePoolInfo, ...]:
-    """The interface that SGLang expects of a device pool: where its rows are."""
+    """SGLang's description of the rows of a device pool."""
     check_hooks((HOST_POOL,))
     if not isinstance(pool, MHATokenToKVPool):
         raise UnsupportedError("packed latents have no host memory in SGLang: leave out --enable-hierarchical-cache")
@@ -46,7 +46,7 @@ def device_pool_infos(pool: Any) -> tuple[DevicePoolInfo, ...]:
 def host_pool(
     pool: Any, rows: PageRowBufferInfo, asked: dict[str, Any], kind: Any = MiniMaxM3Nvfp4MainKVPoolHost
 ) -> Any:
-    """The host pool of ``pool``, whose pages move as ``rows``; ``asked``: the arguments of ``build_kv_host_pool``."""
+    """Host memory for ``pool``, whose pages move as ``rows``; ``asked``: the arguments of ``build_kv_host_pool``."""
     if asked.get("mtp_draft_device_pools"):
         raise UnsupportedError("slimkv's host pool excludes a drafter's cache: leave out --enable-hierarchical-cache")
     memory, host_size = get_memory(), asked.get("host_size")

@@ -1,7 +1,7 @@
-"""Metadata shared by the layers of a step: block tables from SGLang's slot table, lengths, and host-side bounds.
+"""Step metadata, shared by all layers: block tables from SGLang's slot table, lengths, and bounds on the host.
 
-Nothing is read back from the device, and there are no loops over requests. SGLang puts decode requests after prefill
-requests. Such a batch is attended in two parts, because split-KV needs the decode requests in one call.
+It needs no device-to-host copy and no loop over requests. SGLang orders decode requests after prefill requests. Such a
+batch is attended in two calls, because split-KV needs the decode requests in one call.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from slimkv.ops import AttentionBatch
 class Part:
     """Consecutive requests attended in one call."""
 
-    rows: slice  # of the step's queries
+    rows: slice  # within the step's queries
     batch: AttentionBatch
-    window_batch: AttentionBatch | None  # the same in the pool of sliding-window layers
-    prompt: bool | None = None  # see ``AttendOptions``; None if it does not matter
+    window_batch: AttentionBatch | None  # the same, with blocks of the pool of sliding-window layers
+    prompt: bool | None = None  # see ``AttendOptions``; None unless deterministic
 
 
 @dataclass
@@ -32,23 +32,23 @@ class Step:
     """One forward pass."""
 
     block_table: Tensor  # int32 [requests, blocks]
-    window_table: Tensor | None  # the same tokens in the pool of sliding-window layers
+    window_table: Tensor | None  # the same, in the pool of sliding-window layers
     seq_lens: Tensor  # int32 [requests], the new tokens included
     parts: tuple[Part, ...]
-    window_slots: Tensor | None = None  # int64 [tokens], where sliding-window layers write
+    window_slots: Tensor | None = None  # int64 [tokens], where sliding-window layers store
     matrix_index: Tensor | None = None  # int32 [tokens], the position range of each token, if a calibration has ranges
 
     @property
     def num_queries(self) -> int:
-        """Rows of queries that belong to a request."""
+        """The number of query rows that belong to a request."""
         return self.parts[-1].rows.stop if self.parts else 0
 
 
 @dataclass
 class BlockTables:
-    """Turns SGLang's slots into blocks.
+    """Derives block tables from SGLang's slots.
 
-    ``req_to_token``: int32 [requests, positions], a token's slot; the tokens of a page have consecutive slots.
+    ``req_to_token``: int32 [requests, positions], the slot of each token; tokens of a page have consecutive slots.
     """
 
     req_to_token: Tensor
@@ -67,8 +67,8 @@ class BlockTables:
         return self._first_slots.shape[1]
 
     def fill(self, requests: Tensor, table: Tensor, window_table: Tensor | None) -> None:
-        """Writes the blocks of ``requests`` to the tables [requests, blocks]. Can be captured in a graph. Entries
-        beyond a sequence's end are stale or zero: valid blocks that are never read.
+        """Writes the blocks of ``requests`` to the tables [requests, blocks]; graphs may capture it. Entries beyond the
+        end of a sequence are stale or zero: valid blocks that are never read.
         """
         slots = self._first_slots[:, : table.shape[1]].index_select(0, requests).clamp_(min=0)
         if window_table is not None:
@@ -78,11 +78,11 @@ class BlockTables:
         table.copy_(slots // self.page_size)
 
     def write_slots(self, out_cache_loc: Tensor) -> Tensor | None:
-        """The slots in the sliding-window pool for the tokens of ``out_cache_loc``."""
+        """The slots of ``out_cache_loc``'s tokens in the sliding-window pool; None without one."""
         return None if self.window_pool is None else self.window_pool.translate_loc_from_full_to_swa(out_cache_loc)
 
     def matrix_index(self, positions: Tensor | None) -> Tensor | None:
-        """positions int64 [tokens] -> the position range of each, int32 [tokens]; None without a calibration."""
+        """The position range of each of ``positions``, int64 [tokens] -> int32 [tokens]; None without a calibration."""
         if self.position_edges is None or positions is None:
             return None
         return matrix_index(positions, self.position_edges)
@@ -110,7 +110,7 @@ def eager_step(batch: Any, tables: BlockTables) -> Step:
 
 
 def verified_tokens(batch: Any) -> int:
-    """Queries of every request of a batch that verifies drafts."""
+    """Queries per request in a batch that verifies drafts."""
     spec = batch.spec_info
     if getattr(spec, "ragged_verify_layout", None) is not None:
         raise UnsupportedError("slimkv verifies equally many tokens of every request: unset SGLANG_RAGGED_VERIFY_MODE")
@@ -128,7 +128,7 @@ def _longest(batch: Any, tables: BlockTables, more: int = 0) -> int:
 def _parts(
     lengths: list[int], table: Tensor, window_table: Tensor | None, seq_lens: Tensor, longest: int, prompt: bool | None
 ) -> tuple[Part, ...]:
-    """One part, or two if single-query requests follow others and the batch is not known to be uniform."""
+    """One part, or two if single-query requests follow longer ones and ``prompt`` is None."""
     count = len(lengths)
     prefills = count
     while prefills and lengths[prefills - 1] == 1 and prompt is None:

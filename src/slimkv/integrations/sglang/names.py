@@ -1,4 +1,4 @@
-"""Names shared by SGLang's processes; every process imports this module, so importing it needs nothing else."""
+"""Names shared by SGLang's processes. Every process imports this module, so importing it loads nothing else."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ def is_chosen(server_args: Any) -> bool:
     return BACKEND in attention_backends_of(resolved_view(server_args))
 
 
+def has_settings(server_args: Any) -> bool:
+    """Whether the server's arguments mention slimkv; if not, its other modules need not be imported."""
+    return BACKEND in str(server_args.json_model_override_args or "")
+
+
 def cold_settings(server_args: Any) -> Any:
-    """``settings.cold``; most servers do not mention slimkv, and import nothing of it here."""
-    if BACKEND not in str(server_args.json_model_override_args or ""):
+    """``settings.cold``."""
+    if not has_settings(server_args):
         return None
     from slimkv.integrations.sglang import settings
 

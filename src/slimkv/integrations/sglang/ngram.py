@@ -1,8 +1,8 @@
 """SGLang's n-gram drafts as chains.
 
-SGLang drafts a tree of continuations: one branch per length of match, padded with children of the root. slimkv verifies
-in causal order, so it keeps the longest path of every tree. The remaining places are padding after the path, which is
-verified like any other token and is harmless.
+SGLang drafts a tree of continuations: one branch per match length, padded with children of the root. slimkv verifies in
+causal order, so it keeps the longest path of each tree and fills the rest with padding, which is verified like any
+other token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DRAFTS = "sglang.srt.speculative.ngram_worker.NGRAMWorker._prepare_draft_tokens
 
 
 def install() -> None:
-    """From now on this process's n-gram drafts are chains."""
+    """Makes this process's n-gram drafts chains."""
 
     def around(original: Callable[..., Any], worker: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
         tokens, mask = original(worker, batch)
@@ -31,13 +31,13 @@ def install() -> None:
 
 
 def chains(tokens: np.ndarray, mask: np.ndarray, each: int) -> tuple[np.ndarray, np.ndarray]:
-    """Drafted trees -> their longest paths.
+    """Replaces drafted trees by their longest paths.
 
     Args:
-        tokens: int [requests * each]; the first of every request is its last accepted one, the tree's root.
-        mask: [requests * each * each]: whether node j of a request is node i or one of its ancestors, which precede it.
+        tokens: int [requests * each]; each request's first one is its last accepted token, the root of the tree.
+        mask: [requests * each * each]: whether node j of a request is node i or an ancestor. Ancestors come first.
 
-    Returns tokens and mask of the same shapes and dtypes; the mask is that of causal order.
+    Returns tokens and a causal mask of the same shapes and dtypes.
     """
     trees = mask.reshape(-1, each, each).astype(bool)
     paths = np.take_along_axis(trees, trees.sum(-1).argmax(-1)[:, None, None], 1)[:, 0]  # [requests, each]

@@ -1,4 +1,4 @@
-"""Calibration inside SGLang: statistics are collected while the stock engine, with its own attention, generates text.
+"""Calibration inside SGLang: collects statistics while the stock engine, with its own attention, generates text.
 
 SGLang's engine calls methods of its schedulers by name (``collective_rpc``), one scheduler for each GPU. While
 ``names.LISTENING`` is in the environment, the plugin hooks that call, and ``Observer`` answers it. The schedulers
@@ -32,14 +32,14 @@ PREFIX = "slimkv_"  # of the methods that the engine calls in its schedulers
 
 
 class Observer(QueryListener):
-    """Collects the inputs of one scheduler's model; its public methods can be called from the engine's process."""
+    """Collects the inputs of one scheduler's model. The engine's process can call its public methods."""
 
     def __init__(self, scheduler: Any) -> None:
         super().__init__()
         self._model = scheduler.tp_worker.model_runner.model
 
     def attach(self) -> None:
-        """Observes every decoder layer from now on."""
+        """Starts observing every decoder layer."""
         from slimkv.integrations.sglang.compat import AttentionType, window_of
         from slimkv.integrations.sglang.refusals import attention_layers
 
@@ -57,7 +57,7 @@ class Observer(QueryListener):
         def shifted(input_ids: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
             return forward(input_ids, self.shifted(positions), *args, **kwargs)
 
-        self._model.forward = shifted  # SGLang calls it past the module's hooks
+        self._model.forward = shifted  # SGLang bypasses the module's hooks
 
     def save(self, folder: str) -> None:
         """Writes the result of ``collect`` to a file in ``folder``."""
@@ -69,12 +69,12 @@ class Observer(QueryListener):
         query: Tensor = kwargs["q"] if "q" in kwargs else args[0]
         key: Tensor | None = kwargs["k"] if "k" in kwargs else args[1]
         count = min(len(query), len(self.positions))
-        if key is not None and count:  # without keys it shares another layer's cache
+        if key is not None and count:  # a layer without keys shares another layer's cache
             self.take(layer.layer_id, query, key, count)
 
 
 def answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Wraps ``Scheduler.handle_rpc_request``, so that methods are looked up in the observer."""
+    """Wraps ``Scheduler.handle_rpc_request``: looks methods up in the observer."""
     if request.method.startswith(PREFIX):
         observer = getattr(scheduler, "_slimkv_observer", None)
         if observer is None:
@@ -84,23 +84,18 @@ def answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
 
 
 def gather_calibration(
-    model: str,
-    *,
-    samples: tuple[int, int] = (3, 1024),
-    seed: int = 0,
-    max_positions: int | None = None,
-    progress: Progress = lambda what, done, total: None,
-    **engine_options: Any,
-) -> Calibration:
-    """Starts SGLang with ``model`` and collects statistics while it generates windows x ids tokens (``samples``).
+    model: str, *, samples: tuple[int, int] = (3, 1024), seed: int = 0, max_positions: int | None = None,
+    progress: Progress = lambda what, done, total: None, **engine_options: Any,
+) -> Calibration:  # fmt: skip
+    """Collects statistics in SGLang while it generates windows x ids tokens (``samples``) with ``model``.
 
     Call it from a module that SGLang's processes can import (``if __name__ == "__main__"``).
 
     Args:
         model: a folder or a hub name.
-        samples: number of windows and of ids in each; they are generated in fragments with ``seed``.
-        max_positions: the longest context of the statistics; None: that of the model.
-        engine_options: of ``sglang.Engine``; give those that the model is served with, ``tp_size`` included.
+        samples: the number of windows, and of ids per window; they are generated in fragments with ``seed``.
+        max_positions: the longest context of the statistics; None: the model's.
+        engine_options: options of ``sglang.Engine``, including ``tp_size``, as the model is served with.
     """
     fixed = {
         "model_path": model, "disable_cuda_graph": True, "disable_radix_cache": True, "disable_overlap_schedule": True,
@@ -153,7 +148,7 @@ def _collect(engine: Any) -> list[bytes]:
 
 
 def _call(engine: Any, method: str, **parameters: Any) -> None:
-    """A method of every scheduler's observer."""
+    """Calls a method of every scheduler's observer."""
     try:
         engine.collective_rpc(PREFIX + method, **parameters)
     except AssertionError as error:  # raised by SGLang, with the scheduler's message

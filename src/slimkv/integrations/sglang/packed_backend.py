@@ -1,4 +1,4 @@
-"""``PackedBackend``: the preparation of steps, shared by attention on packed K and V and on packed latents."""
+"""``PackedBackend``: prepares steps for attention on packed K and V and on packed latents."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from slimkv.integrations.sglang.refusals import DRAFT_BACKEND
 
 
 class PackedBackend(AttentionBackend):
-    """Prepares eager steps and those of CUDA graphs."""
+    """Prepares eager steps and steps in CUDA graphs."""
 
-    _tables: BlockTables  # a subclass makes them
-    _forward: Callable[..., Tensor]  # a subclass attends: all of forward_decode's arguments
+    _tables: BlockTables  # set by the subclass
+    _forward: Callable[..., Tensor]  # attention of the subclass, with the arguments of forward_decode
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -30,27 +30,27 @@ class PackedBackend(AttentionBackend):
         self.forward_metadata: Step | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Before a step outside a graph."""
+        """Called before a step outside a graph."""
         self.forward_metadata = eager_step(forward_batch, self._tables) if forward_batch.batch_size else None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Before graphs of up to ``max_bs`` requests and ``max_num_tokens`` tokens are captured."""
+        """Called before graphs of up to ``max_bs`` requests and ``max_num_tokens`` tokens are captured."""
         self._graph = GraphTables(max_bs, max_num_tokens, self._tables, self.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a graph is captured or replayed: selects the tables that it reads."""
+        """Called before a graph is captured or replayed: selects the tables that it reads."""
         step, _ = self._graph_step(forward_batch)
         self.forward_metadata = step
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Recorded at the start of the graph: updates its tables."""
+        """Captured at the start of the graph: updates its tables."""
         step, more = self._graph_step(forward_batch)
         assert self._graph is not None
         self._graph.fill(forward_batch, step, more)
         self.forward_metadata = step
 
     def _graph_step(self, batch: Any) -> tuple[Step, int]:
-        """The tables of a batch's graph, and the number of tokens that its lengths do not include yet."""
+        """The step of a batch's graph, and the number of tokens that the batch's lengths do not include yet."""
         if self._graph is None:
             raise UnsupportedError("SGLang captures a graph without init_cuda_graph_state")
         if batch.forward_mode.is_decode_or_idle():
@@ -78,10 +78,10 @@ class PackedBackend(AttentionBackend):
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Chains are causal: nothing depends on the drafted tokens."""
+        """Does nothing: chains are causal, so no mask depends on the drafted tokens."""
 
     def support_triton(self) -> bool:
-        """SGLang's Triton helpers may run beside it on a GPU."""
+        """Whether SGLang may use its Triton helpers."""
         return self.device.type == "cuda"
 
 
@@ -95,7 +95,7 @@ def check_pool(pool: Any, expected: type) -> None:
 
 
 def refuse_unknown(others: Mapping[str, Any]) -> None:
-    """Raises for arguments of a model's attention that slimkv does not support."""
+    """Raises for arguments of a model's attention call that slimkv does not support."""
     asked = [name for name, value in others.items() if value is not None and value is not False]
     if asked:
         raise UnsupportedError(f"slimkv does not support these arguments of the model's attention: {', '.join(asked)}")

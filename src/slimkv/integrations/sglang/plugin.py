@@ -1,7 +1,7 @@
-"""How SGLang finds slimkv: the ``sglang.srt.plugins`` entry point, run once in each of its processes.
+"""The ``sglang.srt.plugins`` entry point, which SGLang runs once in each process.
 
-It registers a backend and hooks a few methods. The hooks do nothing unless slimkv is the attention backend, or packs
-the host memory of another one.
+It registers a backend and hooks a few methods. The hooks do nothing unless slimkv is the attention backend or a cold
+tier.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from slimkv.errors import SlimKVError
-from slimkv.integrations.sglang.names import BACKEND, HOST_POOL, LISTENING, cold_settings, is_chosen
+from slimkv.integrations.sglang.names import BACKEND, HOST_POOL, LISTENING, cold_settings, has_settings, is_chosen
 
 DEFAULT_PAGE_SIZE = 64
 
@@ -20,7 +20,7 @@ _CONFIGURATORS = "sglang.srt.model_executor.pool_configurator"
 _DEFAULT = f"{_CONFIGURATORS}.DefaultPoolConfigurator"
 _WINDOWED = f"{_CONFIGURATORS}.HybridSWAPoolConfigurator"
 _POOL_CLASS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
-# SGLang's functions, and slimkv's functions around them, by module and name.
+# SGLang's functions, and slimkv's wrappers by module and name.
 _AROUND = {
     f"{_DEFAULT}.__init__": "sizing.default_init",
     f"{_DEFAULT}._compute_cell_size": "sizing.cell_size",
@@ -31,12 +31,12 @@ _AROUND = {
     _POOL_CLASS: "plugin.pool_class",
     HOST_POOL: "cold.build_host_pool",
 }
-TARGETS = tuple(target for target in _AROUND if target != HOST_POOL)  # without which the cache has the wrong size
+TARGETS = tuple(target for target in _AROUND if target != HOST_POOL)  # without these, the cache has the wrong size
 _RPC = "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request"
 
 
 def register() -> None:
-    """Makes ``--attention-backend slimkv`` known, and sizes and builds its cache when it is chosen."""
+    """Registers ``--attention-backend slimkv`` and the hooks that size and build its cache."""
     from slimkv.integrations.sglang.versions import installed_version
 
     installed_version()
@@ -64,7 +64,7 @@ def register() -> None:
 
 
 def _defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """While SGLang resolves its arguments: sets the default page size, and which graphs it captures."""
+    """Hook of SGLang's argument resolution: sets the default page size, and prefill graphs of latent attention."""
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolved_view
     from sglang.srt.configs.model_config import AttentionArch
 
@@ -78,7 +78,7 @@ def _defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def _prefill_without_graphs(server_args: Any) -> None:
-    """Captures no prefill graphs unless the user asks for them: the number of latents that prefill expands varies."""
+    """Disables prefill graphs unless the user asked for them: the number of latents that prefill expands varies."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
@@ -90,7 +90,7 @@ def _prefill_without_graphs(server_args: Any) -> None:
 
 
 def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """While SGLang resolves its arguments, before it starts any process: raises for unsupported options."""
+    """Hook of SGLang's argument resolution, before any process starts: raises for unsupported options."""
     previous(server_args)
     if is_chosen(server_args):
         from slimkv.integrations.sglang import refusals, settings
@@ -102,10 +102,14 @@ def _check_options(server_args: Any, previous: Callable[[Any], None]) -> None:
         from slimkv.integrations.sglang import refusals
 
         refusals.check_cold_options(server_args)
+    elif has_settings(server_args):
+        from slimkv.integrations.sglang import settings
+
+        settings.refuse_unused(server_args)
 
 
 def _lazy(name: str) -> Callable[..., Any]:
-    """A function of ``slimkv.integrations.sglang``, by module and name, that is imported at its first call."""
+    """The function ``name`` ("module.function") of ``slimkv.integrations.sglang``, imported at the first call."""
     module, _, function = name.partition(".")
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +121,7 @@ def _lazy(name: str) -> Callable[..., Any]:
 
 
 def pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: type) -> type:
-    """Around ``KVCacheConfigurator._resolve_kv_pool_class``."""
+    """Wraps ``KVCacheConfigurator._resolve_kv_pool_class``: the class of slimkv's pool for models that it packs."""
     from slimkv.integrations.sglang.compat import MHATokenToKVPool, MLATokenToKVPool, check_hooks
     from slimkv.integrations.sglang.mla.pool import SlimKVLatentPool
     from slimkv.integrations.sglang.pool import PackedPool, SlimKVPool, bind
@@ -142,7 +146,7 @@ def pool_class(original: Callable[..., type], kvc: Any, *, kind: str, default: t
 
 
 def _create_backend(runner: Any) -> Any:
-    """The backend of a model runner: for latents, or for K and V."""
+    """The backend of a model runner, for K and V or for latents."""
     if runner.use_mla_backend:
         from slimkv.integrations.sglang.mla.backend import SlimKVLatentBackend
 

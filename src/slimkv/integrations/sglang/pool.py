@@ -1,7 +1,7 @@
 """``SlimKVPool``: the pages of SGLang's KV cache, in one slab of bytes with a row per layer and page.
 
-SGLang addresses tokens by slots and hands out whole pages of slots, so slot s is position s % page_size of block
-s // page_size. Padding is written to block 0.
+SGLang addresses tokens by slot and allocates whole pages of slots, so slot s is position s % page_size of block
+s // page_size. Padding goes to block 0.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from slimkv.ops import PackedKV
 
 
 class PackedPool(compat.KVCache):
-    """The common part of pools of K and V and pools of latents: the slab, and its tokens as bytes.
+    """The common part of pools of K and V and of latents: the slab, and copies of its tokens.
 
-    A model's pool is a subclass that knows the model's plan (see ``bind``).
+    Each model gets a subclass with its plan (``bind``).
     """
 
     plan: ClassVar[CachePlan]
@@ -51,7 +51,7 @@ class PackedPool(compat.KVCache):
         sizes = [self.num_blocks * pages.row_bytes for pages in self.layers]
         with self.memory_saver_adapter.region(compat.GPU_MEMORY_TYPE_KV_CACHE), self._memory():
             self._slab = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
-        # SGLang divides memory by the bytes per token that it was told, so both must agree.
+        # SGLang divided memory by the bytes per token that slimkv reported, so both must agree.
         sized = self.plan.token_bytes(self.allocation_label) * self.num_blocks * self.page_size
         if self._slab.nbytes != sized:
             raise UnsupportedError(f"slimkv allocated {self._slab.nbytes} bytes where SGLang was told {sized}")
@@ -90,9 +90,9 @@ class PackedPool(compat.KVCache):
     # -- reading and writing -----------------------------------------------------------------------------------------
 
     def packed(self, index: int) -> PackedKV:
-        """The pool's ``index``-th layer; its key offset may still be learnt.
+        """The pages of the pool's ``index``-th layer, whose key offset may still be unknown.
 
-        Pages from host memory may be under way: the stream then waits for those of this layer.
+        The stream waits for pages of this layer that are being loaded from host memory.
         """
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(index)
@@ -104,7 +104,7 @@ class PackedPool(compat.KVCache):
             ops.copy_tokens(pages, src_loc, tgt_loc, layout=of.layout)
 
     def get_cpu_copy(self, indices: Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Any:
-        """The tokens in slots ``indices`` as rows on the host: per layer, pieces of one tensor each."""
+        """The tokens in slots ``indices`` as rows on the host: per layer, a list of pieces with one tensor each."""
         torch.get_device_module(self.device).synchronize()
         copies = []
         for pages, of in zip(self._pages, self.layers, strict=True):
@@ -145,7 +145,7 @@ class PackedPool(compat.KVCache):
     set_kv_buffer = set_kv_buffer_prefix_valid = set_mla_kv_buffer = _refuse
 
     def get_device_pool_infos(self) -> tuple[Any, ...]:
-        """Where the rows of pages are, for SGLang's hierarchical cache."""
+        """Describes the rows of pages to SGLang's hierarchical cache."""
         from slimkv.integrations.sglang.host_pool import device_pool_infos
 
         return device_pool_infos(self)
@@ -177,24 +177,24 @@ class SlimKVPool(PackedPool, compat.MHATokenToKVPool):
         return self.head_num, self.head_dim, self.v_head_dim
 
     def _init_kv_copy_and_warmup(self) -> None:
-        """SGLang's copy of token rows does not apply; see ``move_kv_cache``."""
+        """Does nothing: ``move_kv_cache`` replaces SGLang's copy of token rows."""
         self._kv_copy_config = None
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """The bytes of the slab; they are not split between K and V, so all are counted as K's."""
+        """The bytes of the slab, counted as K's, because K and V are not separate."""
         return self._slab.nbytes, 0
 
     def store(
         self, index: int, slots: Tensor, key: Tensor, value: Tensor, matrix_index: Tensor | None = None,
         starts: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """key, value [tokens, num_kv_heads, dim] of the pool's ``index``-th layer -> ``slots`` [tokens].
+        """Stores key and value [tokens, num_kv_heads, dim] of the pool's ``index``-th layer in ``slots`` [tokens].
 
-        ``matrix_index`` and ``starts``: see ``ServedLayer.store``.
+        ``matrix_index`` and ``starts``: ``index`` and ``starts`` of ``ServedLayer.store``.
         """
         self.served[index].store(key, value, self.packed(index), slots, matrix_index, starts)
 
 
 def bind(plan: CachePlan, hooks: tuple[str, ...], pool: type[PackedPool] = SlimKVPool) -> type[Any]:
-    """The pool class for one model: SGLang constructs it with the arguments of its own pools."""
+    """The pool class for one model; SGLang constructs it with the arguments of its own pool."""
     return type(pool.__name__, (pool,), {"plan": plan, "hooks": hooks, "__module__": pool.__module__})

@@ -13,7 +13,7 @@ from slimkv.spec import BLOCK_SIZES, TILE_TOKENS
 
 PAGE_SIZES = tuple(size for size in BLOCK_SIZES if size >= TILE_TOKENS)
 CACHE_DTYPES = ("auto", "bf16", "bfloat16")
-# Algorithms whose drafts are chains when topk is 1, and those of them without a draft model.
+# Algorithms whose drafts are chains if topk is 1, and those among them without a draft model.
 CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DSPARK", "NGRAM")
 WITHOUT_MODEL = ("NGRAM",)
 DRAFT_BACKEND = (
@@ -46,7 +46,7 @@ _OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_nvidia_megakernel": ((False, None), "it bypasses the attention backend"),
     "enable_amd_monokernel": ((False, None), "it bypasses the attention backend"),
 }
-# The same between a prefill and a decode engine.
+# The same, if prefill and decode run in different engines.
 _UNTESTED = "it is not tested with packed pages that travel between engines"
 _TRANSFER_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "disaggregation_transfer_backend": (("nixl",), "other transports send K and V apart, or have not been tested"),
@@ -60,7 +60,7 @@ _TRANSFER_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "pp_size": ((1,), _UNTESTED),
     "speculative_algorithm": ((None,), _UNTESTED),
 }
-# The same for a cold tier under SGLang's own attention.
+# The same, for a cold tier under SGLang's own attention.
 _COLD_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     **{name: rule for name, rule in _OPTIONS.items() if rule[1] in (_OWN_POOL, _MOVES_KV)},
     "hicache_storage_backend": _OPTIONS["hicache_storage_backend"],
@@ -81,7 +81,7 @@ def flag(name: str) -> str:
 
 
 def check_options(server_args: Any) -> None:
-    """Raises for server arguments with which slimkv cannot serve."""
+    """Raises for server arguments that slimkv does not support."""
     options = compat.server_options(server_args)
     prefill, decode = compat.attention_backends_of(options)
     if prefill != BACKEND or decode != BACKEND:
@@ -119,12 +119,12 @@ def _check_values(options: Any, table: dict[str, tuple[tuple[Any, ...], str]], w
 
 
 def check_cold_options(server_args: Any) -> None:
-    """Raises for server arguments with which SGLang's host memory cannot be packed."""
+    """Raises for server arguments that a cold tier does not support."""
     _check_values(compat.server_options(server_args), _COLD_OPTIONS, "slimkv's cold tier")
 
 
 def check_cold_model(kvc: Any) -> None:
-    """Raises for a model whose cache is anything but one plain pool of K and V."""
+    """Raises unless the model's cache is one plain pool of K and V."""
     check_parallelism()
     found = {
         "latents": kvc.use_mla_backend,
@@ -140,7 +140,7 @@ def check_cold_model(kvc: Any) -> None:
 
 
 def check_deterministic(server_args: Any, config: KVCacheConfig) -> None:
-    """Raises for options with which outputs would depend on more than their prompts."""
+    """Raises for options with which deterministic output would depend on the batch."""
     if config.deterministic and compat.server_options(server_args).enable_mixed_chunk:
         raise UnsupportedError(
             "deterministic: SGLang does not say which requests of a mixed batch are in their prompts; leave out "
@@ -236,5 +236,5 @@ def check_layers(model: Any, max_head_dim: float = MAX_HEAD_DIM) -> None:
 
 
 def attention_layers(model: Any) -> Iterator[Any]:
-    """The layers of a model that keep K and V in the cache."""
+    """The attention layers of a model that use the cache."""
     return (layer for layer in model.modules() if isinstance(layer, compat.RadixAttention))

@@ -1,6 +1,6 @@
-"""Bytes per token: the formats of a model's layers, and the sizes that SGLang's configurators use.
+"""The formats of a model's layers, and the bytes per token that SGLang's configurators use.
 
-SGLang divides memory by the bytes of the same plan from which the pool allocates, so the two sizes agree.
+SGLang sizes the cache from the same plan that the pool allocates by, so the two agree.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class LayerPages:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one block: the pages of all heads, side by side."""
+        """Bytes of one block: the pages of all heads."""
         return self.num_kv_heads * self.layout.page_bytes
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The pages of every layer of a model's cache on this rank.
+    """The pages of every layer of a model on this rank.
 
-    ``groups`` has one entry per pool that SGLang builds, by its label: None, or ``Full`` and ``SWA``.
+    ``groups``: one entry per pool that SGLang builds, by label: None, or ``Full`` and ``SWA``.
     """
 
     model: ServedModel
@@ -53,20 +53,20 @@ class CachePlan:
         return self.model.settings
 
     def token_bytes(self, label: str | None) -> int:
-        """Bytes of one token in all layers of a pool."""
+        """Bytes per token in all layers of a pool."""
         block = sum(pages.row_bytes for pages in self.groups[label])
         assert block % self.page_size == 0, f"{block} bytes do not divide among {self.page_size} tokens"
         return block // self.page_size
 
     @cached_property
     def position_edges(self) -> tuple[int, ...] | None:
-        """The ends of the position ranges of a calibration; None without one."""
+        """The ends of the calibration's position ranges; None without a calibration."""
         known = self.model.calibration
         return None if known is None else known.position_edges(self.model.max_positions)
 
     @cached_property
     def layers(self) -> dict[int, LayerPages]:
-        """By the layers' numbers in the model."""
+        """All pages by layer number."""
         return {pages.layer: pages for group in self.groups.values() for pages in group}
 
 
@@ -108,7 +108,7 @@ def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:
     """The layers and shapes of each pool that SGLang is going to build."""
     model, (_, ranks), info = kvc.model_config, attention_tp(), kvc.layer_info
     layers = list(range(info.start_layer, info.start_layer + info.num_effective_layers))
-    if kvc.use_mla_backend:  # all heads share them, so every rank holds them
+    if kvc.use_mla_backend:  # every rank holds the latents, which all heads share
         return {None: (layers, (1, model.kv_lora_rank, model.qk_rope_head_dim))}
     heads = model.get_num_kv_heads(ranks)
     if kvc.is_hybrid_swa:
@@ -126,11 +126,11 @@ def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:
 
 # -- hooks around SGLang's configurators ------------------------------------------------------------------------------
 
-_plans: dict[int, tuple[Any, CachePlan]] = {}  # by the id of a configurator, which is kept alive
+_plans: dict[int, tuple[Any, CachePlan]] = {}  # by id of the configurator, which is kept alive
 
 
 def packs(kvc: Any) -> bool:
-    """Whether this configurator's cache is slimkv's: it is switched on, and this is not a draft's cache."""
+    """Whether slimkv packs this configurator's cache: it is the backend, and the cache is not a drafter's."""
     return not kvc.is_draft_worker and is_chosen(kvc.server_args)
 
 
@@ -142,7 +142,7 @@ def plan_of(kvc: Any) -> CachePlan:
 
 
 def sized_plan(kvc: Any) -> CachePlan:
-    """The plan with which SGLang divided memory; raises if SGLang did not use one."""
+    """The plan by which SGLang sized the cache; raises if there is none."""
     if id(kvc) not in _plans:
         raise UnsupportedError(
             "SGLang sized its KV cache without asking slimkv for the bytes per token; slimkv does not know how this "
@@ -172,16 +172,16 @@ def default_init(original: Callable[..., None], configurator: Any, kvc: Any) -> 
 
 
 def _draft_layers(kvc: Any) -> int:
-    """Layers of a draft whose cache is as large as the model's, in tokens."""
+    """The layers of a drafter whose cache has as many tokens as the model's."""
     if kvc.spec_algorithm.is_dflash_family() and not kvc.dflash_draft_cell_size_per_token:
-        return int(kvc.spec_aux_config.dflash_draft_num_layers or 0)  # else SGLang has added the draft's own bytes
+        return int(kvc.spec_aux_config.dflash_draft_num_layers or 0)  # else SGLang has added the drafter's bytes
     if not (kvc.spec_algorithm.is_eagle() or kvc.spec_algorithm.is_standalone()):
         return 0
     return int(kvc.spec_aux_config.eagle_draft_num_layers or 0)
 
 
 def _unpacked_bytes(kvc: Any) -> int:
-    """Bytes of a token in one layer of a cache in the model's dtype."""
+    """Bytes per token in one layer of a cache in the model's dtype."""
     model, (_, ranks) = kvc.model_config, attention_tp()
     if kvc.use_mla_backend:
         return (model.kv_lora_rank + model.qk_rope_head_dim) * kvc.kv_cache_dtype.itemsize

@@ -1,7 +1,7 @@
-"""Prefill and decode in different engines: packed pages travel, and both must mean the same by their bytes.
+"""Prefill and decode in different engines: both must read the transferred pages in the same way.
 
-Before a page is sent, SGLang's decode engine compares the name of its cache's dtype with that of the prefill engine,
-and stops if they differ. slimkv's name has the formats, the number of ranks and the fingerprint.
+Before a transfer, SGLang's decode engine compares the name of its cache's dtype with that of the prefill engine and
+stops if they differ. slimkv puts the formats, the number of ranks and the fingerprint into that name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WRITER = "SGLang"
 
 
 def state_in_handshake(runner: Any, plan: CachePlan) -> None:
-    """Gives the cache of a model runner the name that peers compare, if its pages leave the engine."""
+    """Sets the name that peers compare, if pages leave the engine."""
     if not plan.transfers:
         return
     found = fingerprint(runner, plan)
@@ -32,7 +32,7 @@ def state_in_handshake(runner: Any, plan: CachePlan) -> None:
 
 
 def fingerprint(runner: Any, plan: CachePlan) -> Fingerprint:
-    """Of the layers of this process, with the KV heads of all ranks."""
+    """The fingerprint of this process's layers, with the KV heads of all ranks."""
     served, dtype = plan.model, str(runner.dtype).removeprefix("torch.")
     weights = weights_digest(served.name)
     if weights is None:

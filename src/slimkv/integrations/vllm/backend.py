@@ -1,4 +1,4 @@
-"""``SlimKVBackend``: the interface that vLLM queries before it runs, mainly for sizes."""
+"""``SlimKVBackend``: the class that vLLM asks for sizes, layouts and supported features before it runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class PackedBackend:
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = page_sizes.CACHE_DTYPES
     codec_spec: ClassVar[CodecSpec | None] = None
-    held: ClassVar[str] = "cache"  # the contents of the cache, for messages
+    held: ClassVar[str] = "cache"  # what layers store, for messages
     preferred_block: ClassVar[int] = page_sizes.PREFERRED_BLOCK
-    cross_layer_blocks: ClassVar[bool] = False  # whether a block of all layers must lie side by side
+    cross_layer_blocks: ClassVar[bool] = False  # whether a block of all layers must be contiguous
     is_supported_spec = staticmethod(compat.is_supported_spec)
-    impl: ClassVar[type]  # runs a layer's attention
-    builder: ClassVar[type]  # builds the metadata of a step
+    impl: ClassVar[type]  # runs one layer's attention
+    builder: ClassVar[type]  # builds a step's metadata
 
     @classmethod
     def get_impl_cls(cls) -> Any:
@@ -43,7 +43,7 @@ class PackedBackend:
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """The accepted memory orders, preferred first."""
+        """The accepted memory layouts, preferred first."""
         return (compat.CROSS_LAYER_LAYOUT,) if cls.cross_layer_blocks else compat.LAYOUTS
 
     @staticmethod
@@ -64,7 +64,7 @@ class PackedBackend:
 
     @classmethod
     def customize_spec(cls, spec: compat.AttentionSpec) -> compat.AttentionSpec:
-        """Bytes of cache per token of this layer."""
+        """The layer's cache spec with its packed bytes per token."""
         if spec.state_content_bytes is not None:
             return spec
         if not cls.is_supported_spec(spec):
@@ -78,7 +78,7 @@ class PackedBackend:
 
 
 class SlimKVBackend(PackedBackend, compat.AttentionBackend):
-    """Attention on packed pages. A layer's class is a subclass that knows its format (``backend_for_spec``)."""
+    """Attention on packed pages. Each layer gets a subclass for its format (``backend_for_spec``)."""
 
     preferred_block: ClassVar[int] = page_sizes.PREFERRED_DENSE_BLOCK
     impl, builder = SlimKVImpl, SlimKVMetadataBuilder
@@ -86,7 +86,7 @@ class SlimKVBackend(PackedBackend, compat.AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """All types; encoder and cross attention use vLLM's own backend."""
+        """All types: encoder and cross attention run on vLLM's own backend."""
         return attn_type in list(compat.AttentionType)
 
     @classmethod
@@ -94,10 +94,10 @@ class SlimKVBackend(PackedBackend, compat.AttentionBackend):
         return True
 
     supports_sliding_window = supports_sink = _yes
-    supports_non_causal = _yes  # drafters of whole blocks, whose tokens attend to one another in both directions
+    supports_non_causal = _yes  # block drafters, whose tokens attend in both directions
     supports_batch_invariance = _yes  # VLLM_BATCH_INVARIANT sets ``deterministic``
 
     @classmethod
     def customize_spec(cls, spec: compat.AttentionSpec) -> compat.AttentionSpec:
-        """See ``PackedBackend``; layers of vLLM's own backend keep their size."""
+        """See ``PackedBackend``; layers that run on vLLM's own backend keep their spec."""
         return spec if compat.is_delegated(spec) else super().customize_spec(spec)

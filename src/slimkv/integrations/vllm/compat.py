@@ -1,6 +1,6 @@
 """The parts of vLLM that slimkv uses; no other module checks versions.
 
-Importing this module checks the installation: any release but the tested one raises an error with its version.
+Importing this module raises an error unless the tested release is installed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _stated: dict[str, str] = {}  # fingerprints in NIXL's handshakes, by engine id
 
 
 def state_in_handshake(engine_id: str, fingerprint: str) -> None:
-    """Adds ``fingerprint`` to the hash that peers of NIXL compare before one reads from the other."""
+    """Adds ``fingerprint`` to the hash that NIXL peers compare before one reads from the other."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
     plain = base_worker.compute_nixl_compatibility_hash
@@ -99,9 +99,9 @@ NATIVE_OFFLOAD = "OffloadingConnector"
 IN_MEMORY_SPEC = "CPUOffloadingSpec"  # of the native offload; others have tiers that outlive the engine
 TIERING_SPEC = "TieringOffloadingSpec"
 COLD_SPEC = "SlimKVOffloadingSpec"  # slimkv's own: packs the blocks that leave vLLM's cache
-# The tokens of a block and head lie together; preferred first.
+# Layouts in which the tokens of a block and head are contiguous, preferred first.
 LAYOUTS = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.LHBNC, KVCacheLayout.BHLNC)
-CROSS_LAYER_LAYOUT = KVCacheLayout.BLHNC  # a block of all layers, which the native offload copies as one piece
+CROSS_LAYER_LAYOUT = KVCacheLayout.BLHNC  # the native offload copies a block of all layers at once
 
 _DELEGATED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
 _PACKS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -113,12 +113,12 @@ def is_delegated(spec: object) -> bool:
 
 
 def is_supported_spec(spec: object) -> bool:
-    """Whether slimkv knows how such layers use their cache; subclasses may use it differently."""
+    """Whether slimkv supports layers with this cache spec; a subclass may use its cache differently."""
     return type(spec) in _PACKS
 
 
 def stock_backend(head_size: int, attn_type: str) -> type[AttentionBackend]:
-    """The backend vLLM itself would take for a kind of attention that keeps no growing cache."""
+    """The backend that vLLM itself would choose for encoder or cross attention."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -139,18 +139,18 @@ def stock_backend(head_size: int, attn_type: str) -> type[AttentionBackend]:
 
 
 def layout_is_chosen() -> bool:
-    """Whether the user has chosen the order of blocks and layers in memory."""
+    """Whether the user chose the cache's memory layout."""
     return envs.VLLM_KV_CACHE_LAYOUT is not None
 
 
 def tensor_parallel_rank() -> tuple[int, int]:
-    """This process's rank among those that share the layers' heads, and how many there are."""
+    """This process's tensor-parallel rank, and the number of ranks."""
     group = get_tp_group()
     return group.rank_in_group, group.world_size
 
 
 def tensor_parallel_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """``tensor``, on the CPU, of every rank that shares the layers' heads; all of them must call it."""
+    """``tensor``, on the CPU, of every tensor-parallel rank; all ranks must call it."""
     group = get_tp_group()
     found = [torch.empty_like(tensor) for _ in range(group.world_size)]
     torch.distributed.all_gather(found, tensor.contiguous(), group=group.cpu_group)
@@ -158,7 +158,7 @@ def tensor_parallel_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def forward_metadata(layer_name: str) -> Any:
-    """The metadata of the running step for a layer; None while vLLM profiles memory."""
+    """The current step's metadata for a layer; None while vLLM profiles memory."""
     steps = get_forward_context().attn_metadata
     return steps.get(layer_name) if isinstance(steps, dict) else steps
 

@@ -1,8 +1,8 @@
 """Which KV connectors may carry packed pages, checked when an engine starts.
 
-A connector moves bytes and does not know their format: pages read in another format give wrong answers without an
-error. So everything that leaves the engine carries a fingerprint. A shared folder is marked with it, NIXL's handshake
-compares it, and for other connectors between processes the user states it on both sides.
+A connector moves bytes without knowing their format, and pages read in another format give wrong answers without an
+error. Everything that leaves the engine therefore carries a fingerprint: a shared folder is marked with it, NIXL's
+handshake compares it, and for other connectors between processes the user states it on both sides.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slimkv.calibration.identity import weights_digest
+from slimkv.config import unknown_setting
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm import compat
 from slimkv.integrations.vllm.page_sizes import KERNEL_BLOCKS
@@ -24,7 +25,8 @@ WRITER = "vLLM"
 STATED = "slimkv_fingerprint"  # keys of kv_connector_extra_config
 WEIGHTS = "slimkv_weights"
 UNCHECKED = "slimkv_unchecked"
-# Connectors that move every cache of a layer, the keys of an indexer too; ExampleConnector leaves those behind.
+LEAST_TOKENS = "save_min_tokens"  # of the prompt connector
+# Connectors that move all caches of a layer, including an indexer's keys, which ExampleConnector omits.
 CARRY_INDEXERS = {
     PROMPTS, compat.NATIVE_OFFLOAD, "SimpleCPUOffloadConnector", "MultiConnector", "NixlConnector", "NixlPullConnector",
     "NixlPushConnector",
@@ -32,7 +34,7 @@ CARRY_INDEXERS = {
 
 
 def connectors(vllm_config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(name, extra config) of every connector the engine uses, those inside a MultiConnector included."""
+    """(name, extra config) of every connector, including those inside a MultiConnector."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return
@@ -47,7 +49,7 @@ def _with_children(name: str, extra: Mapping[str, Any]) -> Iterator[tuple[str, M
 
 
 def check_connectors(vllm_config: Any) -> None:
-    """Raises for connectors that cannot carry packed pages, and for unknown ones unless the user vouches for them."""
+    """Raises for connectors that cannot carry packed pages, and for unknown ones that the user did not vouch for."""
     sparse = _is_sparse(vllm_config.model_config)
     for name, extra in connectors(vllm_config):
         rule, why = compat.CONNECTORS.get(name, (None, ""))
@@ -71,25 +73,37 @@ def check_connectors(vllm_config: Any) -> None:
             raise UnsupportedError(
                 "canonical_layout takes blocks apart into rows of tokens, which packed pages do not have: leave it out"
             )
-        if rule is compat.Rule.HANDSHAKE and extra.get("enforce_handshake_compat") is False:
+        if rule is compat.Rule.HANDSHAKE and not extra.get("enforce_handshake_compat", True):
             raise InputError(
                 f"{name}: enforce_handshake_compat must stay on, because a peer with another format or other offsets "
                 "would read packed pages as its own; leave it out"
             )
-        if rule is compat.Rule.FOLDER and compat.FOLDER_KEYS[name] not in extra:
+        if rule is compat.Rule.FOLDER and not isinstance(extra.get(compat.FOLDER_KEYS[name]), str):
             raise InputError(
                 f"{name} needs a folder of its own for packed pages: put {compat.FOLDER_KEYS[name]!r} into its "
                 "kv_connector_extra_config"
             )
+        if name == PROMPTS:
+            _check_prompt_options(extra)
+
+
+def _check_prompt_options(extra: Mapping[str, Any]) -> None:
+    known = [compat.FOLDER_KEYS[PROMPTS], LEAST_TOKENS, WEIGHTS]
+    for option in extra:
+        if option not in known:
+            raise InputError(f"{PROMPTS}: {unknown_setting(option, known)}")
+    least = extra.get(LEAST_TOKENS, 0)
+    if isinstance(least, bool) or not isinstance(least, int) or least < 0:
+        raise InputError(f"{PROMPTS}: {LEAST_TOKENS} must be a number of tokens, not {least!r}")
 
 
 def _is_sparse(model: Any) -> bool:
-    """Whether layers attend the tokens that an indexer picks, whose keys are in a cache of their own."""
+    """Whether an indexer, with a cache for its own keys, picks the tokens that layers attend to."""
     return getattr(getattr(model, "hf_text_config", None), "index_topk", None) is not None
 
 
 def check_fingerprints(vllm_config: Any, block_size: int) -> None:
-    """Marks and checks the folders that connectors share, and what the user states of the others."""
+    """Marks and checks the folders that connectors share, and checks the fingerprints that the user states."""
     needing = [(name, extra) for name, extra in connectors(vllm_config) if _leaves_the_engine(name, extra)]
     if not needing:
         return
@@ -106,7 +120,7 @@ def check_fingerprints(vllm_config: Any, block_size: int) -> None:
 
 
 def pages_leave_the_engine(vllm_config: Any) -> bool:
-    """Whether other processes, or later ones, read the pages of this engine."""
+    """Whether other processes, running now or later, read this engine's pages."""
     return any(_leaves_the_engine(name, extra) for name, extra in connectors(vllm_config))
 
 
@@ -120,7 +134,7 @@ def _leaves_the_engine(name: str, extra: Mapping[str, Any]) -> bool:
 
 
 def _places(name: str, extra: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """The folders a connector shares, and whether it reaches anything else."""
+    """The folders that a connector shares, and whether it also sends pages elsewhere."""
     if name in compat.FOLDER_KEYS:
         return [extra[compat.FOLDER_KEYS[name]]], False
     if name == compat.NATIVE_OFFLOAD and extra.get("spec_name") == compat.TIERING_SPEC:
@@ -131,7 +145,8 @@ def _places(name: str, extra: Mapping[str, Any]) -> tuple[list[str], bool]:
 
 
 def _state_in_handshake(vllm_config: Any, fingerprint: Fingerprint) -> None:
-    """Requires equal tensor parallelism of peers: otherwise vLLM would split blocks by heads, which is untested."""
+    """Puts fingerprint and number of ranks into NIXL's handshake: between unequal numbers vLLM would split blocks by
+    heads, which is untested."""
     formats = ",".join(sorted({layer.format for layer in fingerprint.layers}))
     ranks = vllm_config.parallel_config.tensor_parallel_size
     stated = f"slimkv {formats}, {ranks} ranks, fingerprint {fingerprint.hash}"
@@ -155,7 +170,7 @@ def _check_stated(name: str, extra: Mapping[str, Any], fingerprint: Fingerprint)
 
 
 def engine_fingerprint(vllm_config: Any, block_size: int) -> Fingerprint:
-    """The fingerprint of the packed layers of this process, with the KV heads of all ranks."""
+    """The fingerprint of this process's packed layers, with the KV heads of all ranks."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         raise UnsupportedError(
@@ -200,7 +215,7 @@ def packed_layers(vllm_config: Any) -> dict[str, tuple[int, Any, Any]]:
 
 
 def indexer_layers(vllm_config: Any) -> dict[str, tuple[int, int]]:
-    """(layer number, bytes per token) by name of the caches that the indexers of sparse latents have."""
+    """(layer number, bytes per token) of each cache of an indexer (sparse latent attention), by name."""
     found = {}
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         if hasattr(layer, "get_kv_cache_spec") and not hasattr(layer, "impl"):
@@ -211,7 +226,7 @@ def indexer_layers(vllm_config: Any) -> dict[str, tuple[int, int]]:
 
 
 def all_heads(vllm_config: Any, layer: Any) -> int:
-    """KV heads of a layer on all ranks; ranks beyond the number of heads hold copies."""
+    """The KV heads of a layer over all ranks; ranks beyond the number of heads hold copies."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     total = vllm_config.model_config.get_total_num_kv_heads()
     if ranks == 1:
@@ -225,7 +240,7 @@ def all_heads(vllm_config: Any, layer: Any) -> int:
 
 
 def engine_weights(vllm_config: Any) -> str:
-    """A digest that stands for the weights: of their files, or of the name that the user gives them."""
+    """A digest of the weight files, or of the name that the user gave the weights."""
     named = [extra[WEIGHTS] for _, extra in connectors(vllm_config) if WEIGHTS in extra]
     if named:
         return hashlib.sha256(f"named {named[0]}".encode()).hexdigest()
@@ -242,10 +257,10 @@ def engine_weights(vllm_config: Any) -> str:
 
 
 def wants_cross_layer_blocks(vllm_config: Any) -> bool:
-    """Whether a block of all layers should be contiguous: the native offload then copies it as one piece.
+    """Whether a block of all layers should be contiguous, so that the native offload copies it at once.
 
-    Hybrid models are excluded, because vLLM must divide their blocks into kernel blocks; so are models with layers of
-    another backend, engines whose user chose a layout, and ExampleConnector, which would write latents into a copy.
+    Not in hybrid models, because vLLM splits their blocks for the kernels; nor with layers of another backend, a layout
+    that the user chose, or ExampleConnector, which would write latents into a copy.
     """
     names = {name for name, _ in connectors(vllm_config)}
     if compat.NATIVE_OFFLOAD not in names or EXAMPLE_CONNECTOR in names:

@@ -1,8 +1,8 @@
 """Decode context parallelism: several ranks share the tokens of the same KV heads.
 
-Every rank attends to the earlier tokens that it holds, for the query heads of all ranks; results are merged by their
-log-sum-exps. The tokens of the current step are known to every rank: it stores them as codes in separate pages and
-attends to those. So all keys and values pass through the codec, as without context parallelism.
+Every rank attends to the earlier tokens that it holds, for the query heads of all ranks, and results are merged by
+log-sum-exp. Every rank has all tokens of the current step: it stores them as codes in scratch pages and attends to
+those. All keys and values thus pass through the codec, as they do without context parallelism.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ NEW_BLOCK = 64  # block size of the pages of the current step
 
 @dataclass(frozen=True)
 class DCPConfig:
-    """How tokens are distributed: ``interleave`` consecutive tokens per rank, in turn."""
+    """How tokens are distributed: round-robin over ranks, ``interleave`` consecutive tokens at a time."""
 
     ranks: int
     rank: int
     interleave: int
 
     def held(self, lengths: Tensor) -> Tensor:
-        """The number of a sequence's first ``lengths`` tokens that this rank holds: int32, same shape."""
+        """How many of a sequence's first ``lengths`` tokens this rank holds: int32, same shape."""
         whole = lengths // (self.interleave * self.ranks) * self.interleave
         rest = lengths - whole * self.ranks - self.rank * self.interleave
         return (whole + rest.clamp(0, self.interleave)).to(torch.int32)
 
     def most_held(self, length: int) -> int:
-        """A bound on ``held`` for lengths up to ``length``."""
+        """An upper bound on ``held`` for lengths up to ``length``."""
         return -(-length // (self.interleave * self.ranks)) * self.interleave
 
 
 @dataclass(frozen=True)
 class ShardTables:
-    """Additional tables for a part of a step."""
+    """The tables that decode context parallelism adds to a part of a step."""
 
-    context_lens: Tensor  # int32 [requests]: tokens before the step that this rank holds
+    context_lens: Tensor  # int32 [requests]: earlier tokens that this rank holds
     max_context_len: int
     new_lens: Tensor  # int32 [requests]: tokens of the step
-    new_slots: Tensor  # int64 [queries]: their slots in the pages of the step
+    new_slots: Tensor  # int64 [queries]: their slots in the scratch pages
     new_table: Tensor  # int32 [requests, blocks]
     new_blocks: int
 
 
 def shard_tables(sharing: DCPConfig, batch: AttentionBatch, queries: int) -> ShardTables:
-    """Builds the tables with device operations only, for lengths on all ranks together and ``queries`` in all."""
+    """Builds the tables on the device. ``batch`` has lengths over all ranks; ``queries``: their total number."""
     seq_lens, cu_seqlens_q = batch.seq_lens, batch.cu_seqlens_q
     requests, device = seq_lens.shape[0], seq_lens.device
     new_lens = cu_seqlens_q.diff()
-    # Request i starts at block cu_seqlens_q[i] // NEW_BLOCK + i: requests share no block, and the host need not know.
+    # Request i starts at block cu_seqlens_q[i] // NEW_BLOCK + i, so that requests share no block; no host sync.
     first = cu_seqlens_q[:-1].long() // NEW_BLOCK + torch.arange(requests, device=device)
     row = torch.arange(queries, device=device)
     request = (torch.searchsorted(cu_seqlens_q.long(), row, right=True) - 1).clamp(max=requests - 1)
@@ -71,27 +71,17 @@ def shard_tables(sharing: DCPConfig, batch: AttentionBatch, queries: int) -> Sha
 
 
 def attend_shards(
-    query: Tensor,
-    fresh: tuple[Tensor, Tensor],
-    kv: PackedKV,
-    batch: AttentionBatch,
-    tables: ShardTables,
-    group: Any,
-    *,
-    options: ops.AttendOptions,
-    rounding: Rounding | None,
-    raw: bool,
-    out: Tensor,
-    backend: str | None,
-) -> None:
-    """Attention over the tokens of all ranks.
+    query: Tensor, fresh: tuple[Tensor, Tensor], kv: PackedKV, batch: AttentionBatch, tables: ShardTables, group: Any,
+    *, options: ops.AttendOptions, rounding: Rounding | None, raw: bool, out: Tensor, backend: str | None,
+) -> None:  # fmt: skip
+    """Attends to the tokens of all ranks.
 
     Args:
         query: [queries, heads, dim], this rank's heads.
-        fresh: K and V of the step's tokens, [queries, num_kv_heads, dim], the same on every rank.
-        kv, batch: the tokens that this rank holds.
+        fresh: K and V of the step's tokens [queries, num_kv_heads, dim], equal on every rank.
+        kv, batch: the cached tokens that this rank holds.
         group: vLLM's ``GroupCoordinator`` of the ranks that share tokens.
-        raw: the step's tokens are attended unquantised.
+        raw: whether the step's tokens are attended unquantised.
         out: [queries, heads, value_dim], written in place.
     """
     own = page_layout(kv.layout.spec, NEW_BLOCK)
@@ -115,7 +105,7 @@ def attend_shards(
 
 
 def combined(out: Tensor, lse: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Every rank's results for all heads, float32 [queries, all heads, dim] and [queries, all heads] -> this rank's."""
+    """Merges the ranks' ``out`` [queries, all heads, dim] and ``lse`` [queries, all heads]; keeps this rank's heads."""
     total = torch.logsumexp(group.all_gather(lse[None].contiguous(), 0), 0)
     weight = torch.where(total == -torch.inf, 0.0, torch.exp(lse - total))
     mine = group.reduce_scatter((out * weight[..., None]).contiguous(), 1)

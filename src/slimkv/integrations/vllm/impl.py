@@ -1,4 +1,4 @@
-"""``SlimKVImpl``: one layer's attention in vLLM: writes codes to the layer's blocks and runs attention on them."""
+"""``SlimKVImpl``: attention of one layer in vLLM. It writes codes to the layer's blocks and attends to them."""
 
 from __future__ import annotations
 
@@ -32,27 +32,18 @@ from slimkv.spec import CodecSpec, Kind, PageLayout, page_layout
 
 
 class SlimKVImpl(compat.AttentionImpl):
-    """Attention of one layer; encoder and cross attention are passed on to vLLM's own implementation."""
+    """Attention of one layer; encoder and cross attention run on vLLM's own implementation."""
 
     can_return_lse_for_decode = True
     supports_dcp = True
     supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = compat.AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-        **others: Any,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = compat.AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, **others: Any,
+    ) -> None:  # fmt: skip
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads or num_heads
         self.head_size = head_size
@@ -108,11 +99,17 @@ class SlimKVImpl(compat.AttentionImpl):
     # -- after loading: the layer's name and format ------------------------------------------------------------------
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Finds the layer this belongs to and binds its backend class to the layer's format."""
+        """Finds this implementation's layer and sets the layer's backend class to the one of its format."""
         if self._stock is not None:
             self._stock.process_weights_after_loading(act_dtype)
             return
         name, layer = find_layer(self._config, self)
+        if self._settings.deterministic:  # vLLM does not say which of their rows are of prompts
+            features = {
+                "attention in chunks": getattr(layer, "attention_chunk_size", None),
+                "--kv-sharing-fast-prefill": self._config.cache_config.kv_sharing_fast_prefill,
+            }
+            refuse("slimkv's deterministic attention", features)
         dims = self.head_size, getattr(layer, "head_size_v", None)
         stored = self.kv_sharing_target_layer_name or name
         self._spec, self._number = layer_spec(self._model, self._config, stored, dims, act_dtype)
@@ -138,7 +135,7 @@ class SlimKVImpl(compat.AttentionImpl):
         )
 
     def _kinds(self, device: torch.device) -> Iterator[LayerKind]:
-        """A layer like this one in each format of the model: before loading, no layer knows its number."""
+        """A layer like this one in each of the model's formats: a layer's own is known only after loading."""
         model, dtype, heads = self._model, self._config.model_config.dtype, self.num_kv_heads
         layers = range(model.config.num_hidden_layers)
         numbers = {model.layer_spec(number, self.head_size, None, str(dtype)): number for number in layers}
@@ -154,11 +151,11 @@ class SlimKVImpl(compat.AttentionImpl):
     # -- running -----------------------------------------------------------------------------------------------------
 
     def _served(self, device: torch.device) -> ServedLayer:
-        """How this layer stores K and V. Created on first use: sleep mode may discard tensors created with weights."""
+        """How the layer stores K and V. Created on first use: sleep mode may discard what is created with weights."""
         if self._layer is None:
             assert self._spec is not None
             codec, shared = shared_codec(self._spec, device), self.kv_sharing_target_layer_name
-            if shared is not None:  # the offset is that of the layer whose cache it shares
+            if shared is not None:  # the owner of the cache has the offset
                 offset = self._config.compilation_config.static_forward_context[shared].impl._served(device).offset
             else:
                 offset = layer_offset(self._model, self._config, self._number, self._spec, self.num_kv_heads, device)
@@ -167,7 +164,7 @@ class SlimKVImpl(compat.AttentionImpl):
         return self._layer
 
     def _packed(self, kv_cache: Tensor) -> PackedKV:
-        """vLLM's uint8 [blocks, num_kv_heads, tokens, bytes] as pages [blocks, num_kv_heads, page_bytes]."""
+        """vLLM's cache, uint8 [blocks, num_kv_heads, tokens, bytes], as pages [blocks, num_kv_heads, page_bytes]."""
         blocks, heads, tokens, size = kv_cache.shape
         served = self._served(kv_cache.device)
         return served.packed(kv_cache.view(blocks, heads, tokens * size), page_layout(served.codec.spec, tokens))
@@ -175,7 +172,7 @@ class SlimKVImpl(compat.AttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """key, value [tokens, num_kv_heads, dim] -> the slots of ``slot_mapping``; padding has negative slots."""
+        """Stores key and value [tokens, num_kv_heads, dim] in ``slot_mapping``; padding has negative slots."""
         if self._stock is not None:
             if not self._stock_backend.forward_includes_kv_cache_update:
                 self._stock.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
@@ -189,7 +186,7 @@ class SlimKVImpl(compat.AttentionImpl):
         served.store(key[:count], value[:count], self._packed(kv_cache), slot_mapping, index, starts)
 
     def _matrix_index(self, served: ServedLayer, layer: Any, rows: slice) -> Tensor | None:
-        """The position range of the new tokens, if the calibration has several."""
+        """The position range of each new token, if the calibration has several ranges."""
         several = served.matrices is not None and served.matrices.ndim == 4
         step = step_metadata(layer.layer_name) if several else None
         return None if step is None or step.matrix_index is None else step.matrix_index[rows]
@@ -199,26 +196,18 @@ class SlimKVImpl(compat.AttentionImpl):
         return served_model(self._config)
 
     def whole_key_offset(self) -> Tensor | None:
-        """The offset of all KV heads, for fingerprints of pages that leave the engine."""
+        """The key offset of all ranks' KV heads, for fingerprints."""
         if self._number is None or self._spec is None:
             return None
         return whole_offset(self._model, self._number, self._spec)
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """query [tokens, heads, dim] -> output [tokens, heads, dim], written in place.
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attends query [tokens, heads, dim] and writes output [tokens, heads, dim].
 
-        The new tokens' keys and values are already in the pages (``do_kv_cache_update``).
+        ``do_kv_cache_update`` has already stored the new tokens.
         """
         if self._stock is not None:
             return self._stock.forward(
@@ -244,7 +233,7 @@ class SlimKVImpl(compat.AttentionImpl):
         return output
 
     def _variant(self, causal: bool, prompt: bool | None) -> ops.AttendOptions:
-        """The layer's options: for blocks of drafted tokens with bidirectional attention, or for one kind of rows."""
+        """The layer's options, with causal or bidirectional attention and for prompts or generated tokens."""
         found = self._variants.get((causal, prompt))
         if found is None:
             if not causal and self.sliding_window:

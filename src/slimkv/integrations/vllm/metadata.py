@@ -1,7 +1,7 @@
-"""Metadata shared by the layers of a step: vLLM's tables on the device, and host-side bounds.
+"""Step metadata, shared by all layers: vLLM's tables on the device, and bounds on the host.
 
-Nothing is read back from the device, and there are no loops over requests. vLLM puts requests with few queries first.
-A mixed batch is attended in two parts, because split-KV needs the decode requests in one call.
+It needs no device-to-host copy and no loop over requests. vLLM orders requests with few queries first. A mixed batch
+is attended in two calls, because split-KV needs the decode requests in one call.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from slimkv.ops import AttentionBatch
 class Part:
     """Consecutive requests that are attended in one call."""
 
-    rows: slice  # of the step's queries
+    rows: slice  # within the step's queries
     batch: AttentionBatch
-    shard: ShardTables | None = None  # where ranks share the tokens
-    prompt: bool | None = None  # see ``AttendOptions``; None where it does not matter
+    shard: ShardTables | None = None  # under decode context parallelism
+    prompt: bool | None = None  # see ``AttendOptions``; None unless deterministic
 
 
 @dataclass
 class StepMetadata:
-    """What vLLM expects to find in the metadata of a step, under its own names."""
+    """The fields that vLLM itself reads, under its names."""
 
     num_actual_tokens: int
     max_query_len: int
@@ -49,24 +49,24 @@ class StepMetadata:
 
     @classmethod
     def of(cls, common: compat.CommonAttentionMetadata, **own: Any) -> Self:
-        """The metadata of a step from the scheduler's output and from the fields that only slimkv has."""
+        """Step metadata from vLLM's common metadata and slimkv's ``own`` fields."""
         names = ("num_actual_tokens", "max_query_len", "max_seq_len", "query_start_loc", "seq_lens", "slot_mapping")
         return cls(**{name: getattr(common, name) for name in names}, block_table=common.block_table_tensor, **own)
 
 
 @dataclass
 class SlimKVMetadata(StepMetadata):
-    """One step."""
+    """The metadata of one step."""
 
     parts: tuple[Part, ...]
-    causal: bool = True  # False for drafters of blocks with bidirectional attention
-    matrix_index: Tensor | None = None  # int32 [at least num_actual_tokens]: of query-aware matrices, by position
+    causal: bool = True  # False for block drafters with bidirectional attention
+    matrix_index: Tensor | None = None  # int32 [at least num_actual_tokens]: each token's position range
 
 
 class SlimKVMetadataBuilder(compat.AttentionMetadataBuilder):
-    """Builds a step's metadata; delegated layers get that of their own backend."""
+    """Builds step metadata; layers delegated to another backend get that backend's metadata."""
 
-    # A graph holds bounds and addresses only: batches of equal short queries, speculative ones included.
+    # A graph captures bounds and addresses only. It serves uniform batches of few queries, including verification.
     _cudagraph_support: ClassVar[Any] = compat.AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -86,25 +86,25 @@ class SlimKVMetadataBuilder(compat.AttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Uniform batches; for delegated layers, the support of their own backend."""
+        """CUDA graphs of uniform batches; for delegated layers, the support of their backend."""
         if compat.is_delegated(kv_cache_spec):
             stock = compat.stock_backend(kv_cache_spec.head_size, compat.AttentionType.ENCODER_DECODER)
             return stock.get_builder_cls().get_cudagraph_support(vllm_config, kv_cache_spec)
         if _sharing(vllm_config) is not None:
-            return compat.AttentionCGSupport.NEVER  # the tables of shared tokens are made anew at every step
+            return compat.AttentionCGSupport.NEVER  # the shard tables are allocated anew at every step
         if parse(vllm_config.additional_config).deterministic:
             return compat.AttentionCGSupport.NEVER  # vLLM would replay a cached prompt's last token as a decoded one
         return cls._cudagraph_support
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
-        """A graph follows the device's query lengths up to the bound it was captured with."""
+        """The most queries per request in a graph, which reads the actual number on the device."""
         return None if compat.is_delegated(kv_cache_spec) else verified_tokens(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: compat.CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        """The step's metadata from the scheduler's output."""
+        """The step's metadata."""
         common = common_attn_metadata
         if self._stock is not None:
             return self._stock.build(common_prefix_len, common, fast_build)
@@ -130,7 +130,7 @@ class SlimKVMetadataBuilder(compat.AttentionMetadataBuilder):
 
 
 class MatrixIndex:
-    """The matrix index of a step's new tokens, int32, in a buffer with a fixed address for captured graphs."""
+    """The position range of each new token, int32, in a buffer whose address captured graphs may hold."""
 
     def __init__(self, edges: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
         self._edges = edges
@@ -138,7 +138,7 @@ class MatrixIndex:
         self.buffer = torch.zeros(max_tokens, dtype=torch.int32, device=device)
 
     def fill(self, cu_seqlens_q: Tensor, seq_lens: Tensor, tokens: int) -> Tensor:
-        """cu_seqlens_q int32 [requests + 1] and seq_lens int32 [requests] -> the buffer, filled up to ``tokens``."""
+        """Fills and returns the buffer. cu_seqlens_q int32 [requests + 1], seq_lens int32 [requests]."""
         rows = self._rows[:tokens]
         ends = cu_seqlens_q[1:].contiguous()
         request = torch.searchsorted(ends, rows, right=True).clamp(max=len(seq_lens) - 1)
@@ -157,7 +157,7 @@ def _matrix_index(vllm_config: Any, device: torch.device) -> MatrixIndex | None:
 
 
 def step_metadata(layer_name: str) -> SlimKVMetadata | None:
-    """The metadata of the running step for a layer; None while vLLM profiles memory."""
+    """The current step's metadata for a layer; None while vLLM profiles memory."""
     found = compat.forward_metadata(layer_name)
     return found if isinstance(found, SlimKVMetadata) else None
 
@@ -171,10 +171,9 @@ def _sharing(vllm_config: Any) -> DCPConfig | None:
 
 
 def _parts(common: compat.CommonAttentionMetadata, few: int, by_prompt: bool) -> Iterator[Part]:
-    """Runs of requests that are attended in one call.
+    """Divides a step into parts: the leading requests with at most ``few`` queries each, and the rest.
 
-    They are the leading requests of at most ``few`` queries, and the others. ``by_prompt``: requests that are in their
-    prompts, and others, whatever their number of queries.
+    ``by_prompt``: divides it by whether requests are still in their prompts instead.
     """
     rows, requests, longest = common.num_actual_tokens, common.num_reqs, common.max_seq_len
     table, lens = common.block_table_tensor[:requests], common.seq_lens[:requests]

@@ -1,7 +1,7 @@
-"""The packed cache on vLLM's ``/metrics``: its capacity, its bytes per token, and the tokens in use.
+"""Gauges on vLLM's ``/metrics`` page: the packed cache's capacity, bytes per token, and tokens in use.
 
-vLLM loads ``CacheMetrics`` through the entry point ``vllm.stat_logger_plugins`` in the process that answers requests.
-Prefix-cache hits are in vLLM's own metrics (``vllm:prefix_cache_hits``).
+vLLM loads ``CacheMetrics`` through the entry point ``vllm.stat_logger_plugins`` in its front-end process. vLLM itself
+reports prefix-cache hits (``vllm:prefix_cache_hits``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _gauge(name: str, text: str) -> Any:
 
 
 def bytes_per_token(vllm_config: Any) -> tuple[int, int] | None:
-    """Bytes of a token in all layers and KV heads, packed and in bf16; None for hybrid models."""
+    """Bytes per token over all layers and KV heads, packed and in bf16; None for hybrid models."""
     model = vllm_config.model_config
     if model.is_hybrid or model.is_attention_free:
         return None
@@ -45,7 +45,7 @@ def bytes_per_token(vllm_config: Any) -> tuple[int, int] | None:
 
 
 class CacheMetrics(StatLoggerBase):
-    """Does nothing in an engine without slimkv."""
+    """Sets the gauges of an engine that uses slimkv."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.vllm_config, self.engine, self.tokens = vllm_config, str(engine_index), 0
@@ -54,7 +54,7 @@ class CacheMetrics(StatLoggerBase):
         _gauge(name, text).labels(self.engine).set(value)
 
     def log_engine_initialized(self) -> None:
-        """Capacity and bytes per token, which do not change."""
+        """Sets the gauges that do not change: capacity and bytes per token."""
         cache = self.vllm_config.cache_config
         if not wanted(self.vllm_config.additional_config) or not cache.num_gpu_blocks:
             return
@@ -69,7 +69,7 @@ class CacheMetrics(StatLoggerBase):
             logger.info("slimkv: %d tokens, %d bytes each, %.2f times smaller than bf16", self.tokens, packed, smaller)
 
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
-        """The tokens in use after a step."""
+        """Sets the number of tokens in use after a step."""
         if self.tokens and scheduler_stats is not None:
             used = round(scheduler_stats.kv_cache_usage * self.tokens)
             self._set("kv_cache_used_tokens", "Tokens in the blocks that requests hold.", used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,24 +12,38 @@ from slimkv.calibration.guard import Guard
 from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.config import KVCacheConfig
 from slimkv.errors import UnsupportedError
+from slimkv.formats import AUTO, CALIBRATED
 from slimkv.integrations.serving.model import ServedModel, shared_codec
 from slimkv.integrations.vllm.compat import layer_number, logger, tensor_parallel_rank
 from slimkv.integrations.vllm.connectors import pages_leave_the_engine
 from slimkv.integrations.vllm.settings import parse
 from slimkv.spec import CodecSpec
 
+_DRAFT_MODEL = "draft_model."  # prefix of a draft model's layers
 _DUMMY = "dummy"  # vLLM's load format of random weights
 _guards: dict[int, tuple[Any, Guard]] = {}  # by the id of an engine's config, which is kept alive
-_told: dict[int, Any] = {}  # engines that have logged that their keys are not centred
+_told: dict[int, Any] = {}  # engines that have logged the warning about centring
 
 
 def served_model(vllm_config: Any, settings: KVCacheConfig | None = None) -> ServedModel:
-    """The model of an engine's configuration; ``settings``: by default those of its cache."""
-    model = vllm_config.model_config
+    """The model of an engine's configuration; ``settings`` default to those of its cache.
+
+    ``layers`` and ``calibration`` describe the target model, so they are dropped for a draft model.
+    """
+    model, settings = vllm_config.model_config, settings or parse(vllm_config.additional_config)
+    if _is_draft_models(vllm_config):
+        format = AUTO if settings.format == CALIBRATED else settings.format
+        settings = replace(settings, format=format, layers={}, calibration=None)
     return ServedModel(
-        settings or parse(vllm_config.additional_config), str(model.model), model.hf_text_config, model.max_model_len,
+        settings, str(model.model), model.hf_text_config, model.max_model_len,
         tensor_parallel_rank, vllm_config.load_config.load_format == _DUMMY,
     )  # fmt: skip
+
+
+def _is_draft_models(vllm_config: Any) -> bool:
+    """Whether this is the configuration that vLLM derives from the engine's for a separate draft model."""
+    speculative, model = getattr(vllm_config, "speculative_config", None), vllm_config.model_config
+    return speculative is not None and speculative.draft_model_config is model is not speculative.target_model_config
 
 
 def find_layer(vllm_config: Any, impl: Any) -> tuple[str, Any]:
@@ -47,10 +62,14 @@ def layer_spec(
     dtype: torch.dtype,
     latent: bool = False,
 ) -> tuple[CodecSpec, int | None]:
-    """The spec of layer ``name``, and its number; None for a drafter's layer, which is in no calibration. A drafter's
-    layers are numbered after the model's layers. ``dims``: of keys and values, or of latents and rope parts.
+    """The spec of layer ``name``, and its number: None for a drafter's layer, which no calibration covers.
+
+    Layers of a separate draft model have a prefix; other drafters' layers are numbered after the model's. ``dims``: of
+    keys and values, or of latents and rope parts.
     """
     number = layer_number(name)
+    if name.startswith(_DRAFT_MODEL) and not _is_draft_models(vllm_config):
+        number = None
     own = number if number is not None and number < model.config.num_hidden_layers else None
     raw = str(dtype if dtype.is_floating_point else vllm_config.model_config.dtype)
     return model.layer_spec(number, *dims, raw, latent=latent, name=name), own
@@ -59,8 +78,8 @@ def layer_spec(
 def layer_offset(
     model: ServedModel, vllm_config: Any, layer: int | None, spec: CodecSpec, held: int, device: torch.device
 ) -> LayerOffset | None:
-    """``ServedModel.layer_offset``; None if keys are not centred. Engines that exchange pages take offsets only from
-    the calibration, which they can share.
+    """``ServedModel.layer_offset``; None if keys are not centred. Engines that exchange pages take offsets from the
+    calibration only, because they can share it.
     """
     if not model.centres(spec):
         return None
@@ -80,7 +99,7 @@ def layer_offset(
 
 
 def whole_offset(model: ServedModel, layer: int, spec: CodecSpec) -> Tensor | None:
-    """The offset of all KV heads of a layer, on the CPU, in an engine whose pages leave it."""
+    """The calibrated key offset of all KV heads of a layer, on the CPU; None without one."""
     known = model.calibration
     if known is None or layer not in known.layers or not model.centres(spec):
         return None
@@ -88,5 +107,5 @@ def whole_offset(model: ServedModel, layer: int, spec: CodecSpec) -> Tensor | No
 
 
 def guard_of(max_score_error: float, vllm_config: Any) -> Guard:
-    """The guard of an engine's packed layers; one for all of them."""
+    """The guard that all packed layers of an engine share."""
     return _guards.setdefault(id(vllm_config), (vllm_config, Guard(max_score_error, say=logger.info)))[1]

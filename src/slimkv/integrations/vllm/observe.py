@@ -1,7 +1,7 @@
-"""Calibration inside vLLM: statistics are collected while the stock engine, with its own attention, generates text.
+"""Calibration inside vLLM: collects statistics while the stock engine, with its own attention, generates text.
 
-So quantised weights, multi-GPU models and architectures that only the engine supports are calibrated as they are
-served. ``Observer`` is mixed into vLLM's workers (``worker_extension_cls``).
+Models with quantised weights, on several GPUs, or that only vLLM supports are thus calibrated as they are served.
+``Observer`` is mixed into vLLM's workers (``worker_extension_cls``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ EXTENSION = "slimkv.integrations.vllm.observe.Observer"
 
 
 class Observer:
-    """Methods of every worker, called by name from the engine's process."""
+    """Methods that the engine's process calls, by name, in every worker."""
 
     model_runner: Any
 
     def slimkv_attach(self) -> int:
-        """Observes every decoder layer from now on; returns their number."""
+        """Starts observing every decoder layer; returns the number of layers."""
         self._slimkv_listener = listener.QueryListener()
         self.model_runner.get_model().register_forward_pre_hook(self._slimkv_before_model, with_kwargs=True)
         known = self.model_runner.vllm_config.compilation_config.static_forward_context
@@ -74,13 +74,13 @@ def gather_calibration(
     progress: listener.Progress = listener.silent,
     **engine_options: Any,
 ) -> Calibration:
-    """Starts vLLM with ``model`` and collects statistics while it generates windows x ids tokens (``samples``).
+    """Collects statistics in vLLM while it generates windows x ids tokens (``samples``) with ``model``.
 
     Args:
         model: a folder or a hub name.
-        samples: number of windows and of ids in each; they are generated in fragments with ``seed``.
-        max_positions: the longest context of the statistics; None: that of the model.
-        engine_options: of ``vllm.LLM``; give those that the model is served with.
+        samples: the number of windows, and of ids per window; they are generated in fragments with ``seed``.
+        max_positions: the longest context of the statistics; None: the model's.
+        engine_options: options of ``vllm.LLM``, as the model is served with.
     """
     from vllm import LLM, SamplingParams
 

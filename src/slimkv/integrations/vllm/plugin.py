@@ -1,8 +1,8 @@
-"""How vLLM finds slimkv: the ``vllm.general_plugins`` entry point, run once in each of its processes.
+"""The ``vllm.general_plugins`` entry point, which vLLM runs once in each process.
 
-``register`` only names this module's attributes, so an installed but unused slimkv costs nothing. vLLM looks them up
-when it creates a layer, inside the engine's config context. ``CUSTOM`` is slimkv's backend for K and V, or for latents
-in MLA models. On a CPU, vLLM's own names are slimkv's backends if the user chose CUSTOM, and vLLM's otherwise.
+``register`` only names attributes of this module, so an installed but unused slimkv costs nothing. vLLM looks them up
+when it creates a layer, within the engine's config context. ``CUSTOM`` is slimkv's backend for K and V, or for latents
+in MLA models. On a CPU, vLLM's own names resolve to slimkv's backends if the user chose CUSTOM.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_switched_on: list[Any] = []  # the models of this process that slimkv serves
-# On a CPU, vLLM always takes its CPU backends, but looks up their classes by these names.
+_switched_on: list[Any] = []  # configs of the models that slimkv serves in this process
+# On a CPU, vLLM always chooses a CPU backend, but looks up its class by one of these names.
 _ON_CPU = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 
@@ -46,8 +46,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _drafts(config: Any) -> bool:
-    """Whether this is a drafter of a model that slimkv serves; a drafter chooses its own backend. Its config is a copy
-    of the engine's with another backend, and with its own model if it has one.
+    """Whether this is the config of a drafter for a model that slimkv serves: a copy of the engine's config with the
+    drafter's backend, and with its own model if it has one.
     """
     speculative = config.speculative_config
     if speculative is None:
@@ -57,7 +57,7 @@ def _drafts(config: Any) -> bool:
 
 
 def _backend(latent: bool, config: Any) -> Any:
-    """slimkv's backend for latents, dense or sparse, or for K and V."""
+    """slimkv's backend for K and V, or for latents with dense or sparse attention."""
     sparse = latent and hasattr(config.model_config.hf_text_config, "index_topk")
     module, name = "backend", "SlimKVBackend"
     if latent:

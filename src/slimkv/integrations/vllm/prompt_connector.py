@@ -4,9 +4,9 @@
     "kv_connector_module_path": "slimkv.integrations.vllm.prompt_connector",
     "kv_connector_extra_config": {"shared_storage_path": "/var/cache/prompts"}}'
 
-The scheduler's half looks up prompts by the chained hashes of their blocks and decides what is read and written; the
-workers' half moves pages, each rank those of its own KV heads. Prompts with anything beside their tokens (images,
-LoRA, embeddings, a cache salt) are left alone.
+The scheduler's half looks up prompts by the chained hashes of their blocks and decides what to read and write. The
+workers' half moves pages; each rank moves those of its own KV heads. Prompts that are more than tokens (images, LoRA,
+embeddings, a cache salt) are neither read nor written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.vllm.compat import FOLDER_KEYS, KVConnectorBase_V1, KVConnectorMetadata, logger
-from slimkv.integrations.vllm.connectors import PROMPTS
+from slimkv.integrations.vllm.connectors import LEAST_TOKENS, PROMPTS, check_connectors
 from slimkv.integrations.vllm.prompt_pages import Load, PromptPages, Save
 from slimkv.integrations.vllm.settings import EXAMPLE, wanted
 from slimkv.wire import PromptStore
@@ -37,7 +37,7 @@ class PromptMetadata(KVConnectorMetadata):
 
 @dataclass
 class _Filling:
-    """A prompt that is being computed and will be written."""
+    """A prompt that will be written once it is computed."""
 
     tokens: tuple[int, ...]  # of whole blocks
     block_ids: list[int]
@@ -55,13 +55,14 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
                 f"{PROMPTS} needs one table of blocks for all layers; this model has "
                 f"{len(kv_cache_config.kv_cache_groups)} (hybrid models keep states that files do not hold)"
             )
+        check_connectors(vllm_config)  # the first layer checks in workers; the scheduler has none
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._folder = Path(extra[FOLDER_KEYS[PROMPTS]])
-        self._least_tokens = int(extra.get("save_min_tokens", 0))
+        self._least_tokens = extra.get(LEAST_TOKENS, 0)
         self._writes = self._kv_transfer_config.is_kv_producer
         self._reads = self._kv_transfer_config.is_kv_consumer
-        # Of the scheduler:
-        self._told: set[str] = set()  # rejected files that were logged
+        # State of the scheduler:
+        self._told: set[str] = set()  # rejected files that have been logged
         self._matches: dict[str, tuple[str, int, str]] = {}  # request: path, tokens, hash of the last block
         self._loads: dict[str, tuple[str, int, int, str]] = {}  # request: path, from token, to token, hash
         self._filling: dict[str, _Filling] = {}
@@ -84,7 +85,7 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
     # -- the scheduler's half ------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The number of tokens that a file has beyond the engine's own cache."""
+        """The number of tokens that a file adds to those in the engine's own cache."""
         if not _only_tokens(request):
             return 0, False
         if self._writes and request.request_id not in self._filling:
@@ -92,7 +93,7 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
         return self._match(request, num_computed_tokens) if self._reads else 0, False
 
     def _watch(self, request: Any) -> None:
-        """Registers a prompt that will be written, unless a file has it."""
+        """Registers a prompt to be written, unless a file already has it."""
         size = self._store.fingerprint.block_size
         whole = len(request.prompt_token_ids) // size * size
         if not whole or whole < self._least_tokens:
@@ -141,7 +142,7 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
     def _step(
         self, metadata: PromptMetadata, output: Any, request_id: str, computed: int, blocks: list[int], first: bool
     ) -> None:
-        """One request in one step; ``blocks`` are all its blocks the ``first`` time, and further ones later."""
+        """Adds a request's tasks. ``blocks``: all its blocks the ``first`` time, and only new ones later."""
         size = self._store.fingerprint.block_size
         if request_id in self._loads:
             path, start, end, last = self._loads.pop(request_id)
@@ -177,17 +178,17 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
         """Nothing to do per layer: whole prompts are written after the step."""
 
     def wait_for_save(self) -> None:
-        """Copies the pages of finished prompts and passes them to the thread that writes files."""
+        """Copies the pages of finished prompts and hands them to the writer thread."""
         for save in self._tasks().saves:
             self._pages.save(save)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose file was damaged; vLLM fails or recomputes them (``kv_load_failure_policy``)."""
+        """Blocks that could not be loaded; vLLM fails or recomputes them (``kv_load_failure_policy``)."""
         failed, self._pages.failed = self._pages.failed, set()
         return failed
 
     def shutdown(self) -> None:
-        """Waits for files that are being written."""
+        """Waits until all files are written."""
         if "_pages" in vars(self):
             self._pages.writer.shutdown(wait=True)
 

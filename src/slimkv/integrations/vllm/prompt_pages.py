@@ -1,4 +1,4 @@
-"""Pages of prompts between the blocks of one rank and prompt-cache files."""
+"""Moves pages of prompts between the blocks of one rank and prompt-cache files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slimkv.wire.prompt_file import read_header, read_pages
 
 @dataclass(frozen=True)
 class Load:
-    """Pages to read: the blocks of a file from ``first`` on go to ``block_ids``."""
+    """A read: blocks of a file, starting with ``first``, into ``block_ids``."""
 
     path: str
     first: int
@@ -30,14 +30,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Pages to write: ``tokens`` fill ``block_ids``."""
+    """A write: the blocks ``block_ids``, which hold ``tokens``."""
 
     tokens: tuple[int, ...]
     block_ids: tuple[int, ...]
 
 
 class PromptPages:
-    """The pages of one rank; ``folder`` holds the files."""
+    """The pages of one rank, and the ``folder`` of files."""
 
     def __init__(self, vllm_config: Any, folder: Path) -> None:
         self._config, self._folder = vllm_config, folder
@@ -45,7 +45,7 @@ class PromptPages:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="slimkv-prompts")
         self._pages: dict[int, list[Tensor]] = {}  # by layer: [blocks, num_kv_heads, bytes] of pages, indexer's keys
         self._offsets: dict[int, Tensor | None] = {}  # by layer: of keys, of all KV heads
-        self.fingerprint: Fingerprint  # of this engine's pages, once they are registered
+        self.fingerprint: Fingerprint  # set when pages are registered
 
     def register(self, kv_caches: dict[str, Tensor]) -> None:
         """uint8 [blocks, num_kv_heads, tokens, bytes] of every layer."""
@@ -70,13 +70,13 @@ class PromptPages:
         self._store = PromptStore(self._folder, self.fingerprint)  # raises for a folder of another cache
 
     def _heads(self, number: int) -> slice:
-        """Which of a layer's KV heads this rank holds."""
+        """The KV heads of a layer that this rank holds."""
         rank, ranks = tensor_parallel_rank()
         total = next(x.num_kv_heads for x in self.fingerprint.layers if x.number == number)
         return rank_heads(total, self._pages[number][0].shape[1], rank, ranks)
 
     def load(self, load: Load) -> None:
-        """Reads a file into its blocks; a file that changed since the scheduler saw it is reported and not used."""
+        """Reads a file into its blocks. A file that changed since the scheduler saw it is reported and not used."""
         try:
             header = read_header(load.path)
             header.fingerprint.check_same(self.fingerprint, load.path)
@@ -97,7 +97,7 @@ class PromptPages:
             self.failed |= set(load.block_ids)
 
     def save(self, save: Save) -> None:
-        """Copies the pages now; the file is written during the next steps."""
+        """Copies the pages at once; a thread writes the file during the next steps."""
         taken = {}
         for layer in self.fingerprint.layers:
             held = self._pages[layer.number]

@@ -1,4 +1,4 @@
-"""Checks while an engine starts: they raise for features of a model or an engine that slimkv does not support."""
+"""Start-up checks: they raise for features of a model or an engine that slimkv does not support."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from slimkv.integrations.vllm.connectors import EXAMPLE_CONNECTOR, check_connect
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES
 from slimkv.integrations.vllm.settings import parse
 
-USEFUL_MATCH = 1024  # tokens; prompts seldom share larger blocks
+USEFUL_MATCH = 1024  # tokens; prompts rarely share larger blocks
 OWN_BACKEND = "serve this model with vLLM's own attention backend"
 LATENTS = "slimkv's latent attention"
 SPARSE = (
     "slimkv packs dense latent attention (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) and the sparse one of models "
     f"whose configuration has index_topk (DeepSeek V3.2, GLM-5), not that of this model; {OWN_BACKEND}"
 )
+# vLLM's speculative methods, except extract_hidden_states, which keeps hidden states in the cache.
+DRAFTERS = (
+    "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp", "dflash",
+    "dspark", "custom_class",
+)  # fmt: skip
+SHARING_DRAFTERS = ("gemma4_mtp",)  # by the model type of their configuration
 # The arguments that vLLM passes to an implementation of latent attention.
 LATENT_ARGUMENTS = frozenset(
     {
@@ -36,7 +42,7 @@ def _first_time(vllm_config: Any, block_size: int = 0) -> bool:
 
 
 def check_engine(vllm_config: Any) -> None:
-    """Raises for engine settings that packed pages do not support; called by the first layer."""
+    """Raises for engine settings that packed pages do not support. The first layer calls it."""
     if not _first_time(vllm_config):
         return
     if vllm_config.model_config is not None and vllm_config.model_config.is_mm_prefix_lm:
@@ -45,10 +51,27 @@ def check_engine(vllm_config: Any) -> None:
             "only (--language-model-only, or --limit-mm-per-prompt '{\"image\": 0}'), or use vLLM's own backend"
         )
     check_connectors(vllm_config)
+    check_drafter(getattr(vllm_config, "speculative_config", None))
+
+
+def check_drafter(speculative: Any) -> None:
+    """Raises for an unknown speculative method, and for drafters that read the target's cache."""
+    if speculative is None:
+        return
+    if speculative.method not in DRAFTERS:
+        raise UnsupportedError(
+            f"slimkv does not know the speculative method {speculative.method!r}; use one of {', '.join(DRAFTERS)}"
+        )
+    drafter = getattr(getattr(speculative.draft_model_config, "hf_config", None), "model_type", None)
+    if drafter in SHARING_DRAFTERS:
+        raise UnsupportedError(
+            f"the drafter {drafter} reads the cache of the model it drafts for, which holds packed pages: "
+            "use another drafter"
+        )
 
 
 def check_cache(vllm_config: Any, block_size: int) -> None:
-    """Runs the checks that need the block size; ``block_size`` is that of the kernels' blocks."""
+    """Runs the checks that need the kernels' ``block_size``."""
     if not _first_time(vllm_config, block_size):
         return
     check_fingerprints(vllm_config, block_size)
@@ -57,7 +80,7 @@ def check_cache(vllm_config: Any, block_size: int) -> None:
 
 
 def prefix_caching_notice(vllm_config: Any) -> str | None:
-    """A notice if blocks are so large that prompts seldom share one; otherwise None."""
+    """A notice if blocks are so large that prompts rarely share one; otherwise None."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     if not cache.enable_prefix_caching or getattr(cache, "prefix_match_unit", None) is not None:
         return None
@@ -74,14 +97,14 @@ def prefix_caching_notice(vllm_config: Any) -> str | None:
 
 
 def refuse(who: str, features: Mapping[str, Any], remedy: str = OWN_BACKEND) -> None:
-    """Raises if any of ``features`` is set, that is, neither None nor False."""
+    """Raises if any of ``features`` is set (neither None nor False)."""
     asked = [name for name, value in features.items() if value is not None and value is not False]
     if asked:
         raise UnsupportedError(f"{who} does not support {', '.join(asked)}; {remedy}")
 
 
 def check_cache_dtype(kv_cache_dtype: str) -> None:
-    """Raises for a cache dtype of vLLM's own."""
+    """Raises for a quantised cache dtype of vLLM."""
     if kv_cache_dtype not in CACHE_DTYPES:
         raise InputError(
             f"slimkv stores its own formats, so kv_cache_dtype must be left at auto, not {kv_cache_dtype!r}"
@@ -91,7 +114,7 @@ def check_cache_dtype(kv_cache_dtype: str) -> None:
 def check_latents(
     vllm_config: Any, kv_cache_dtype: str, features: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> None:
-    """Raises for what latent attention does not support. ``arguments``: those that only latent attention has."""
+    """Raises for what latent attention does not support. ``arguments``: those specific to latent attention."""
     if arguments.get("indexer") is not None or "topk_indices_buffer" in arguments:
         raise UnsupportedError(SPARSE)
     unknown = {f"the argument {name}": True for name in sorted(set(arguments) - LATENT_ARGUMENTS)}

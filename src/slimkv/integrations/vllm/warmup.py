@@ -1,7 +1,7 @@
 """Compiles kernels while vLLM loads weights, and runs each kind of step once while vLLM profiles memory.
 
-vLLM runs the model once without a cache to measure its memory. That run would miss the workspaces of attention, and
-kernels would compile during the first requests, so the steps run here, on a scratch page.
+vLLM measures memory with one run of the model that has no cache. That run would miss attention workspaces and leave
+kernels to compile during the first requests, so each kind of step runs here on a scratch page.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _ahead: set[tuple[Any, ...]] = set()
 
 
 def kernel_block(config: Any, preferred: int = PREFERRED_BLOCK) -> int:
-    """The block size that kernels will see. vLLM chooses one after loading, by the backend's preference, and divides a
-    block that kernels do not support (a hybrid model's) into the largest ones that they do.
+    """The block size that kernels will see. vLLM chooses the block size after loading, by the backend's preference, and
+    splits blocks that kernels do not support (in hybrid models) into the largest size that they do.
     """
     cache = config.cache_config
     chosen = cache.user_specified_block_size or cache.block_size != cache.DEFAULT_BLOCK_SIZE
@@ -34,7 +34,7 @@ def kernel_block(config: Any, preferred: int = PREFERRED_BLOCK) -> int:
 
 
 def verified_tokens(config: Any) -> int:
-    """Queries of a request that verifies drafts; 1 without drafts."""
+    """Queries per request in a verification step; 1 without drafts."""
     drafted = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
     return 1 + (drafted or 0)
 
@@ -42,9 +42,10 @@ def verified_tokens(config: Any) -> int:
 def compile_ahead(
     key: tuple[Any, ...], kinds: Callable[[torch.device], Iterable[LayerKind]], config: Any
 ) -> Thread | None:
-    """Starts to compile the kernels of the ``kinds`` of layers known by ``key``, while vLLM loads weights.
+    """Starts compiling the kernels of ``kinds`` of layers while vLLM loads weights; once per ``key``.
 
-    A thread makes them: tensors of vLLM's own are in the memory pool of weights, which sleep mode discards.
+    It runs in a thread, because tensors allocated in vLLM's own are in the weights' memory pool, which sleep mode
+    discards.
     """
     if not torch.cuda.is_available() or key in _ahead:
         return None
@@ -53,7 +54,7 @@ def compile_ahead(
     tokens = min(config.scheduler_config.max_num_batched_tokens, _PREFILL)
 
     def compile_kinds() -> None:
-        with torch.cuda.device(device), suppress(SlimKVError):  # which the layer itself will raise
+        with torch.cuda.device(device), suppress(SlimKVError):  # the layer itself raises it later
             found = list(kinds(device))
             for kind in found:
                 start_compiling(kind, _steps(tokens, config))
@@ -66,14 +67,14 @@ def compile_ahead(
 
 
 def _steps(tokens: int, config: Any) -> list[Step]:
-    """A prefill of ``tokens`` tokens, and the other kinds of steps."""
+    """A prefill of ``tokens`` tokens, and every other kind of step."""
     longest = max(config.model_config.max_model_len, tokens)
     return [Step(1, tokens, longest), *serving_steps(longest, verified_tokens(config))]
 
 
 def profile_run(kind: LayerKind, tokens: int, config: Any) -> None:
-    """Stores and attends ``tokens`` new tokens for each kind of layer and each new maximum; then runs the other kinds
-    of steps, and the guard's, once per kind of layer.
+    """Runs a prefill of ``tokens`` tokens for each kind of layer and each new maximum. The first time, it also runs the
+    other kinds of steps and compiles the guard's kernel.
     """
     if kind.codec.device.type == "cpu":  # nothing to compile, and the cache size is a setting
         return

@@ -1,1 +1,1 @@
-"""What the cold tiers of vLLM and SGLang share: K and V of an engine's own cache <-> packed pages."""
+"""Shared by the cold tiers of vLLM and SGLang: converts an engine's own K and V to packed pages and back."""

@@ -1,4 +1,4 @@
-"""Consecutive layers of one format: their heads are encoded and decoded as if they were one layer's."""
+"""Bands: consecutive layers of one format, whose heads are encoded and decoded together like those of one layer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from slimkv.integrations.serving.cold.rows import LayerRows
 from slimkv.integrations.serving.model import ServedModel, shared_codec
 from slimkv.spec import BLOCK_SIZES, CodecSpec, PageLayout
 
-NO_SPREAD_LEFT = 1.0  # the error of keys over their spread
+NO_SPREAD_LEFT = 1.0  # ratio of the keys' error to their spread
 
 
 @dataclass(frozen=True)
 class ColdLayer:
-    """One layer of the model: ``module`` is the engine's. Latents are K and their rope parts V, with one KV head."""
+    """One layer; ``module`` is the engine's. A latent counts as K and its rope part as V, with one KV head."""
 
     name: str
     number: int | None  # in the model; None for a drafter's
@@ -31,7 +31,7 @@ class ColdLayer:
     num_kv_heads: int
 
     def page(self, tokens: int) -> tuple[PageLayout, int]:
-        """The pages of a block of ``tokens`` tokens: their layout, and how many there are."""
+        """The layout of the pages that hold a block of ``tokens`` tokens, and their number."""
         fitting = [size for size in BLOCK_SIZES if size > 1 and tokens % size == 0]
         if not fitting:
             raise UnsupportedError(
@@ -42,19 +42,19 @@ class ColdLayer:
 
 
 class HotCache:
-    """A layer's own cache in the model's dtype, ``key`` and ``value`` [blocks, tokens, heads, dim]."""
+    """The engine's cache of a layer, in the model's dtype: ``key`` and ``value`` [blocks, tokens, heads, dim]."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
-        self.plain_sides: tuple[Tensor, Tensor] | None = key, value  # None: plain copies do not suffice
+        self.plain_sides: tuple[Tensor, Tensor] | None = key, value  # None: reading takes more than a copy
         self.device = key.device
 
     def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:
-        """K and V of ``blocks``, int64 [n], into [n * tokens, heads, dim] of the model's dtype."""
+        """Copies K and V of ``blocks``, int64 [n], into key and value [n * tokens, heads, dim] of the model's dtype."""
         for side, x in zip(self.plain_sides or (), (key, value), strict=True):
             x.copy_(side[blocks].flatten(0, 1))
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """K and V [tokens, heads, dim] to int64 ``slots`` [tokens]: block * block tokens + position."""
+        """Writes key and value [tokens, heads, dim] to ``slots``, int64 [tokens]: block * block tokens + position."""
         for side, x in zip(self.plain_sides or (), (key, value), strict=True):
             side[slots // side.shape[1], slots % side.shape[1]] = x
 
@@ -65,12 +65,12 @@ class Band:
 
     layers: tuple[ColdLayer, ...]
     layout: PageLayout
-    pages: int  # of a block
-    offset: int  # bytes from the start of a block in host memory
+    pages: int  # per block
+    offset: int  # in bytes, within a block in host memory
 
     @property
     def heads(self) -> int:
-        """KV heads of all its layers."""
+        """KV heads of all layers."""
         return sum(layer.num_kv_heads for layer in self.layers)
 
     @property
@@ -80,7 +80,7 @@ class Band:
 
 
 def bands_of(layers: Sequence[ColdLayer], block_tokens: int) -> tuple[Band, ...]:
-    """The layers of a cache group whose blocks have ``block_tokens`` tokens."""
+    """Divides a cache group's layers, with blocks of ``block_tokens`` tokens, into bands."""
     out: list[Band] = []
     for layer in layers:
         layout, pages = layer.page(block_tokens)
@@ -101,19 +101,13 @@ class BandCodec:
     """Encodes and decodes the blocks of a band."""
 
     def __init__(
-        self,
-        model: ServedModel,
-        band: Band,
-        caches: Sequence[HotCache],
-        offsets: Sequence[LayerOffset | None],
-        dtype: torch.dtype,
-        *,
-        positions: bool = True,
-    ) -> None:
-        """``positions``: whether the engine says where in a prompt blocks begin; if not, a calibration's matrices by
-        position are left out."""
+        self, model: ServedModel, band: Band, caches: Sequence[HotCache], offsets: Sequence[LayerOffset | None],
+        dtype: torch.dtype, *, positions: bool = True,
+    ) -> None:  # fmt: skip
+        """``positions``: whether the engine reports where blocks begin in a prompt. Without that, matrices by position
+        range are not used."""
         self.band, self._caches, self._dtype, self._settings = band, caches, dtype, model.settings
-        self.tokens = band.pages * band.layout.block_size  # of a block
+        self.tokens = band.pages * band.layout.block_size  # per block
         self.device = caches[0].device
         self._codec = shared_codec(band.layout.spec, self.device)
         known = [x for x in offsets if x is not None]
@@ -136,7 +130,7 @@ class BandCodec:
         return self.band.heads * (spec.key_dim + spec.value_dim) * self._dtype.itemsize
 
     def staging(self, blocks: int) -> Tensor:
-        """A buffer for the pages of ``blocks`` blocks, on the caches' device."""
+        """A buffer on the caches' device for the pages of ``blocks`` blocks."""
         band = self.band
         shape = blocks * band.pages, band.heads, band.layout.page_bytes
         return torch.empty(shape, dtype=torch.uint8, device=self.device)
@@ -157,7 +151,7 @@ class BandCodec:
         return zip(*(x.split(sizes, 1) for x in tensors), strict=True)
 
     def encode(self, blocks: Tensor, first_block: int, staging: Tensor) -> None:
-        """Encodes ``blocks``, int64 [n] on the device, which are consecutive in a prompt from ``first_block`` on."""
+        """Encodes ``blocks``, int64 [n] on the device: consecutive blocks of a prompt, starting at ``first_block``."""
         count = len(blocks) * self.tokens
         key, value = self._dense(count)
         if self._rows is not None:
@@ -177,7 +171,7 @@ class BandCodec:
             self._check(key, staging, slots)
 
     def decode(self, staging: Tensor, blocks: Tensor) -> None:
-        """Decodes the pages of ``staging`` into ``blocks``."""
+        """Decodes the pages in ``staging`` into ``blocks``."""
         key, value = self._dense(len(blocks) * self.tokens)
         taken = torch.arange(len(key), device=blocks.device)
         ops.gather_kv(self._packed(staging), taken, out=(key, value))
@@ -189,7 +183,7 @@ class BandCodec:
             cache.write(slots, k, v)
 
     def warm(self, staging: Tensor) -> None:
-        """Compiles the kernels for few and for many blocks, on block 0, which engines reserve."""
+        """Compiles the kernels for one and for many blocks. It runs them on block 0, which engines reserve."""
         self._warming = True
         for n in (1, len(staging) // self.band.pages):
             blocks = torch.zeros(n, dtype=torch.int64, device=self.device)
@@ -198,7 +192,7 @@ class BandCodec:
         self._warming = False
 
     def _learn(self, key: Tensor) -> None:
-        """Learns the offset from the first blocks that leave, which begin a prompt; it never changes again."""
+        """Learns the offset, once, from the first blocks that leave the cache, which are the start of a prompt."""
         if all(x.known for x in self._offsets):
             return
         stored, nothing = torch.ones(len(key), dtype=torch.bool, device=key.device), key[:0]
@@ -208,7 +202,7 @@ class BandCodec:
         self._offset.copy_(torch.cat([x.tensor for x in self._offsets]))
 
     def _check(self, key: Tensor, staging: Tensor, slots: Tensor) -> None:
-        """Checks once that the error of keys is smaller than their spread."""
+        """Checks, once, that the keys' quantisation error is smaller than their spread."""
         self._unchecked = False
         back, _ = ops.gather_kv(self._packed(staging), slots)
         for layer, (k, b) in zip(self.band.layers, self._by_layer(key, back), strict=True):

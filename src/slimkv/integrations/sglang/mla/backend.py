@@ -1,4 +1,4 @@
-"""``SlimKVLatentBackend``: latent attention of SGLang's layers on slimkv's pages."""
+"""``SlimKVLatentBackend``: latent attention on packed pages for SGLang's layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slimkv.ops.warmup import decoding_steps
 
 
 class SlimKVLatentBackend(PackedBackend):
-    """Decoding and verification attend packed latents with absorbed queries; prefill expands them into K and V."""
+    """Decode and verification attend to packed latents with absorbed queries; prefill expands latents into K and V."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
@@ -74,20 +74,12 @@ class SlimKVLatentBackend(PackedBackend):
 
     @torch.compiler.disable
     def _forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Any,
-        batch: Any,
-        save_kv_cache: bool,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        **others: Any,
-    ) -> Tensor:
-        """-> [tokens, heads * value_dim], with zeros for rows that belong to no request.
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool,
+        q_rope: Tensor | None = None, k_rope: Tensor | None = None, **others: Any,
+    ) -> Tensor:  # fmt: skip
+        """Returns [tokens, heads * value_dim], with zeros in padding rows.
 
-        Decoding and verification come with absorbed queries, prefill with K and V of ``prepare_prefill_qkv``.
+        Decode and verification pass absorbed queries, prefill passes K and V from ``prepare_prefill_qkv``.
         """
         refuse_unknown(others)
         step = self.forward_metadata
@@ -121,10 +113,10 @@ class SlimKVLatentBackend(PackedBackend):
     def prepare_prefill_qkv(
         self, *, q: Tensor, q_pe: Tensor, kv_a: Tensor, k_pe: Tensor, positions: Tensor, layer: Any, forward_batch: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """SGLang's hook: stores the new tokens of an attention module, and returns its queries, K and V.
+        """Called by SGLang's attention module: stores its new tokens and returns queries, K and V.
 
         q [tokens, heads, nope + rope], kv_a [tokens, latent_dim], k_pe [tokens, 1, rope_dim], before rotary embedding.
-        With ``fresh: codes`` new tokens see of one another what later requests see of them.
+        With ``fresh: codes``, K and V are expanded from the stored codes, as for later requests.
         """
         if layer.rotary_emb is not None:
             q_pe, k_pe = layer.rotary_emb(positions, q_pe, k_pe)
@@ -153,7 +145,7 @@ class SlimKVLatentBackend(PackedBackend):
         return out.view(out.shape[0], -1)
 
     def _prefill_of(self, batch: Any, step: Step) -> Prefill:
-        """What the layers of the step share; made by the first of them."""
+        """The prefill plan that all layers of a step share."""
         if self._prefill is None or self._prefill[0] is not step:
             plan = plan_prefill(
                 list(batch.extend_seq_lens_cpu), list(batch.extend_prefix_lens_cpu), step, self._tables.page_size,
@@ -171,7 +163,7 @@ def _expand(module: Any, latent: Tensor, rope: Tensor, batch: Any) -> tuple[Tens
 
 
 def _attention_modules(model: torch.nn.Module) -> dict[int, Any]:
-    """The model's modules of latent attention by layer; raises where one is of a kind slimkv does not know."""
+    """The model's latent-attention modules by layer; raises for a layer with any other attention."""
     refusals.check_layers(model, max_head_dim=math.inf)  # formats have sizes of their own
     modules: list[Any] = [x for x in model.modules() if type(x) is DeepseekV2AttentionMLA]
     known = {id(x) for module in modules for x in refusals.attention_layers(module)}

@@ -21,10 +21,10 @@ from slimkv.integrations.sglang.names import BACKEND
 
 
 def register_forward_methods(ours: type, drafts: str | None) -> None:
-    """Tells SGLang's layers how slimkv attends: prefill expands latents into K and V, everything else absorbs.
+    """Registers slimkv's choice of forward method: prefill expands latents into K and V, all other steps absorb.
 
-    So does prefill in a graph, as with SGLang's own backends: how many latents are expanded is not known there. SGLang
-    asks here for a draft's layers too, whose backend is not one of ``ours`` but the one that is called ``drafts``.
+    Prefill in a graph absorbs too, as with SGLang's own backends, because the number of latents to expand is unknown
+    there. SGLang also asks for a drafter's layers, whose backend is not one of ``ours`` but is named ``drafts``.
     """
 
     def choose(attention: Any, batch: Any) -> Any:
@@ -36,12 +36,12 @@ def register_forward_methods(ours: type, drafts: str | None) -> None:
         return AttnForwardMethod.MHA if expands else AttnForwardMethod.MLA
 
     AttentionBackendRegistry.register(BACKEND, choose)
-    if BACKEND not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:  # latents and rope parts come apart
+    if BACKEND not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:  # passes latents and rope parts separately
         FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(BACKEND)
 
 
 def dense_attention(device: torch.device) -> Callable[..., Any] | None:
-    """SGLang's FlashAttention-3 for prefill's K and V on a GPU; None on a CPU, where torch attends."""
+    """SGLang's FlashAttention-3, for prefill on a GPU; None on a CPU, where plain torch is used."""
     if device.type == "cpu":
         return None
     capability = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""The projections that SGLang absorbed, with the rotation of the latent folded into them."""
+"""Folds the latent's rotation into SGLang's absorbed projections."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class FoldedProjections:
-    """The projections of one layer, folded in place, and again whenever SGLang has loaded new ones into them.
+    """The absorbed projections of one layer, folded in place each time SGLang has loaded new ones.
 
-    Projections in 8 bits are left as they are: their products are scaled by what was measured of them.
+    8-bit projections stay unfolded, because their scales were measured on the original weights.
     """
 
     def __init__(self, attention: Any, rotation: Tensor | None) -> None:
@@ -24,12 +24,12 @@ class FoldedProjections:
         self._folded: dict[str, tuple[int, int]] = {}
         weights = [getattr(attention, name) for name, _ in _FOLDS]
         plain = all(isinstance(x, Tensor) and x.dtype in _FLOATS for x in weights) and not attention.use_deep_gemm_bmm
-        self.rotated = rotation is not None and plain  # queries come and outputs go in the space latents are stored in
+        self.rotated = rotation is not None and plain  # so queries and outputs are rotated, as stored latents are
         self.update()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Folds what was loaded since; does nothing otherwise."""
+        """Folds projections that were loaded since the last call."""
         if not self.rotated:
             return
         assert self._rotation is not None
@@ -37,7 +37,7 @@ class FoldedProjections:
             weight = getattr(self._attention, name)
             if self._folded.get(name) == (id(weight), weight._version):
                 continue
-            if _shares_memory(weight, self._attention.kv_b_proj):  # which prefill reads as it is
+            if _shares_memory(weight, self._attention.kv_b_proj):  # prefill reads that one unfolded
                 weight = weight.clone()
                 setattr(self._attention, name, weight)
             weight.copy_(fold(weight, self._rotation))

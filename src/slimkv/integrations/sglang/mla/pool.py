@@ -1,4 +1,4 @@
-"""``SlimKVLatentPool``: packed latents in the place of SGLang's pool of them."""
+"""``SlimKVLatentPool``: packed latents in place of SGLang's ``MLATokenToKVPool``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SlimKVLatentPool(PackedPool, MLATokenToKVPool):
         del self.kv_buffer
 
     def store(self, index: int, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
-        """latent [tokens, latent_dim], rope [tokens, rope_dim] of the pool's ``index``-th layer -> ``slots``."""
+        """Stores latent [tokens, latent_dim] and rope [tokens, rope_dim] of the ``index``-th layer in ``slots``."""
         latent, rope = latent.reshape(len(slots), -1), rope.reshape(len(slots), -1)
         ops.store_latent(latent, rope, self.packed(index), slots, backend=self.plan.config.backend)
 

@@ -1,6 +1,6 @@
-"""Prefill of latent attention: new tokens attend one another and, in chunks, what of their prompts is cached.
+"""Prefill of latent attention: new tokens attend to one another and, in chunks, to the cached tokens of their prompts.
 
-Latents are expanded into K and V of every head by the layer's own projection, as SGLang does.
+The layer's own projection expands latents into K and V of every head, as in SGLang.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.integrations.sglang.metadata import Step, starts_of
 
-Lengths = tuple[Tensor, int]  # where each request's tokens begin, int32 [requests + 1], and the most of one
+Lengths = tuple[Tensor, int]  # cumulative lengths, int32 [requests + 1], and the largest length
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Cached tokens of every request that are expanded at a time."""
+    """Cached tokens, of all requests, that are expanded together."""
 
-    slots: Tensor  # int64 [tokens], one request after another
+    slots: Tensor  # int64 [tokens], request by request
     cu_seqlens_k: Tensor  # int32 [requests + 1]
     max_seqlen_k: int
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """What the layers of a step that prefills share."""
+    """The plan of a prefill step, shared by its layers."""
 
     cu_seqlens_q: Tensor  # int32 [requests + 1]
     max_seqlen_q: int
@@ -38,9 +38,9 @@ class Prefill:
 
 
 def plan_prefill(new: list[int], cached: list[int], step: Step, page_size: int, capacity: int) -> Prefill:
-    """``new`` and ``cached`` tokens of each request; a chunk has at most about ``capacity`` tokens."""
+    """Plans a step from the numbers of ``new`` and ``cached`` tokens; a chunk has about ``capacity`` tokens at most."""
     device = step.block_table.device
-    share = max(page_size, capacity // max(1, len(cached)) // page_size * page_size)  # of a chunk, for each request
+    share = max(page_size, capacity // max(1, len(cached)) // page_size * page_size)  # tokens per request in a chunk
     chunks = []
     for first in range(0, max(cached, default=0), share):
         lengths = [min(max(count - first, 0), share) for count in cached]
@@ -56,16 +56,12 @@ def plan_prefill(new: list[int], cached: list[int], step: Step, page_size: int, 
 
 
 def attend_prefill(
-    query: Tensor,
-    fresh: tuple[Tensor, Tensor],
-    prefill: Prefill,
-    expand: Callable[[Tensor], tuple[Tensor, Tensor]],
-    scale: float,
-    flash: Callable[..., Any] | None = None,
-) -> Tensor:
-    """query [tokens, heads, dim] and ``fresh`` K and V of the same tokens -> [tokens, heads, value_dim].
+    query: Tensor, fresh: tuple[Tensor, Tensor], prefill: Prefill, expand: Callable[[Tensor], tuple[Tensor, Tensor]],
+    scale: float, flash: Callable[..., Any] | None = None,
+) -> Tensor:  # fmt: skip
+    """Attends query [tokens, heads, dim] to ``fresh`` K and V and to cached tokens -> [tokens, heads, value_dim].
 
-    ``expand``: slots of cached tokens -> their K and V. ``flash``: FlashAttention's function; None: plain torch.
+    ``expand``: returns K and V of cached slots. ``flash``: FlashAttention's function; None: plain torch.
     """
     attend = _torch_attention if flash is None else partial(_flash_attention, flash)
     queries = prefill.cu_seqlens_q, prefill.max_seqlen_q
@@ -79,17 +75,10 @@ def attend_prefill(
 
 
 def _flash_attention(
-    flash: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    queries: Lengths,
-    keys: Lengths,
-    scale: float,
-    *,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """Output [tokens, heads, value_dim] and log-sum-exp [tokens, heads]."""
+    flash: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, queries: Lengths, keys: Lengths, scale: float,
+    *, causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the output [tokens, heads, value_dim] and log-sum-exp [tokens, heads]."""
     out, lse, *_ = flash(
         q=query, k=key, v=value, cu_seqlens_q=queries[0], cu_seqlens_k=keys[0], max_seqlen_q=queries[1],
         max_seqlen_k=keys[1], softmax_scale=scale, causal=causal, return_softmax_lse=True,
@@ -100,7 +89,7 @@ def _flash_attention(
 def _torch_attention(
     query: Tensor, key: Tensor, value: Tensor, queries: Lengths, keys: Lengths, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same in float32, request by request: for CPUs."""
+    """``_flash_attention`` in plain torch and float32, for CPUs."""
     out = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float32)
     lse = torch.full(query.shape[:2], -torch.inf)
     ends_q, ends_k = queries[0].tolist(), keys[0].tolist()

@@ -1,4 +1,4 @@
-"""A cold tier for stock vLLM: vLLM's own cache is unchanged, and blocks that go to host memory are packed."""
+"""A cold tier for stock vLLM: the GPU cache is vLLM's own, and blocks are packed when they move to host memory."""
 
 from slimkv.integrations.vllm.cold.spec import SlimKVOffloadingSpec
 

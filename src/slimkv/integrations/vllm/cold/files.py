@@ -1,4 +1,4 @@
-"""``SlimKVFileTier``: vLLM's file tier, with the checked files of ``slimkv.wire.chunk_file``."""
+"""``SlimKVFileTier``: vLLM's file tier with the verified files of ``slimkv.wire.chunk_file``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slimkv.wire.chunk_file import load_file, remove_unfinished, store_file
 
 
 class SlimKVFileTier(FileSystemTierManager):
-    """One folder of one fingerprint. Reading and writing run in vLLM's threads for it."""
+    """A folder of files with one fingerprint. Files are read and written in vLLM's I/O threads."""
 
     def __init__(self, *args: Any, fingerprint: str, root_dir: str, **kwargs: Any) -> None:
         super().__init__(*args, root_dir=root_dir, **kwargs)
@@ -26,7 +26,7 @@ class SlimKVFileTier(FileSystemTierManager):
         ]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Host memory -> files; a block whose file fails is a miss later."""
+        """Writes blocks from host memory to files. A block that cannot be written is a miss later."""
         files, job = self._files(job_metadata), job_metadata.job_id
 
         def task() -> None:
@@ -39,7 +39,7 @@ class SlimKVFileTier(FileSystemTierManager):
         self._pool.enqueue_store(job, 1, [task])
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Files -> host memory, up to the first incomplete one."""
+        """Reads files into host memory, up to the first damaged one."""
         files, job = self._files(job_metadata), job_metadata.job_id
 
         def task() -> None:
@@ -47,7 +47,7 @@ class SlimKVFileTier(FileSystemTierManager):
                 try:
                     load_file(path, chunk, key, self._fingerprint)
                 except OSError as error:
-                    self._load_progress[job] = done  # the chunks before it are kept, the others are misses
+                    self._load_progress[job] = done  # earlier chunks are kept, the others are misses
                     logger.warning("slimkv: %s", error)
                     raise
 

@@ -1,8 +1,8 @@
-"""The layers of a cold tier, and how K and V are read from and written to vLLM's own cache.
+"""The layers of a cold tier: finds them, and reads and writes K and V in vLLM's own cache.
 
-K and V are written by the function with which the layer's attention backend fills its cache. The order in which it
-stores numbers is measured once: it writes numbered values to a scratch block. So every backend works whose cache holds
-K and V in some order; any other raises an error.
+K and V are written with the attention backend's own cache update. The order in which it stores values is measured once,
+by writing numbered values to a scratch block. This supports every backend whose cache holds K and V in some order; any
+other raises an error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.vllm.cold.compat import Attention, MLAAttention
 from slimkv.integrations.vllm.model import layer_spec
 
-_DIGIT = 8  # numbers 0 to 7 are exact in every cache dtype, also in fp8 with any scale
+_DIGIT = 8  # integers 0 to 7 survive every cache dtype, including fp8 with any scale
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def find_layers(vllm_config: Any, names: Sequence[str], model: ServedModel) -> list[ColdLayer]:
-    """The layers of a cache group that own their cache; raises for a kind that the tier does not know."""
+    """The layers of a cache group that own their cache; raises for unsupported kinds of layers."""
     found = []
     for name in names:
         module = vllm_config.compilation_config.static_forward_context[name]
@@ -50,13 +50,13 @@ def find_layers(vllm_config: Any, names: Sequence[str], model: ServedModel) -> l
 
 
 class HotCache(band.HotCache):
-    """A layer's own cache in whatever order and dtype its backend keeps it."""
+    """vLLM's cache of a layer, in the order and dtype of its attention backend."""
 
     def __init__(self, layer: ColdLayer, num_blocks: int, block_tokens: int, dtype: torch.dtype) -> None:
         self._layer, self._tokens, self._dtype = layer, block_tokens, dtype
         self._cache: Tensor = layer.module.kv_cache
         self.device = self._cache.device
-        # vLLM may have cut a block into several of its kernel's
+        # vLLM may split a block into several kernel blocks
         self._blocks = self._cache.unflatten(0, (num_blocks, -1))
         self._stored = _FP8.get(str(layer.module.kv_cache_dtype), self._cache.dtype)
         if self._stored not in (*_FLOATS, *_FP8.values()) or self._stored.itemsize != self._cache.itemsize:
@@ -75,7 +75,7 @@ class HotCache(band.HotCache):
         )
 
     def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:
-        """K and V of ``blocks``, int64 [n], into [n * tokens, heads, dim] of the model's dtype."""
+        """Copies K and V of ``blocks``, int64 [n], into key and value [n * tokens, heads, dim] of the model's dtype."""
         n, scales, dims = len(blocks), self._scales(), (self._layer.spec.key_dim, self._layer.spec.value_dim)
         if self.sides is not None:
             parts: Sequence[Tensor] = [side[blocks].view(self._stored) for side in self.sides]
@@ -89,7 +89,7 @@ class HotCache(band.HotCache):
             x.unflatten(0, (n, self._tokens)).copy_(part)
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """K and V [tokens, heads, dim] to int64 ``slots`` [tokens]: block * block tokens + position."""
+        """Writes key and value [tokens, heads, dim] to ``slots``, int64 [tokens]: block * block tokens + position."""
         self._update(self._cache, slots, key, value)
 
     def _update(self, cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -100,7 +100,7 @@ class HotCache(band.HotCache):
             module.impl.do_kv_cache_update(module, key, value, cache, slots)
 
     def _scales(self) -> tuple[Tensor, Tensor] | None:
-        """The scales of K and V in an fp8 cache."""
+        """The scales of K and V in an fp8 cache; None in other caches."""
         if self._stored in _FLOATS:
             return None
         module = self._layer.module
@@ -108,7 +108,7 @@ class HotCache(band.HotCache):
         return module._k_scale.to(self._dtype), value.to(self._dtype)
 
     def _find_order(self) -> Tensor:
-        """The place in a block of each number of K [tokens, heads, dim] and then of V: int64, on the cache's device."""
+        """The index within a block of each value of K [tokens, heads, dim], then of V: int64, on the cache's device."""
         if not hasattr(self._layer.module.impl, "do_kv_cache_update"):
             self._refuse("its attention writes the cache itself")
         spec, heads = self._layer.spec, self._layer.num_kv_heads
@@ -123,7 +123,7 @@ class HotCache(band.HotCache):
         orders, scales = [], self._scales()
         for side in range(2):
             place = torch.zeros(scratch.numel(), dtype=torch.int64, device=self.device)
-            index, weight = torch.arange(1, counts[side] + 1, device=self.device), 1  # 0: the other side's
+            index, weight = torch.arange(1, counts[side] + 1, device=self.device), 1  # 0 marks the other side
             while weight <= counts[side]:
                 digits = (index // weight % _DIGIT).to(self._dtype).view(shapes[side])
                 given = [torch.zeros(shape, dtype=self._dtype, device=self.device) for shape in shapes]
@@ -140,9 +140,9 @@ class HotCache(band.HotCache):
         return torch.cat(orders)
 
     def _as_sides(self) -> tuple[Tensor, Tensor] | None:
-        """K and V as views [blocks, tokens, heads, dim] of the cache, if strides can express them; otherwise None."""
+        """K and V as strided views [blocks, tokens, heads, dim] of the cache; None if strides cannot express them."""
         block, spec, heads = self._blocks[0], self._layer.spec, self._layer.num_kv_heads
-        place = torch.zeros((), dtype=torch.int64, device=self.device)  # of each number, from the start of its block
+        place = torch.zeros((), dtype=torch.int64, device=self.device)  # of each value, from the start of its block
         for size, stride in zip(block.shape, block.stride(), strict=True):
             place = place[..., None] + torch.arange(size, device=self.device) * stride
         sides, begin = [], 0

@@ -3,8 +3,8 @@
 ``kv_connector_extra_config``: ``slimkv`` (the fields of ``KVCacheConfig``, or a format's name), ``cpu_bytes_to_use``,
 and the other options of vLLM's ``TieringOffloadingSpec``, with tiers of type ``fs``.
 
-The workers know the layers; the scheduler only counts blocks. The workers start first. The worker of rank 0 writes the
-size and the fingerprint of a block to a note in /dev/shm, where vLLM shares host memory too; the scheduler reads it.
+The workers know the layers; the scheduler only counts blocks. The workers start first, and rank 0 writes the size and
+fingerprint of a block to a note in /dev/shm, where vLLM also shares host memory. The scheduler reads the note.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slimkv.config import KVCacheConfig
+from slimkv.config import KVCacheConfig, unknown_setting
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.cold.band import Band, BandCodec, ColdLayer, bands_of, block_bytes
-from slimkv.integrations.serving.model import KEY, ServedModel, parse_settings
+from slimkv.integrations.serving.model import KEY, ServedModel, parse_cold_settings
 from slimkv.integrations.vllm.cold import compat
 from slimkv.integrations.vllm.cold.layers import HotCache, find_layers
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.integrations.vllm.compat import layer_number, logger
-from slimkv.integrations.vllm.connectors import all_heads, engine_weights
+from slimkv.integrations.vllm.connectors import WEIGHTS, all_heads, engine_weights
 from slimkv.integrations.vllm.model import layer_offset, served_model, whole_offset
+from slimkv.integrations.vllm.settings import BATCH_INVARIANT, batch_invariant
 from slimkv.spec import LatentSpec
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
 from slimkv.wire.model import model_fields
@@ -36,17 +38,28 @@ _FILES = {"type": "SlimKVFileTier", "module_path": "slimkv.integrations.vllm.col
 EXAMPLE = '{"spec_name": "SlimKVOffloadingSpec", "spec_module_path": "slimkv.integrations.vllm.cold", "slimkv": "k4v4"}'
 
 
+# Entries of the offloading connector's extra config: slimkv's and vLLM's.
+_KNOWN = [
+    KEY, WEIGHTS, "cpu_bytes_to_use", "secondary_tiers", "blocks_per_chunk", "block_size", "eviction_policy",
+    "cache_policy_module_path", "backpressure", "offload_prompt_only", "self_describing_kv_events", "store_threshold",
+    "max_tracker_size", "canonical_layout", "spec_name", "spec_module_path",
+]  # fmt: skip
+
+
 def cold_settings(extra_config: Any) -> KVCacheConfig:
-    """The settings of a cold tier, in the extra config of vLLM's offloading connector."""
+    """The cold tier's settings from the offloading connector's extra config; raises for unknown entries."""
+    for name in extra_config:
+        if name not in _KNOWN:
+            raise InputError(f"the cold tier: {unknown_setting(name, _KNOWN)}")
     if KEY not in extra_config:
         raise InputError(
             f"the cold tier's format is missing: put {KEY!r} into kv_connector_extra_config, as in {EXAMPLE}"
         )
-    return parse_settings(extra_config[KEY], "the cold tier")
+    return parse_cold_settings(extra_config[KEY])
 
 
 class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
-    """A worker has vLLM's configuration and knows the layers; the scheduler reads the workers' note."""
+    """In a worker it has vLLM's configuration and finds the layers; in the scheduler it reads the workers' note."""
 
     def __init__(self, config: Any) -> None:
         settings = cold_settings(config.extra_config)
@@ -89,7 +102,7 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         return note
 
     def _fingerprint(self, config: Any) -> str | None:
-        """The fingerprint of the blocks, if their files outlive the engine."""
+        """The fingerprint of the blocks, as JSON; None without files."""
         if not config.extra_config.get("secondary_tiers"):
             return None
         sizes = {band.layout.block_size for bands in self._groups for band in bands}
@@ -99,14 +112,9 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         return _fingerprint(self._vllm_config, self._model, layers, sizes.pop()).to_json()
 
     def _tiers(self, config: Any, fingerprint: str | None) -> list[dict[str, Any]]:
-        """vLLM's ``fs`` tiers, with files that are marked and checked."""
+        """vLLM's ``fs`` tiers, changed to ``SlimKVFileTier`` with a folder per fingerprint."""
         out = []
         for tier in config.extra_config.get("secondary_tiers") or ():
-            if tier.get("type") != "fs" or "root_dir" not in tier:
-                raise UnsupportedError(
-                    f"the cold tier writes packed blocks to files ({{'type': 'fs', 'root_dir': ...}}); it does not "
-                    f"know {tier}"
-                )
             assert fingerprint is not None
             known = Fingerprint.from_json(fingerprint, "the workers' note")
             folder = Path(tier["root_dir"]) / f"slimkv-{known.hash[:16]}"
@@ -116,10 +124,10 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         return out
 
     def get_manager(self) -> Any:
-        """The scheduler's side. With files it maps the host memory as well. All workers have done so by now, so the
-        file is removed: a killed engine then leaves nothing behind."""
+        """The scheduler's side. With files it also maps the host memory. All workers have mapped it by then, so the
+        file is removed: a killed engine leaves nothing behind."""
         if not self.secondary_tier_configs:
-            return compat.CPUOffloadingSpec.get_manager(self)  # whose lookups have no tiers to ask
+            return compat.CPUOffloadingSpec.get_manager(self)  # without tiers to look up
         fresh = self._manager is None
         manager = super().get_manager()
         if fresh:
@@ -128,7 +136,7 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         return manager
 
     def get_worker(self, kv_caches: Any) -> compat.OffloadingWorker:
-        """A rank's side."""
+        """The side of one rank."""
         if self._cold_worker is None:
             blocks = kv_caches.tensors[0].tensor.shape[0]
             groups = [[self._codec(band, blocks) for band in bands] for bands in self._groups]
@@ -158,7 +166,7 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
 
 
 def _fingerprint(vllm_config: Any, served: ServedModel, layers: Sequence[ColdLayer], page_tokens: int) -> Fingerprint:
-    """The fingerprint of packed blocks in files. It includes the cache's dtype, because an fp8 cache rounds K and V."""
+    """The fingerprint of packed blocks in files. It includes the hot cache's dtype, because fp8 rounds K and V."""
     model = vllm_config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     found = []
@@ -177,8 +185,8 @@ def _fingerprint(vllm_config: Any, served: ServedModel, layers: Sequence[ColdLay
 
 
 def _cache(config: Any) -> Any:
-    """The scheduler looks up whole chunks. vLLM's default chunk is one block, and looking it up would take longer than
-    copying it."""
+    """Sets the default chunk to 128 tokens: looking up a chunk of one block, vLLM's default, takes longer than copying
+    it."""
     if {"blocks_per_chunk", "block_size"} & set(config.extra_config):
         return config.cache
     longest = max(group.tokens_per_block for group in config.groups)
@@ -186,6 +194,16 @@ def _cache(config: Any) -> Any:
 
 
 def _refuse(config: Any) -> None:
+    given, size = config.extra_config.get("cpu_bytes_to_use"), 0
+    with suppress(TypeError, ValueError, OverflowError):
+        size = int(given)
+    if size < 1:
+        raise InputError(f"cpu_bytes_to_use must be the cold tier's number of bytes, not {given!r}")
+    if batch_invariant():
+        raise UnsupportedError(
+            f"the cold tier does not work with {BATCH_INVARIANT}=1: answers would depend on which blocks had left the "
+            "cache; leave out one of them"
+        )
     parallel = config.parallel
     for name, size in (
         ("pipeline", parallel.pp_size), ("decode context", parallel.dcp_size), ("prefill context", parallel.pcp_size)
@@ -193,6 +211,15 @@ def _refuse(config: Any) -> None:
         if size > 1:
             raise UnsupportedError(
                 f"the cold tier does not run under {name} parallelism ({size}): use tensor parallelism"
+            )
+    tiers = config.extra_config.get("secondary_tiers") or []
+    if not isinstance(tiers, list):
+        raise InputError(f"secondary_tiers must be a list of tiers, not {tiers!r}")
+    for tier in tiers:
+        if not isinstance(tier, dict) or tier.get("type") != "fs" or not isinstance(tier.get("root_dir"), str):
+            raise UnsupportedError(
+                f"the cold tier writes packed blocks to files ({{'type': 'fs', 'root_dir': ...}}); it does not know "
+                f"{tier!r}"
             )
     if config.canonical_layout:
         raise UnsupportedError("canonical_layout is a layout of vLLM's own blocks, not of packed ones: leave it out")

@@ -1,7 +1,8 @@
-"""``ColdWorker``: moves blocks between a rank's cache and host memory, encoded on the way out, decoded on the way in.
+"""``ColdWorker``: moves blocks between a rank's cache and host memory, encoding them on the way out and decoding them
+on the way in.
 
-Blocks move in pieces. On a GPU a piece is encoded (decoded) on one stream while its neighbour is copied on another,
-both beside the serving stream; the host does not wait. On a CPU the same steps run one after the other.
+Blocks move in pieces. On a GPU, one piece is encoded or decoded on one stream while another is copied on a second
+stream, both beside the serving stream; the host does not wait. On a CPU the same steps run in sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from slimkv.integrations.serving.cold.band import BandCodec
 from slimkv.integrations.vllm.cold import compat
 
-PIECE_BYTES = 256 << 20  # of K and V in the model's dtype that are encoded or decoded at a time
+PIECE_BYTES = 256 << 20  # bytes of K and V, in the model's dtype, that are encoded or decoded at a time
 
 
 @dataclass
@@ -32,7 +33,7 @@ class _Job:
 
 
 class _Direction:
-    """Stores or loads, one after another, through two buffers."""
+    """Stores or loads, double-buffered."""
 
     def __init__(self, groups: Sequence[Sequence[BandCodec]], blocks: Sequence[int], device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -123,7 +124,7 @@ class ColdWorker(compat.OffloadingWorker):
             self._stores.warm()
 
     def submit_store(self, job_id: int, src_spec: compat.GPULoadStoreSpec, dst_spec: Any) -> bool:
-        """Cache -> host memory; does not wait for the copies."""
+        """Starts copying blocks from the cache to host memory."""
         way = self._stores
         started, size = way.begin(way.codec), 0
         for group, first, blocks, chunks, subs in self._pieces(way, src_spec, dst_spec.block_ids):
@@ -139,7 +140,7 @@ class ColdWorker(compat.OffloadingWorker):
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: compat.GPULoadStoreSpec) -> bool:
-        """Host memory -> cache; does not wait for the copies."""
+        """Starts copying blocks from host memory to the cache."""
         way = self._loads
         started, size = way.begin(way.copy), 0
         for group, _, blocks, chunks, subs in self._pieces(way, dst_spec, src_spec.block_ids):
@@ -157,7 +158,7 @@ class ColdWorker(compat.OffloadingWorker):
     def _pieces(
         self, way: _Direction, cache: compat.GPULoadStoreSpec, chunks: np.ndarray
     ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray, np.ndarray]]:
-        """(group, number of its first block in the prompt, block ids, and of each its chunk and place in it)."""
+        """(group, index of the first block in the prompt, block ids, their chunks, their places within the chunk)."""
         taken_blocks = taken_chunks = 0
         for group, (count, first) in enumerate(zip(cache.group_sizes, cache.block_indices, strict=True)):
             place = np.arange(count) + first % self._chunk
@@ -177,7 +178,7 @@ class ColdWorker(compat.OffloadingWorker):
     def _copy(
         self, way: _Direction, group: int, staging: list[Tensor], chunks: np.ndarray, subs: np.ndarray, *, out: bool
     ) -> int:
-        """Copies between the buffers of a piece and host memory; returns the number of bytes."""
+        """Copies a piece between its buffers and host memory; returns the number of bytes."""
         sources, targets, sizes = [], [], []
         for codec, pages in zip(way.groups[group], staging, strict=True):
             size, offset, n = codec.band.block_bytes, codec.band.offset, len(chunks)
@@ -208,7 +209,7 @@ class ColdWorker(compat.OffloadingWorker):
         return [*self._stores.finished(), *self._loads.finished()]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Waits for these jobs: vLLM is about to reuse their blocks."""
+        """Waits for these jobs, whose blocks vLLM is about to reuse."""
         self._stores.synchronize(job_ids)
         self._loads.synchronize(job_ids)
 

@@ -1,4 +1,4 @@
-"""``SlimKVMLABackend``: the interface that vLLM queries for latents before it runs."""
+"""``SlimKVMLABackend``: as ``SlimKVBackend``, for latents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimkv.integrations.vllm.refusals import SPARSE
 
 
 class SlimKVMLABackend(PackedBackend, MLACommonBackend):
-    """Latent attention on packed pages. A layer's class is a subclass that knows its format (``backend_for_spec``)."""
+    """Latent attention on packed pages. Each layer gets a subclass for its format (``backend_for_spec``)."""
 
     held: ClassVar[str] = "latents"
     is_supported_spec = staticmethod(is_supported_spec)
@@ -20,6 +20,6 @@ class SlimKVMLABackend(PackedBackend, MLACommonBackend):
 
     @classmethod
     def supports_combination(cls, *layer: Any) -> str | None:
-        """Why this kind of layer is not supported, in addition to vLLM's own reasons."""
+        """Why a layer is not supported, beside vLLM's own reasons; None if it is."""
         use_sparse = layer[6]
         return SPARSE if use_sparse and not cls.is_sparse() else None

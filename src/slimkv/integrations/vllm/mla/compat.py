@@ -28,12 +28,12 @@ FUSED_SPARSE = "vllm.models.deepseek_v32.attention"  # DeepSeek V3.2 and GLM-5 o
 
 
 def is_supported_spec(spec: Any) -> bool:
-    """Whether layers with this cache spec hold one latent per token; subclasses may hold something else."""
+    """Whether layers with this cache spec store one latent per token; a subclass may store something else."""
     return type(spec) is MLAAttentionSpec and not spec.non_causal_multi_token_decode
 
 
 def check_layer(layer: Any, impl: Any) -> None:
-    """Raises for kinds of latent attention that may write or read the cache themselves."""
+    """Raises for kinds of latent attention that may access the cache themselves."""
     if impl.is_sparse and type(layer).__module__ == FUSED_SPARSE:
         _store_through(layer, impl)
     elif type(layer) is not MLAAttention:
@@ -44,15 +44,15 @@ def check_layer(layer: Any, impl: Any) -> None:
 
 
 class _Stored:
-    """Stands where a layer has a cache in host memory."""
+    """The object that vLLM takes for a layer's host-memory cache."""
 
     runtime = None
 
 
 def _store_through(layer: Any, impl: Any) -> None:
-    """Lets ``impl`` store a layer's latents, which otherwise a kernel of norms and rotary embeddings writes unpacked.
+    """Lets ``impl`` store a layer's latents; otherwise a fused norm-and-rope kernel writes them unpacked.
 
-    vLLM leaves them to ``update_kv_cache`` where the cache is in host memory.
+    vLLM calls ``update_kv_cache`` instead for caches in host memory, so the layer gets such a cache in name.
     """
 
     def update(
@@ -64,9 +64,9 @@ def _store_through(layer: Any, impl: Any) -> None:
 
 
 def global_slots(positions: Tensor, requests: Tensor, block_table: Tensor, block_size: int) -> Tensor:
-    """Slots, int32 [tokens, positions], of the positions that queries attend; -1 where a position is -1.
+    """Slots, int32 [tokens, positions], of the positions that queries attend to; -1 where a position is -1.
 
-    positions int32 [tokens, positions] within the request; requests int32 [tokens]: rows of block_table.
+    positions int32 [tokens, positions], within the request; requests int32 [tokens], rows of block_table.
     """
     if positions.is_cuda:
         from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
@@ -80,7 +80,7 @@ def global_slots(positions: Tensor, requests: Tensor, block_table: Tensor, block
 
 
 def forbid_fused_cache_updates(vllm_config: Any) -> None:
-    """Switches off the compiler pass that lets the kernel of rotary embeddings write unpacked latents to the cache."""
+    """Switches off the compiler pass that fuses rotary embeddings with writing unpacked latents to the cache."""
     passes = vllm_config.compilation_config.pass_config
     if passes.fuse_rope_kvcache_cat_mla:
         logger.info("slimkv: fuse_rope_kvcache_cat_mla is switched off: latents are packed when they are stored.")
@@ -88,11 +88,10 @@ def forbid_fused_cache_updates(vllm_config: Any) -> None:
 
 
 def call_after_loading() -> None:
-    """Lets an implementation see its layer once the layer has made its absorbed projections.
+    """Calls ``impl.absorbed_weights_ready(layer)``, if it exists, once a layer has its absorbed projections.
 
-    vLLM calls ``impl.process_weights_after_loading`` before that, and nothing after it. So the layer's own method is
-    followed by ``impl.absorbed_weights_ready(layer)`` where the implementation has one. It is called again whenever
-    weights are loaded again.
+    vLLM calls ``impl.process_weights_after_loading`` before that and nothing after it, so this wraps the layer's own
+    method. The call is repeated whenever weights are reloaded.
     """
     original = MLAAttention.process_weights_after_loading
     if getattr(original, "_slimkv", False):

@@ -1,4 +1,4 @@
-"""``SlimKVMLAImpl``: one layer's latent attention in vLLM. Writes codes of latents and attends them there."""
+"""``SlimKVMLAImpl``: latent attention of one layer in vLLM. It stores latents as codes and attends to them."""
 
 from __future__ import annotations
 
@@ -28,29 +28,20 @@ from slimkv.spec import LatentSpec, page_layout
 class SlimKVMLAImpl(compat.MLACommonImpl):
     """Latent attention of one layer.
 
-    Decoding and verification attend packed pages with absorbed queries. Prefill expands latents into K and V, as vLLM
-    does, those of the context after they were decoded into vLLM's workspace.
+    Decode and verification attend to packed pages with absorbed queries. Prefill expands latents into K and V, as vLLM
+    does; latents of the context are first decoded into vLLM's workspace.
     """
 
     supports_dcp = False
     supports_pcp = False
-    token_rows = False  # how pages hold tokens
+    token_rows = False  # whether pages hold each token's bytes contiguously
     _spec: LatentSpec  # once the weights are loaded
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla: Any,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
+        sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str,
+        kv_sharing_target_layer_name: str | None, **mla: Any,
+    ) -> None:  # fmt: skip
         self._config = get_current_vllm_config()
         self._settings = parse(self._config.additional_config)
         check_engine(self._config)
@@ -76,7 +67,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
     # -- after loading: the layer's name and format ------------------------------------------------------------------
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Finds the layer this belongs to and binds its backend class to the layer's format."""
+        """Finds this implementation's layer and sets the layer's backend class to the one of its format."""
         name, layer = find_layer(self._config, self)
         compat.check_layer(layer, self)
         dims = self.kv_lora_rank, self.qk_rope_head_dim
@@ -89,7 +80,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         )
 
     def absorbed_weights_ready(self, layer: Any) -> None:
-        """Folds the rotation of the latent into the projections that the layer has absorbed."""
+        """Folds the latent's rotation into the layer's absorbed projections, and compiles kernels."""
         rotation = ops.latent_rotation(shared_codec(self._spec, torch.device("cpu")))
         if rotation is not None:
             self._folded.fold(layer, rotation)
@@ -101,7 +92,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
             run_latent_steps(kind, self._warmup_steps())
 
     def _warmup_steps(self) -> list[Step]:
-        """The kinds of steps that are run once before any request."""
+        """The steps that are run once before any request."""
         return decoding_steps(self._config.model_config.max_model_len, verified_tokens(self._config))
 
     def whole_key_offset(self) -> None:
@@ -116,15 +107,10 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         return ops.PackedKV(kv_cache.view(blocks, tokens * size), shared_codec(self._spec, kv_cache.device), layout)
 
     def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
         k_scale: Tensor,
-    ) -> None:
-        """kv_c_normed [tokens, latent_dim], k_pe [tokens, 1, rope_dim] -> their slots; padding has negative slots."""
+    ) -> None:  # fmt: skip
+        """Stores kv_c_normed [tokens, latent_dim] and k_pe [tokens, 1, rope_dim]; padding has negative slots."""
         if kv_cache.numel() == 0:  # there is no cache while vLLM profiles memory
             return
         slots = slot_mapping.flatten()
@@ -136,7 +122,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
     ) -> tuple[Tensor, Tensor | None]:
         """Absorbed queries ([tokens, heads, latent_dim], [tokens, heads, rope_dim]) -> [tokens, heads, latent_dim].
 
-        Queries and output are in the space the latents are stored in: the layer's projections are folded.
+        Queries and output are in the rotated space of the stored latents: the layer's projections are folded.
         """
         latent, rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         out = ops.attend_latent(
@@ -146,17 +132,10 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         return out, None
 
     def forward_mha(
-        self,
-        q: Tensor,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_c_and_k_pe_cache: Tensor,
-        attn_metadata: SlimKVMLAMetadata,
-        k_scale: Tensor,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-    ) -> None:
-        """Prefill. With ``fresh: codes``, new tokens attend to one another's codes, as later requests will."""
+        self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: SlimKVMLAMetadata, k_scale: Tensor, output: Tensor, output_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Prefill. With ``fresh: codes``, new tokens attend to one another through their codes."""
         if self._fresh_codes and not self._spec.is_lossless_for(str(kv_c_normed.dtype)):
             first = attn_metadata.num_decode_tokens
             slots = attn_metadata.slot_mapping[first : first + len(kv_c_normed)]
@@ -169,7 +148,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
     def _compute_prefill_context(
         self, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: SlimKVMLAMetadata, k_scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention of prefill queries to cached tokens, which are decoded in chunks into vLLM's workspace."""
+        """Attends prefill queries to cached tokens, which are decoded in chunks into vLLM's workspace."""
         assert attn_metadata.prefill is not None
         context, backend = attn_metadata.prefill.chunked_context, attn_metadata.prefill.prefill_backend
         kv = self._packed(kv_c_and_k_pe_cache)
@@ -190,7 +169,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
 
 
 class FoldedProjections:
-    """The absorbed projections of a layer with the latent's rotation folded in, again whenever it has made new ones."""
+    """Folds the latent's rotation into a layer's absorbed projections, each time the layer has made new ones."""
 
     FOLDS = (("W_UK_T", fold_key_projection), ("W_UV", fold_value_projection))
 
@@ -201,8 +180,8 @@ class FoldedProjections:
     def fold(self, layer: Any, rotation: Tensor) -> None:
         """Folds ``rotation`` into the layer's projections.
 
-        At first they are views of a weight that prefill reads as it is, so the layer gets parameters of its own. When
-        weights are loaded again vLLM fills those in place, and they stay where they are, as captured graphs need.
+        At first they are views of a weight that prefill reads unfolded, so the layer gets new parameters. When weights
+        are reloaded, vLLM fills these in place; captured graphs need their addresses to stay the same.
         """
         for name, fold in self.FOLDS:
             weight = getattr(layer, name, None)

@@ -1,4 +1,4 @@
-"""Metadata shared by the layers of a step: vLLM's metadata of latent attention, and the slots of the context."""
+"""Step metadata, shared by all layers: vLLM's metadata of latent attention, and the slots of the context."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from slimkv.ops import AttentionBatch
 
 @dataclass
 class SlimKVMLADecodeMetadata(compat.MLACommonDecodeMetadata):
-    """The requests in decode or verification: few queries each, attended on packed pages."""
+    """The requests in decode or verification, which have few queries each."""
 
     batch: AttentionBatch
 
 
 @dataclass
 class SlimKVMLAMetadata(compat.MLACommonMetadata):
-    """One step."""
+    """The metadata of one step."""
 
     context_slots: list[Tensor] = field(default_factory=list)  # int64 [tokens], for each chunk of prefill's context
 
 
 class SlimKVMLAMetadataBuilder(compat.MLACommonMetadataBuilder):
-    """Builds a step's metadata."""
+    """Builds step metadata."""
 
-    # A graph holds only bounds and addresses, so it serves uniform batches of few queries, speculative ones included.
+    # A graph captures bounds and addresses only. It serves uniform batches of few queries, including verification.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[Any] = compat.QueryLenSupport.VARLEN
 
@@ -42,21 +42,14 @@ class SlimKVMLAMetadataBuilder(compat.MLACommonMetadataBuilder):
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
-        """A graph reads query lengths on the device, up to the bound it was captured with."""
+        """The most queries per request in a graph, which reads the actual number on the device."""
         return verified_tokens(vllm_config)
 
     def _build_decode(
-        self,
-        block_table_tensor: Tensor,
-        seq_lens_device: Tensor,
-        max_seq_len: int,
-        query_start_loc_cpu: Tensor,
-        query_start_loc_device: Tensor,
-        num_decode_tokens: int,
-        max_query_len: int,
-        dcp_tot_seq_lens_device: Tensor | None,
-        **kwargs: Any,
-    ) -> SlimKVMLADecodeMetadata:
+        self, block_table_tensor: Tensor, seq_lens_device: Tensor, max_seq_len: int, query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor, num_decode_tokens: int, max_query_len: int,
+        dcp_tot_seq_lens_device: Tensor | None, **kwargs: Any,
+    ) -> SlimKVMLADecodeMetadata:  # fmt: skip
         queries = min(max_query_len, num_decode_tokens)
         longest = min(max_seq_len, block_table_tensor.shape[1] * self.page_size)
         return SlimKVMLADecodeMetadata(
@@ -67,7 +60,7 @@ class SlimKVMLAMetadataBuilder(compat.MLACommonMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        """The step's metadata from the scheduler's output."""
+        """The step's metadata."""
         step = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if step.prefill is not None and step.prefill.chunked_context is not None:
             step.context_slots = [
@@ -78,9 +71,9 @@ class SlimKVMLAMetadataBuilder(compat.MLACommonMetadataBuilder):
 
 
 def chunk_slots(block_table: Tensor, chunk: Any, block_size: int) -> Tensor:
-    """Slots, int64 [num_context_tokens], of the tokens of a chunk, one request after another.
+    """Slots, int64 [num_context_tokens], of a chunk's tokens, request by request.
 
-    ``block_table`` int32 [requests, blocks] has the chunk's requests; each brings the tokens from ``chunk.starts`` on.
+    ``block_table``: int32 [requests, blocks]; each request's tokens in the chunk begin at ``chunk.starts``.
     """
     request = chunk.token_to_seq.long()
     row = torch.arange(len(request), device=block_table.device)

@@ -1,7 +1,7 @@
-"""Sparse latent attention in vLLM (DeepSeek V3.2, GLM-5): a query attends the tokens that the model's indexer picked.
+"""Sparse latent attention in vLLM (DeepSeek V3.2, GLM-5): queries attend to the tokens that an indexer picks.
 
-Every query, of a prompt or not, attends with absorbed weights and reads packed token rows. The indexer and its cache
-stay vLLM's.
+All queries, including those of prompts, use absorbed projections and read packed token rows. The indexer and its cache
+are vLLM's own.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from slimkv.ops.latent.cuda.launch import format_refusal
 from slimkv.ops.warmup import Step
 from slimkv.spec import page_layout
 
-QUERIES_AT_ONCE = 256  # the partial results of more would take too much memory
+QUERIES_AT_ONCE = 256  # bounds the memory of partial results
 
 
 @dataclass
 class SlimKVSparseMetadata(StepMetadata):
-    """One step. All tokens count as decoded ones: vLLM then expands no latents into K and V."""
+    """The metadata of one step. All tokens count as decode tokens, so that vLLM expands no latents into K and V."""
 
     num_reqs: int
     req_id_per_token: Tensor  # int32 [tokens]
     block_size: int
-    lengths: Tensor  # int32 [tokens]: how many slots a query has, skipped ones included
+    lengths: Tensor  # int32 [tokens]: slots per query, including skipped ones
     starts: Tensor  # int32 [tokens + 1]: 0, 1, ...
     topk_tokens: int
     num_decodes: int
@@ -45,9 +45,9 @@ class SlimKVSparseMetadata(StepMetadata):
 
 
 class SlimKVSparseMetadataBuilder(AttentionMetadataBuilder):
-    """Builds a step's metadata."""
+    """Builds step metadata."""
 
-    # A graph holds addresses and the number of tokens only.
+    # A graph captures addresses and the number of tokens only.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -62,10 +62,10 @@ class SlimKVSparseMetadataBuilder(AttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SlimKVSparseMetadata:
-        """The step's metadata from the scheduler's output."""
+        """The step's metadata."""
         step = common_attn_metadata
         tokens = step.num_actual_tokens
-        requests = self._requests[:tokens]  # of a buffer that graphs know
+        requests = self._requests[:tokens]  # in a buffer whose address graphs hold
         torch.searchsorted(step.query_start_loc[1:], self._starts[:tokens], right=True, out_int32=True, out=requests)
         return SlimKVSparseMetadata.of(
             step, num_reqs=step.num_reqs, req_id_per_token=requests.clamp_(max=step.num_reqs - 1),
@@ -87,7 +87,7 @@ class SlimKVSparseMLAImpl(SharedTopkIndicesBuffer, SlimKVMLAImpl):
         *arguments: Any,
         indexer: Any = None,
         topk_indices_buffer: Tensor | None = None,
-        index_group_builder: Any = None,  # shares mapped indices among layers; here every layer maps its own
+        index_group_builder: Any = None,  # shares mapped indices among layers; unused, every layer maps its own
         **mla: Any,
     ) -> None:
         super().__init__(*arguments, **mla)
@@ -108,19 +108,19 @@ class SlimKVSparseMLAImpl(SharedTopkIndicesBuffer, SlimKVMLAImpl):
             raise UnsupportedError(f"sparse latent attention on a GPU: {reason}")
 
     def _warmup_steps(self) -> list[Step]:
-        """A step of one token, and the largest one."""
+        """The smallest and the largest step."""
         return [Step(queries, 1, self.topk_indices_buffer.shape[1]) for queries in (1, QUERIES_AT_ONCE)]
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """Does nothing; vLLM moves host caches here."""
+        """Does nothing: vLLM moves host-memory caches here."""
 
     def record_logical_topk_ready(self) -> None:
-        """Does nothing; indices are mapped on the stream that computed them."""
+        """Does nothing: indices are mapped on the stream that computed them."""
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """See ``SlimKVMLAImpl``: queries attend the positions in ``topk_indices_buffer``, -1 where there are fewer."""
+        """See ``SlimKVMLAImpl``. Queries attend to the positions in ``topk_indices_buffer``; -1 means none."""
         latent, rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         kv, step, tokens = self._packed(kv_c_and_k_pe_cache), attn_metadata, len(latent)
         slots = global_slots(
@@ -150,5 +150,5 @@ class SlimKVSparseMLABackend(SlimKVMLABackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Where there is a kernel that reads token rows."""
+        """Whether a kernel reads token rows on this GPU."""
         return (capability.major, capability.minor) == (9, 0)
