@@ -82,8 +82,6 @@ class SlimKVAttnBackend(PackedBackend):
             check_pool(one, SlimKVPool)
         return found
 
-    # -- per layer ---------------------------------------------------------------------------------------------------
-
     @torch.compiler.disable
     def _forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, batch: Any, save_kv_cache: bool,

@@ -87,8 +87,6 @@ class PackedPool(compat.KVCache):
     def _clear_buffers(self) -> None:
         del self._slab, self._pages
 
-    # -- reading and writing -----------------------------------------------------------------------------------------
-
     def packed(self, index: int) -> PackedKV:
         """The pages of the pool's ``index``-th layer, whose key offset may still be unknown.
 
@@ -131,8 +129,6 @@ class PackedPool(compat.KVCache):
             [pages.nbytes for pages in self._pages],
             [of.row_bytes for of in self.layers],
         )
-
-    # -- access that would bypass the codes ----------------------------------------------------------------------------
 
     def _refuse(self, layer: Any, *_: Any, **__: Any) -> NoReturn:
         number = getattr(layer, "layer_id", layer)

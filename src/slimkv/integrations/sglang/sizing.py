@@ -124,8 +124,6 @@ def _geometry(kvc: Any) -> dict[str | None, tuple[list[int], _Shape]]:
     return {None: (layers, (heads, model.head_dim, model.v_head_dim))}
 
 
-# -- hooks around SGLang's configurators ------------------------------------------------------------------------------
-
 _plans: dict[int, tuple[Any, CachePlan]] = {}  # by id of the configurator, which is kept alive
 
 

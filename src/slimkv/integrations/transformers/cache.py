@@ -215,8 +215,6 @@ class SlimKVCache(compat.Cache):
         """
         return load_prompt(cls, path, model, input_ids, fields)
 
-    # -- changes of the batch or the past: the shared tables first, then the layers' own state -------------------------
-
     def reset(self) -> None:
         """Empties the cache and frees its memory."""
         compat.Cache.reset(self)

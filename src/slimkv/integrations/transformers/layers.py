@@ -237,8 +237,6 @@ class PackedLayer(CacheLayerMixin):
         """The cached values, decoded on use."""
         return self._view(1)
 
-    # -- the interface of transformers ---------------------------------------------------------------------------------
-
     def get_seq_length(self) -> int:
         """Positions seen so far, padding included."""
         return self.tokens
@@ -283,8 +281,6 @@ class PackedLayer(CacheLayerMixin):
         """Does nothing: the tables move the pages."""
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _no_change
-
-    # -- called by the tables ------------------------------------------------------------------------------------------
 
     def grow(self, blocks: int) -> None:
         """Appends blocks until there are ``blocks``."""

@@ -107,8 +107,6 @@ class SequenceTables:
         """Registers a layer whose pool has ``blocks`` blocks."""
         self._members.append(member)
 
-    # -- one forward pass --------------------------------------------------------------------------------------------
-
     def advance(self, seen: int, new: int, needs_past: bool) -> Step:
         """The tables for ``new`` tokens of a layer that has ``seen``; the first layer to call advances the tables.
         Without ``needs_past``, attention reads the new tokens directly, and a window need not hold all of them.
@@ -242,8 +240,6 @@ class SequenceTables:
             self._prefix = key, replace(self._build(0), tokens=held)
             self.tokens = held
         return self._prefix[1]
-
-    # -- changes between (or within) passes --------------------------------------------------------------------------
 
     def set_padding(self, pads: list[int]) -> Step:
         """The step with ``pads[b]`` leading positions of sequence b known to be padding."""

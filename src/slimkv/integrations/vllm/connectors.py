@@ -253,9 +253,6 @@ def engine_weights(vllm_config: Any) -> str:
     return digest
 
 
-# -- host offload ------------------------------------------------------------------------------------------------------
-
-
 def wants_cross_layer_blocks(vllm_config: Any) -> bool:
     """Whether a block of all layers should be contiguous, so that the native offload copies it at once.
 

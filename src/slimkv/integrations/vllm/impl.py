@@ -96,8 +96,6 @@ class SlimKVImpl(compat.AttentionImpl):
             }
             refuse("slimkv under decode context parallelism", features, "use tensor parallelism")
 
-    # -- after loading: the layer's name and format ------------------------------------------------------------------
-
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds this implementation's layer and sets the layer's backend class to the one of its format."""
         if self._stock is not None:
@@ -147,8 +145,6 @@ class SlimKVImpl(compat.AttentionImpl):
 
     def _kernel_layout(self, spec: CodecSpec) -> PageLayout:
         return PageLayout(spec, kernel_block(self._config, PREFERRED_DENSE_BLOCK))
-
-    # -- running -----------------------------------------------------------------------------------------------------
 
     def _served(self, device: torch.device) -> ServedLayer:
         """How the layer stores K and V. Created on first use: sleep mode may discard what is created with weights."""

@@ -82,8 +82,6 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
         """This is a cache: prompts that are not written are recomputed."""
         return False
 
-    # -- the scheduler's half ------------------------------------------------------------------------------------------
-
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The number of tokens that a file adds to those in the engine's own cache."""
         if not _only_tokens(request):
@@ -154,8 +152,6 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
         if computed + output.num_scheduled_tokens[request_id] >= len(filling.tokens):
             del self._filling[request_id]
             metadata.saves.append(Save(filling.tokens, tuple(filling.block_ids[: len(filling.tokens) // size])))
-
-    # -- the workers' half ---------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """uint8 [blocks, num_kv_heads, tokens, bytes] of every layer."""

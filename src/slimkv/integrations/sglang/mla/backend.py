@@ -54,8 +54,6 @@ class SlimKVLatentBackend(PackedBackend):
             kv, heads, scale = self._packed(layer), module.attn_mqa.tp_q_head_num, float(module.attn_mqa.scaling)
             run_latent_steps(LatentKind(kv.codec, kv.layout, heads, scale, runner.dtype, self._config.backend), steps)
 
-    # -- per step ----------------------------------------------------------------------------------------------------
-
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """See ``PackedBackend``."""
         self._fold_new_weights()
@@ -69,8 +67,6 @@ class SlimKVLatentBackend(PackedBackend):
     def _fold_new_weights(self) -> None:
         for folded in self._folded.values():
             folded.update()
-
-    # -- per layer ---------------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
     def _forward(
@@ -107,8 +103,6 @@ class SlimKVLatentBackend(PackedBackend):
                 output_is_rotated=rotated, out=out[rows], backend=self._config.backend,
             )  # fmt: skip
         return out.view(out.shape[0], -1)
-
-    # -- prefill -----------------------------------------------------------------------------------------------------
 
     def prepare_prefill_qkv(
         self, *, q: Tensor, q_pe: Tensor, kv_a: Tensor, k_pe: Tensor, positions: Tensor, layer: Any, forward_batch: Any

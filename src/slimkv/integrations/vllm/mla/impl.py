@@ -64,8 +64,6 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         self._folded = FoldedProjections()
         self._fresh_codes = not self._settings.reads_fresh_raw(shared_pages=True)
 
-    # -- after loading: the layer's name and format ------------------------------------------------------------------
-
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds this implementation's layer and sets the layer's backend class to the one of its format."""
         name, layer = find_layer(self._config, self)
@@ -97,8 +95,6 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
 
     def whole_key_offset(self) -> None:
         """None, for the fingerprint: latents are not centred."""
-
-    # -- running -----------------------------------------------------------------------------------------------------
 
     def _packed(self, kv_cache: Tensor) -> ops.PackedKV:
         """vLLM's uint8 [blocks, tokens, bytes] as pages [blocks, page_bytes]."""
