@@ -35,7 +35,6 @@ SMALLER = {
     "calibrate": ["--windows", "1", "--tokens", "64"],
     "bench generate": ["--context", "64", "--new-tokens", "4", "--rounds", "1"],
     "eval agreement": ["--windows", "1", "--tokens", "64"],
-    "eval perplexity": ["--windows", "1", "--tokens", "64"],
     "eval needle": ["--contexts", "96", "--depths", "0.5"],
     "eval generation": ["--new-tokens", "4"],
     "eval positions": ["--windows", "1", "--tokens", "128"],
@@ -134,7 +133,7 @@ def test_slimkv_commands_run(command, workplace, tiny_folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
     words, name = shlex.split(command)[1:], name_of(command)
     words = [str(tiny_folder) if word in MODELS else word for word in words]
-    on_a_model = ("demo", "eval agreement", "eval perplexity", "eval needle", "eval generation", "eval positions")
+    on_a_model = ("demo", "eval agreement", "eval needle", "eval generation", "eval positions")
     if name in on_a_model and "--model" not in words:
         words += ["--model", str(tiny_folder)]
     if name.startswith("suite ") and len(words) == 2:

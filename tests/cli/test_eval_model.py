@@ -20,7 +20,6 @@ def run(*arguments: str):
 
 
 COMMANDS = {
-    "perplexity": ["--windows", "1", "--tokens", "64", "--format", "k4v4"],
     "agreement": ["--windows", "1", "--tokens", "64", "--format", "k4v4,k6v6", "--serving"],
     "needle": ["--contexts", "96", "--depths", "0.5", "--format", "k4v4"],
     "generation": ["--new-tokens", "4", "--format", "k4v4"],
@@ -36,14 +35,11 @@ def test_eval_commands_give_json(command, tiny_folder, tmp_path):
     report = json.loads(result.stdout)
     assert report["model"] == str(tiny_folder)
     assert report["run"]["versions"]["transformers"]
-    assert report.get("mode") == {
-        "perplexity": "strict", "agreement": "serving", "needle": "serving", "generation": "serving",
-        "positions": None,
-    }[command]  # fmt: skip
+    assert report.get("mode") == (None if command == "positions" else "serving")
     assert not drawn or ElementTree.parse(plot).getroot().tag.endswith("svg")
 
 
-@pytest.mark.parametrize("command", ["perplexity", "generation"])
+@pytest.mark.parametrize("command", ["agreement", "generation"])
 def test_eval_commands_show_a_table(command, tiny_folder):
     assert "k4v4" in run("eval", command, "--model", str(tiny_folder), *COMMANDS[command]).stdout
 
@@ -60,7 +56,7 @@ def test_calibrated_beside_plain_everywhere(tiny_folder, tmp_path):
     file, model = tmp_path / "tiny.safetensors", ["--model", str(tiny_folder)]
     run("calibrate", str(tiny_folder), "-o", str(file), "--windows", "1", "--tokens", "64", "--ids", "random")
     both = ["--format", "k4v4,k4v4+cal", "--calibration", str(file), "--json"]
-    for command in ("perplexity", "agreement", "needle"):
+    for command in ("agreement", "needle"):
         report = json.loads(run("eval", command, *model, *COMMANDS[command], "--offset", "9", *both).stdout)
         rows = report.get("rows") or report["cells"]
         assert {"k4v4", "k4v4+cal"} <= {row["format"] for row in rows}
@@ -75,7 +71,7 @@ def test_calibrated_beside_plain_everywhere(tiny_folder, tmp_path):
     [
         (["agreement", "--format", "calibrated"], "'calibrated' needs a calibration"),
         (["needle", "--format", "k4v4+cal"], "'k4v4+cal' needs a calibration"),
-        (["perplexity", "--format", "k4w4"], "k4w4"),
+        (["agreement", "--format", "k4w4"], "k4w4"),
         (["positions", "--dtype", "bf16"], "'bf16'"),
     ],
 )
@@ -117,7 +113,7 @@ def test_demo_writes_the_report(tiny_folder, tmp_path):
 
 
 def test_a_missing_model_is_one_line():
-    result = CliRunner().invoke(app, ["eval", "perplexity", "--model", "./nowhere"])
+    result = CliRunner().invoke(app, ["eval", "agreement", "--model", "./nowhere"])
     assert result.exit_code == 2
     assert "neither a folder nor a hub name" in result.output
     assert "Traceback" not in result.output

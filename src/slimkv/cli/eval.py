@@ -102,20 +102,6 @@ def _over_raw(row: Any) -> str:
     return f"{row.over_raw:+.2%}" + (f" ± {half:.2%}" if half else "")
 
 
-@_command("k4v4,k6v6")
-def perplexity(
-    subject: Subject, windows: Windows = 4, tokens: Tokens = 1024, offset: Offset = 0, serving: Serving = False
-) -> Result:
-    """Measure perplexity, compared with the stock cache; agreement reports more figures."""
-    ids, mode = subject.windows(windows, tokens, offset), "serving" if serving else "strict"
-    report = measure_agreement(subject.model, ids, subject.formats, mode=mode, **subject.options)
-    table = make_table(f"perplexity, {mode}, {report.model}", "format", "perplexity", "over raw", "bytes/token")
-    table.add_row(RAW, f"{report.raw_perplexity:.4f}", "", f"{report.raw_bytes_per_token:.0f}")
-    for row in report.rows:
-        table.add_row(row.format, f"{row.perplexity:.4f}", _over_raw(row), f"{row.bytes_per_token:.0f}")
-    return report, [table], []
-
-
 @_command("k4v4,k6v6", plot=True)
 def agreement(
     subject: Subject,
@@ -127,7 +113,7 @@ def agreement(
         str, option("Arithmetic of long passes: auto, 16bit, 8bit, or 16bit,8bit.", callback=_check_prefill)
     ] = "auto",
 ) -> Result:
-    """Measure KL divergence and top-1 agreement of predictions, compared with the stock cache."""
+    """Measure perplexity, KL divergence and top-1 agreement of predictions, compared with the stock cache."""
     ids = subject.windows(windows, tokens, offset)
     report = measure_agreement(
         subject.model, ids, subject.formats, mode="serving" if serving else "strict",

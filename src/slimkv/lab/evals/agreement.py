@@ -42,7 +42,7 @@ class AgreementRow:
 
 @dataclass(frozen=True)
 class AgreementReport:
-    """``slimkv eval agreement`` and ``slimkv eval perplexity``."""
+    """``slimkv eval agreement``."""
 
     model: str
     mode: str  # strict: attention reads every key and value through the codec; serving: new chunks are unquantised

@@ -125,7 +125,7 @@ def run_suite(
     document = {
         "version": RESULTS_VERSION, "suite": settings.name, "model": settings.model, "engine": settings.engine,
         "settings": asdict(settings), "formats": list(bench.formats), "notes": notes,
-        "run": asdict(provenance(settings.device, command)), "seconds": _since(begin),
+        "run": asdict(provenance(settings.device, command)), "seconds": round(time.monotonic() - begin, 1),
         "cpu_seconds": round(time.process_time() - worked, 1),
         "failed": [r["name"] for r in records if r["status"] == FAILED], "parts": records,
     }  # fmt: skip
@@ -160,12 +160,8 @@ def _run_part(part: Part, calibration: str | None, bench: Workbench, progress: P
     except Exception as error:  # any error: the other parts continue
         write_whole(bench.folder / _KEPT / f"{part.name}-failed.txt", traceback.format_exc().encode())
         told = f"{type(error).__name__}: {error}"
-        return {**record, "status": FAILED, "seconds": _since(begin), "error": told, "data": None}
-    found = {"seconds": _since(begin), "data": data}
+        return {**record, "status": FAILED, "seconds": round(time.monotonic() - begin, 1), "error": told, "data": None}
+    found = {"seconds": round(time.monotonic() - begin, 1), "data": data}
     if path is not None:
         write_whole(path, f"{json.dumps(found)}\n".encode())
     return {**record, "status": DONE, **found}
-
-
-def _since(begin: float) -> float:
-    return round(time.monotonic() - begin, 1)
