@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from types import ModuleType
@@ -152,7 +151,10 @@ def test_a_full_disk_is_one_line(words):
 
 
 def test_an_interrupt_is_one_line(monkeypatch):
-    monkeypatch.setattr("slimkv.cli.doctor.diagnose", lambda names: signal.raise_signal(signal.SIGINT))
+    def interrupted(names):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slimkv.cli.doctor.diagnose", interrupted)
     assert run("doctor", code=130).stderr.strip() == "error: interrupted"
 
 

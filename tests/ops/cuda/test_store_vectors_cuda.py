@@ -156,7 +156,7 @@ def test_what_it_does_not_take_is_named():
 
 def test_raw_sides_take_their_own_dtype():
     key, value, slots, pages, codec = build(PLAIN, CPU)
-    assert "holds bfloat16" in (
+    assert "stores bfloat16" in (
         store_cuda.supports(StoreRequest(key, value.float(), pages, slots, codec, PLAIN.layout)) or ""
     )
 

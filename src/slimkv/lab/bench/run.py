@@ -85,7 +85,7 @@ def run_cells(
     device = options.torch_device()
     for name in options.backends:
         if name not in AVAILABLE:
-            raise InputError(f"no implementation is called {name!r}; known: {', '.join(AVAILABLE)}")
+            raise InputError(f"no backend {name!r}; known are {', '.join(AVAILABLE)}")
         if reason := AVAILABLE[name](device):
             raise UnsupportedError(f"--backend {name} does not run on {device}: {reason}")
     work = [(cell, backend) for cell in cells for backend in backends(cell)]
