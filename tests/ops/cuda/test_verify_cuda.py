@@ -158,10 +158,8 @@ def test_teams_of_warps(case, rows):
 def test_without_teams_more_than_16_query_heads_are_refused():
     case = replace(TINY, group=20, dim=16)  # one slice of values, for four warps
     built = build(case, CPU)
-    with pytest.raises(
-        InputError,
-        match="no configuration fits this device for 20 query heads per KV head with k4v4 at head sizes 16/16",
-    ):
+    refusal = "no configuration fits this device for 20 query heads per KV head with k4v4 at head sizes 16/16"
+    with pytest.raises(InputError, match=refusal):
         attend_cuda.attend_packed(request_of(built, *poisoned_out(case, built)), SMALL_GPU, launch)
 
 
