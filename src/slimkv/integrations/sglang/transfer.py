@@ -37,7 +37,7 @@ def fingerprint(runner: Any, plan: CachePlan) -> Fingerprint:
     weights = weights_digest(served.name)
     if weights is None:
         raise InputError(
-            f"{served.name} holds no weight files, by which slimkv would know the model whose pages leave this engine: "
+            f"{served.name} contains no weight files, which identify the model of the pages that leave this engine: "
             "leave out --disaggregation-mode"
         )
     heads = 1 if runner.use_mla_backend else runner.model_config.get_total_num_kv_heads()

@@ -247,8 +247,8 @@ def engine_weights(vllm_config: Any) -> str:
     digest = weights_digest(vllm_config.model_config.model)
     if digest is None:
         raise InputError(
-            f"{vllm_config.model_config.model} holds no weight files, which identify the model of the pages that leave "
-            f'this engine: put a name for the weights into kv_connector_extra_config, as in "{WEIGHTS}": "mine-1"'
+            f"{vllm_config.model_config.model} contains no weight files, which identify the model of the pages that "
+            f'leave this engine: put a name for the weights into kv_connector_extra_config, as in "{WEIGHTS}": "mine-1"'
         )
     return digest
 
