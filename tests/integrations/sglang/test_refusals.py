@@ -60,7 +60,7 @@ def test_the_page_size_is_64_where_none_is_given():
         ({"kv_canary": "log"}, UnsupportedError, "--kv-canary"),
         ({"json_model_override_args": override_args("k9v9")}, SpecError, "unknown format 'k9v9'"),
         ({"json_model_override_args": override_args(recent_tokens=64)}, UnsupportedError, "recent_tokens"),
-        ({"json_model_override_args": '{"slimkv": [1]}'}, InputError, "format's name or a mapping"),
+        ({"json_model_override_args": '{"slimkv": [1]}'}, InputError, "a format name or a mapping"),
         *(
             ({"attention_backend": "torch_native", "json_model_override_args": given}, InputError, "not switched on")
             for given in (override_args(), '{"slimkv": "k4v4"}', '{"slimkv": {"colde": "k4v4"}}', '{"slimkv": null}')
