@@ -75,7 +75,7 @@ def test_tokens_are_rounded_by_their_positions():
         pool.store(0, slots, key, value, torch.full((16,), number, dtype=torch.int32))
         pages.append(pool.packed(0).pages.clone())
     assert not torch.equal(pages[0], pages[2])
-    with pytest.raises(InputError, match="give Rounding.index"):
+    with pytest.raises(InputError, match="matrices by position: give Rounding"):
         pool.store(0, slots, key, value)
 
 

@@ -113,6 +113,22 @@ def test_a_cache_that_the_model_drops_is_filled_again(prompt, way):
     assert "prepare_inputs_for_generation" not in vars(model)
 
 
+def test_a_models_own_preparation_of_inputs_is_kept():
+    model, seen = tiny("llama"), []
+    of_class = model.prepare_inputs_for_generation
+
+    def noting(input_ids, **kwargs):
+        seen.append(kwargs.get("past_key_values"))
+        return of_class(input_ids, **kwargs)
+
+    model.prepare_inputs_for_generation = noting
+    slimkv.enable(model, "k4v4")
+    model.generate(tokens(1, 20), max_new_tokens=2, do_sample=False)
+    assert all(isinstance(cache, slimkv.SlimKVCache) for cache in seen)
+    assert len(seen) == 2
+    assert slimkv.disable(model).prepare_inputs_for_generation is noting
+
+
 def test_enable_warns_of_a_cache_that_stays_empty():
     class Model(transformers.LlamaForCausalLM):
         def generate(self, *args, past_key_values=None, **kwargs):

@@ -22,6 +22,7 @@ from slimkv.integrations.transformers.switching import Counts, counting, switch_
 
 STOCK = "stock"  # the format name of unpacked layers
 PREPARE = "prepare_inputs_for_generation"
+_REPLACED = ("generate", "generate_batch", PREPARE)
 
 _lock = threading.Lock()
 
@@ -35,6 +36,7 @@ class Enabled:
     configs: list[Any]  # the configs with switched attention
     switched: Any  # the finalizer that restores the attention, also when the model is deleted
     noting: Any  # the handle of ``note_positions``
+    own: dict[str, Any]  # attributes of this model object, not its class, that ``enable`` replaced
     status: Status
 
 
@@ -98,10 +100,11 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
         configs = switch_on(model) if fused else []
         report = Status(True, dict(formats), calibration.source if calibration else None, bool(configs))
         restore = finalize(model, switch_off, configs)
-        _enabled[model] = Enabled(format, options, configs, restore, note_positions(model), report)
+        own = {name: vars(model)[name] for name in _REPLACED if name in vars(model)}
+        _enabled[model] = Enabled(format, options, configs, restore, note_positions(model), own, report)
         vars(model).update(generate=partial(_generate, model), generate_batch=partial(_refuse, model, "generate_batch"))
         if (prepare := getattr(model, PREPARE, None)) is not None:
-            vars(model)[PREPARE] = partial(_prepare_inputs, model)
+            vars(model)[PREPARE] = partial(_prepare_inputs, model, prepare)
             vars(model)[PREPARE].__signature__ = inspect.signature(prepare)  # ``generate`` reads it
     if fused:
         warn_if_decoded(model, configs, stacklevel=2)
@@ -116,8 +119,9 @@ def disable(model: Any) -> Any:
         if record is not None:
             record.switched()
             record.noting.remove()
-            for name in ("generate", "generate_batch", PREPARE):
+            for name in _REPLACED:
                 vars(model).pop(name, None)
+            vars(model).update(record.own)
     return given
 
 
@@ -170,13 +174,13 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-def _prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _prepare_inputs(model: Any, prepare: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """The inputs of a step of ``generate``, always with the packed cache.
 
     Phi-3 drops its cache where its rope switches to long factors, recomputes all tokens and creates a stock cache; the
     packed cache is reset and refilled instead.
     """
-    inputs = getattr(type(model), PREPARE)(model, *args, **kwargs)
+    inputs = prepare(*args, **kwargs)
     cache = kwargs.get("past_key_values")
     if model in _enabled and isinstance(cache, SlimKVCache) and inputs.get("past_key_values") is None:
         cache.reset()

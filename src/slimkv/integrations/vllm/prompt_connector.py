@@ -191,9 +191,5 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
 
 def _only_tokens(request: Any) -> bool:
     """Whether a prompt's pages depend on its tokens alone."""
-    others = ("lora_request", "mm_features", "prompt_embeds", "cache_salt")
-    return bool(request.prompt_token_ids) and not any(_is_set(getattr(request, name, None)) for name in others)
-
-
-def _is_set(value: Any) -> bool:
-    return value is not None and (isinstance(value, Tensor) or bool(value))
+    others = (getattr(request, name, None) for name in ("lora_request", "mm_features", "prompt_embeds", "cache_salt"))
+    return bool(request.prompt_token_ids) and not any(isinstance(x, Tensor) or bool(x) for x in others)
