@@ -30,7 +30,10 @@ def test_every_example_is_run_and_listed():
     assert all(f"[{name}]({name})" in listed for name in files)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.tail) if "compare" in n else n for n in RUNS])
+SLOW = ("chat.py", "calibrate_and_compare.py")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.tail) if n in SLOW else n for n in RUNS])
 def test_example(name):
     arguments, expected = RUNS[name]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

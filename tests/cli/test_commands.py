@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from slimkv import __version__
 from slimkv.cli import main
 from slimkv.cli.app import app
+from tail import sample
 
 
 def run(*arguments, code=0):
@@ -141,7 +142,7 @@ def test_python_m_slimkv():
 PLAN = [sys.executable, "-m", "slimkv", "plan"]
 
 
-@pytest.mark.parametrize("words", [(), ("--json",)])
+@pytest.mark.parametrize("words", sample([(), ["--json"]], 2))
 def test_a_full_disk_is_one_line(words):
     with open("/dev/full", "w") as full:
         size = ("--layers", "2", "--num-kv-heads", "2", "--head-dim", "64", *words)
