@@ -135,9 +135,9 @@ def workspace_bytes(
 
 
 def _partial_bytes(layout: PageLayout, rows: int) -> int:
-    """The bytes of ``rows`` partial results: weighted values, running maximum, sum of probabilities, and a 16-byte
-    ``TileParts`` per work tile of at least 16 rows."""
-    return 4 * rows * (layout.spec.key_dim + 2) + rows
+    """The bytes of ``rows`` partial results: weighted values in fp16, running maximum, sum of probabilities, and a
+    16-byte ``TileParts`` per work tile of at least 16 rows."""
+    return rows * (2 * layout.spec.key_dim + 8) + rows
 
 
 def run(request: LatentRequest) -> None:
@@ -231,8 +231,8 @@ def _args(request: LatentRequest, workspace: torch.Tensor, partial_rows: int) ->
         cu_seqlens_q=request.cu_seqlens_q.data_ptr(), latent_levels=latent.levels.data_ptr(),
         rope_levels=rope_tables.levels.data_ptr(), out=out.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(), parts=workspace.data_ptr(),
-        states=workspace.data_ptr() + 4 * partial_rows * spec.key_dim,
-        tiles=workspace.data_ptr() + 4 * partial_rows * (spec.key_dim + 2),
+        states=workspace.data_ptr() + 2 * partial_rows * spec.key_dim,
+        tiles=workspace.data_ptr() + partial_rows * (2 * spec.key_dim + 8),
         query_stride=query.stride(0), query_head_stride=query.stride(1), rope_stride=rope.stride(0),
         rope_head_stride=rope.stride(1), page_stride=request.pages.stride(0),
         table_stride=request.block_table.stride(0), out_stride=out.stride(0), out_head_stride=out.stride(1),

@@ -13,7 +13,7 @@ struct LatentArgs {
   const float* rope_levels;
   void* out;
   float* lse;
-  float* parts;  // [partial result, ROWS, LD]: unnormalised output
+  u16* parts;  // fp16 [partial result, ROWS, LD]: unnormalised output (results.cuh)
   i32* tiles;  // [work tile or thread block, 4]: see TileParts
   float* states;  // [partial result, ROWS, 2]: running maximum (base 2) and sum of probabilities
   i64 query_stride, query_head_stride, rope_stride, rope_head_stride;

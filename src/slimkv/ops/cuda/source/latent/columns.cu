@@ -101,8 +101,8 @@ DEVICE void multiply_ranges(const LatentArgs& args, const Place& place) {
     before += count;
     const Part part(args, broadcast(place.ranges().range));  // recomputed to save registers
     const Results to(args, part.range, part.tile);
-    if (to.whole) own.store<true>(to, o);
-    else own.store<false>(to, o);
+    if (to.whole) own.store_output_rows(to, o);
+    else own.store_part(to, o);
     bar_sync(ALL, THREADS);
   }
 }

@@ -45,18 +45,38 @@ struct Multiplier : Place {
       release(o, stage);
     }
   }
-  // Stores the output, 8 adjacent dimensions at a time; WHOLE: after the score warpgroups have stored the normalisers.
-  template <bool WHOLE> DEVICE_MEMBER void store(const Results& to, const Output& o) const {
-    if (WHOLE) bar_sync(SUMS, 512);
+  // Stores the output, 8 adjacent dimensions at a time, after the score warpgroups have stored the normalisers.
+  DEVICE_MEMBER void store_output_rows(const Results& to, const Output& o) const {
+    bar_sync(SUMS, 512);
     const int lane = read_laneid();  // keeps dependent computations after the products
     UNROLL_FOR (int i = 0; i < ROWS / 2; i++) {
       const int n = i / 4 * 8 + 2 * (lane & 3) + i % 2;
       if (n >= to.tile.count) continue;
       const i64 row = to.row(n);
-      const float by = WHOLE ? columns().unit(n) : LEVEL_UNIT;
+      const float by = columns().unit(n);
       UNROLL_FOR (int c = 0; c < OWN_CHUNKS; c++)
         if (CHUNKS % 2 == 0 || 2 * c + group < CHUNKS)
-          to.put<WHOLE>(row + place_of(64 * (2 * c + group) + 16 * warp + lane / 4 + 8 * (i / 2 % 2)), o[c][i] * by);
+          store_output(to.args, row + place_of(64 * (2 * c + group) + 16 * warp + lane / 4 + 8 * (i / 2 % 2)),
+              o[c][i] * by);
+    }
+  }
+  // Stores a partial result. Lanes g and g + 1 exchange numbers: each keeps one of two rows, in adjacent columns.
+  DEVICE_MEMBER void store_part(const Results& to, const Output& o) const {
+    const int lane = read_laneid();
+    const u32 own_row = lane & 4 ? 0x3276 : 0x5410;
+    const float by = LEVEL_UNIT * to.part_factor();
+    UNROLL_FOR (int j = 0; j < ROWS / 8; j++) {
+      const int n = 8 * j + 2 * (lane & 3) + lane / 4 % 2;
+      const i64 at = to.row(n) + 16 * warp;
+      UNROLL_FOR (int c = 0; c < OWN_CHUNKS; c++) {
+        u32 words[2];
+        UNROLL_FOR (int r = 0; r < 2; r++) {
+          const u32 pair = pack_f16x2(o[c][4 * j + 2 * r] * by, o[c][4 * j + 2 * r + 1] * by);
+          words[r] = prmt(pair, shfl_xor(pair, 4), own_row);
+        }
+        if (n < to.tile.count && (CHUNKS % 2 == 0 || 2 * c + group < CHUNKS))
+          to.put_part(at + 64 * (2 * c + group), lane / 8, words[0], words[1]);
+      }
     }
   }
 };

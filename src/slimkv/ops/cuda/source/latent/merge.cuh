@@ -11,19 +11,19 @@
 constexpr int MERGE_AHEAD = 4;  // partial results that a warp prefetches
 static_assert(ROWS % MIN_MERGE_WARPS == 0, "rows of a thread block belong to one work tile");
 
-// A lane's dimensions of a partial result: four of each 128.
+// A lane's columns of a partial result, in fragment order: four of each 128.
 struct PartialRow {
   static constexpr int WORDS = MERGE_DIMS / 128;
-  Words4 words[WORDS];
+  Words2 words[WORDS];
 
-  DEVICE_MEMBER void load(const float* row, int lane, int dims) {
+  DEVICE_MEMBER void load(const u16* row, int lane, int dims) {
     UNROLL_FOR (int w = 0; w < WORDS; w++)
-      words[w] = 128 * w + 4 * lane < dims ? *(const Words4*)(row + 128 * w + 4 * lane) : Words4{0, 0, 0, 0};
+      words[w] = 128 * w + 4 * lane < dims ? *(const Words2*)(row + 128 * w + 4 * lane) : Words2{0, 0};
   }
   DEVICE_MEMBER void add_to(float (&x)[4 * WORDS], float by) const {
     UNROLL_FOR (int w = 0; w < WORDS; w++) {
-      x[4 * w] += as_float(words[w].x) * by, x[4 * w + 1] += as_float(words[w].y) * by;
-      x[4 * w + 2] += as_float(words[w].z) * by, x[4 * w + 3] += as_float(words[w].w) * by;
+      x[4 * w] += f16_to_f32(words[w].x & 0xFFFF) * by, x[4 * w + 1] += f16_to_f32(words[w].x >> 16) * by;
+      x[4 * w + 2] += f16_to_f32(words[w].y & 0xFFFF) * by, x[4 * w + 3] += f16_to_f32(words[w].y >> 16) * by;
     }
   }
 };
@@ -70,7 +70,7 @@ KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
               n = first_row + warp / warps_of_row;
     const int count = n < tile.count ? parts.count : 0;
     const i64 first = (i64)parts.first * ROWS + n;
-    const float* next = args.parts + (first + turn * ROWS) * LD + dim;
+    const u16* next = args.parts + (first + turn * ROWS) * LD + dim;
     int left = count - turn;
     PartialRow ahead[MERGE_AHEAD];  // loads in flight while maxima are compared
     auto load = [&](PartialRow& row) {
@@ -89,8 +89,8 @@ KERNEL(32 * MAX_MERGE_WARPS, 1) merge(GRID_CONSTANT LatentArgs args) {
     }
 
     UNROLL_FOR (int w = 0; w < PartialRow::WORDS; w++)
-      *(Words4*)(sums + MERGE_DIMS * warp + 128 * w + 4 * lane) = {as_bits(x[4 * w]), as_bits(x[4 * w + 1]),
-          as_bits(x[4 * w + 2]), as_bits(x[4 * w + 3])};
+      UNROLL_FOR (int i = 0; i < 4; i++)
+        sums[MERGE_DIMS * warp + 128 * w + place_of(lane / 4 * 16 + 2 * (lane & 3) + i % 2 + i / 2 * 8)] = x[4 * w + i];
     if (lane == 0) factors[warp] = normaliser(row.row_sum);
     if (n < tile.count && turn == 0 && lane == 0 && dim == 0) store_lse(args, tile, n, row.highest, row.row_sum);
     sync_threads();

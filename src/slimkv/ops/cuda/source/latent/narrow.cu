@@ -166,16 +166,13 @@ DEVICE void store_results(const Results& to, Consumer& own) {
         to.put_state(row_number, highest[n] == LOWEST ? MINUS_INFINITY : highest[n], total[n]);
       const i64 row = to.row(row_number);
       const float by = to.factor(total[n]);
-      UNROLL_FOR (int j = 0; j < 2 * OWN; j++) {
-        const int d = 16 * (own.warp * OWN) + 8 * j + 2 * own.t;
-        const float x[2] = {own.o[j][2 * n] * by, own.o[j][2 * n + 1] * by};
-        if (to.whole) {
-          if (IN_BYTES) to.put_all<true>(row + d, x);
-          else to.put<true>(row + place_of(d), x[0]), to.put<true>(row + place_of(d + 1), x[1]);
-        } else {
-          if (IN_BYTES) to.put_all<false>(row + d, x);
-          else to.put<false>(row + place_of(d), x[0]), to.put<false>(row + place_of(d + 1), x[1]);
-        }
+      UNROLL_FOR (int j = 0; j < OWN; j++) {
+        const Fragment &low = own.o[2 * j], &high = own.o[2 * j + 1];
+        const i64 at = row + 16 * (own.warp * OWN + j);
+        const float x[2] = {low[2 * n] * by, low[2 * n + 1] * by}, y[2] = {high[2 * n] * by, high[2 * n + 1] * by};
+        if (!to.whole) to.put_part(at, own.t, pack_f16x2(x[0], x[1]), pack_f16x2(y[0], y[1]));
+        else if (IN_BYTES) to.put_all(at + 2 * own.t, x), to.put_all(at + 2 * own.t + 8, y);
+        else to.put_all(at + 2 * own.t, {x[0], y[0]}), to.put_all(at + 2 * own.t + 8, {x[1], y[1]});
       }
     }
 }

@@ -30,11 +30,21 @@ DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Quer
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
+// Stores 16 rows of a partial result, from row `first` on, multiplied by `by`.
+DEVICE void store_part(const Results& to, const Output& o, int first, int dim, const float (&by)[2], int lane) {
+  UNROLL_FOR (int r = 0; r < 2; r++) {
+    const int n = first + lane / 4 + 8 * r;
+    if (n >= to.tile.count) continue;
+    UNROLL_FOR (int i = 0; i < HALF / 2; i += 8)
+      to.put_part(to.row(n) + dim + 2 * i, lane & 3, pack_f16x2(o[i + 2 * r] * by[r], o[i + 2 * r + 1] * by[r]),
+          pack_f16x2(o[i + 2 * r + 4] * by[r], o[i + 2 * r + 5] * by[r]));
+  }
+}
+
 // Stores 16 rows of the output, from row `first` on, multiplied by `by`: through shared memory, in whole cache lines.
 constexpr int PASS = 32,
               PITCH = 4 * PASS + 32;  // dimensions per pass, and bytes per row, padded against bank conflicts
 static_assert(8 * 16 * PITCH <= STAGE, "queries leave room for passes of all warps");
-template <bool WHOLE>
 DEVICE void store_rows(const Results& to, const Output& o, int first, int dim, const float (&by)[2], u8* scratch,
     int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -54,7 +64,7 @@ DEVICE void store_rows(const Results& to, const Output& o, int first, int dim, c
       const int n = 4 * k + lane / 8;
       const Words4 own = *(const Words4*)(scratch + n * PITCH + lane % 8 * 16);
       const float x[4] = {as_float(own.x), as_float(own.y), as_float(own.z), as_float(own.w)};
-      if (first + n < to.tile.count) to.put_all<WHOLE>(at + k * apart + PASS * pass, x);
+      if (first + n < to.tile.count) to.put_all(at + k * apart + PASS * pass, x);
     }
   }
 }
@@ -78,8 +88,8 @@ DEVICE void store_results(const Results& to, Consumer& own, const Output& o) {
   const int first = 16 * own.warp, dim = own.group * HALF;
   u8* const scratch =
       own.shared + QUERIES_AT + (4 * own.group + own.warp) * 16 * PITCH;  // no more scores read the queries
-  if (to.whole) store_rows<true>(to, o, first, dim, by, scratch, own.lane);
-  else store_rows<false>(to, o, first, dim, by, scratch, own.lane);
+  if (to.whole) store_rows(to, o, first, dim, by, scratch, own.lane);
+  else store_part(to, o, first, dim, by, own.lane);
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
