@@ -31,7 +31,6 @@ _KIND_OF_TYPE = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent", "conv"), _STATE),
     **dict.fromkeys(("mlp", "moe"), NO_KV),
 }
-_KIND_OF_MARK = {"*": FULL, "M": _STATE, "-": NO_KV, "E": NO_KV}  # attention, Mamba, MLP, experts
 _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups")
 # Fields of models that cache other tensors than the fields read here describe.
@@ -231,9 +230,8 @@ def _layer_types(config: Mapping[str, Any], layers: int) -> list[tuple[str, int 
             raise InputError(f"layer_types must list the type of each layer, not {describe(listed)}")
         return [_kind(str(format), config) for format in listed]
     if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H
-        if unknown := sorted(set(pattern) - set(_KIND_OF_MARK)):
-            raise UnsupportedError(f"hybrid_override_pattern has {unknown}; known are {', '.join(_KIND_OF_MARK)}")
-        return [(_KIND_OF_MARK[mark], None) for mark in pattern]
+        types = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
+        return [_kind(types.get(mark, mark), config) for mark in pattern]
     if period := config.get("attn_layer_period"):  # Jamba
         offset = config.get("attn_layer_offset") or 0
         return [(FULL, None) if i % period == offset else (_STATE, None) for i in range(layers)]

@@ -48,10 +48,9 @@ def _numbers(config: Mapping[str, Any]) -> tuple[int, int] | None:
         return next((int(config[name]) for name in names if config.get(name)), None)
 
     hidden, kernel = get("hidden_size"), get("linear_conv_kernel_dim")
-    if keys := get("linear_num_key_heads"):  # gated delta net
-        key_dim, value_dim, values = (get(f"linear_{x}") for x in ("key_head_dim", "value_head_dim", "num_value_heads"))
-        if not (key_dim and value_dim and values and kernel):
-            return None
+    keys, key_dim = get("linear_num_key_heads"), get("linear_key_head_dim")
+    values, value_dim = get("linear_num_value_heads"), get("linear_value_head_dim")
+    if keys and key_dim and values and value_dim and kernel:  # gated delta net
         return (kernel - 1) * (2 * keys * key_dim + values * value_dim), values * value_dim * key_dim
     heads, head_dim = get("linear_num_heads"), get("linear_head_dim")
     if heads and head_dim and kernel:  # Kimi delta attention
