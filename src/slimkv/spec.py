@@ -394,10 +394,7 @@ class PageLayout:
 
 
 def page_layout(spec: CodecSpec, block_size: int, token_rows: bool = False) -> PageLayout:
-    """One object for equal layouts, so that look-ups compare identities instead of fields.
-
-    Equal specs of different names have one each, because the name decides whether an engine centres keys.
-    """
+    """One object for equal layouts of one name (which decides on centred keys): look-ups compare identities."""
     return _page_layout(spec, spec.name, block_size, token_rows)
 
 
