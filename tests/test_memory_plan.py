@@ -134,14 +134,16 @@ def test_two_attentions_in_a_layer():
 
 
 def test_hybrids_hold_nothing_in_linear_layers():
-    linear = {**LLAMA, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8}
+    delta = {"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4}
+    mamba = {"mamba_expand": 2, "mamba_d_conv": 4, "mamba_d_state": 16}
+    linear = {**LLAMA, **delta, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8}
     assert shape_of(linear).groups == (full(8, 8, 128), LayerGroup(NO_KV, 24, 0, 0, 0))
-    assert shape_of({**LLAMA, "full_attention_interval": 4}) == shape_of(linear)
-    bamba = {**LLAMA, "attn_layer_indices": [9, 18, 27], "mamba_d_state": 256}
+    assert shape_of({**LLAMA, **delta, "full_attention_interval": 4}) == shape_of(linear)
+    bamba = {**LLAMA, **mamba, "attn_layer_indices": [9, 18, 27]}
     assert shape_of(bamba).groups == (full(3, 8, 128), LayerGroup(NO_KV, 29, 0, 0, 0))
-    jamba = {**LLAMA, "attn_layer_period": 8, "attn_layer_offset": 4}
+    jamba = {**LLAMA, **mamba, "attn_layer_period": 8, "attn_layer_offset": 4}
     assert shape_of(jamba).groups == (full(4, 8, 128), LayerGroup(NO_KV, 28, 0, 0, 0))
-    nemotron = {**LLAMA, "num_hidden_layers": 5, "hybrid_override_pattern": "M-*M-"}
+    nemotron = {**LLAMA, **mamba, "num_hidden_layers": 5, "hybrid_override_pattern": "M-*M-"}
     assert shape_of(nemotron).groups == (full(1, 8, 128), LayerGroup(NO_KV, 4, 0, 0, 0))
 
 
@@ -220,6 +222,7 @@ def test_gpt2_names_and_multi_query():
         ({**LLAMA, "sliding_window": [2047, None] * 16}, InputError, r"sliding_window=\[2047, None"),
         ({**LLAMA, "sliding_window": 4096, "sliding_window_pattern": "LLLG"}, InputError, "pattern='LLLG'"),
         ({**LLAMA, "attn_type_list": [0, 1] * 16}, UnsupportedError, "'llama' with attn_type_list has several kinds"),
+        ({**LLAMA, "conv_L_cache": 3}, UnsupportedError, "with conv_L_cache has several kinds of layers"),
         ({**LLAMA, "mamba_d_state": 128}, UnsupportedError, "with mamba_d_state has several kinds of layers"),
         ({**LLAMA, "is_encoder_decoder": True}, UnsupportedError, "llama has cross-attention"),
         ({**LLAMA, "use_cla": True, "cla_share_factor": 2}, UnsupportedError, "layers that share caches"),

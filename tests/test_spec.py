@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from slimkv import CodecSpec, PageLayout, ScalePolicy
+from slimkv.codec.key_offset import wants_offset
 from slimkv.errors import SpecError
 from slimkv.formats import Kind, TensorFormat, fp8, is_latent_format, known_formats, lloyd, raw, uniform
-from slimkv.spec import BLOCK_SIZES, LatentSpec, fragment_word
+from slimkv.spec import BLOCK_SIZES, LatentSpec, fragment_word, page_layout
 
 PARTS = {
     **{str(b): lloyd(b) for b in range(1, 9)},
@@ -52,6 +53,16 @@ def test_equal_formats_have_one_canonical_name():
     assert CodecSpec.parse("kfp8vfp8", 64).canonical_format == "fp8"
     assert CodecSpec.parse("kfp8vu4", 64) == CodecSpec.parse("turboquant_k8v4", 64)
     assert CodecSpec.parse("k4v4", 64, key_policy="plain").canonical_format == "k4v4"
+
+
+@pytest.mark.parametrize("names", [("kfp8vu4", "turboquant_k8v4"), ("turboquant_k8v4", "kfp8vu4")])
+def test_layouts_keep_the_name_that_was_asked_for(names):
+    """The name decides whether an engine centres keys, so it may not be that of the first format of a process."""
+    layouts = {name: page_layout(CodecSpec.parse(name, 48), 32) for name in names}
+    assert {name: layout.spec.format for name, layout in layouts.items()} == {name: name for name in names}
+    assert wants_offset(layouts["kfp8vu4"].spec)
+    assert not wants_offset(layouts["turboquant_k8v4"].spec)
+    assert page_layout(CodecSpec.parse(names[0], 48), 32) is layouts[names[0]]
 
 
 def test_raw_follows_the_model_unless_it_names_its_dtype():

@@ -17,7 +17,7 @@ from slimkv.spec import CodecSpec, PageLayout, parse_spec
 from slimkv.spec import parse_size as parse_size
 
 FULL, SLIDING, LATENT, NO_KV = "full", "sliding", "latent", "no_kv"
-_STATE = "state"  # a recurrent state instead of K and V
+_STATE = "state"  # a recurrent or convolution state instead of K and V
 INDEXER = "indexer"  # keys of sparse attention's indexer, which no format packs; key_dim is their bytes
 BASELINE = "raw"
 DEFAULT_FORMATS = ("raw", "fp8", "k4v4", "k3v3", "k2v2")
@@ -28,8 +28,8 @@ _BLOCK_ALIGNMENT, _STOCK_ALIGNMENT = 64, 16
 _KIND_OF_TYPE = {
     **dict.fromkeys(("full_attention", "attention", "full", "global", "indexed_attention"), FULL),
     **dict.fromkeys(("sliding_attention", "sliding", "local", "chunked_attention"), SLIDING),
-    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent"), _STATE),
-    **dict.fromkeys(("conv", "mlp", "moe"), NO_KV),
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent", "conv"), _STATE),
+    **dict.fromkeys(("mlp", "moe"), NO_KV),
 }
 _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups")
@@ -44,7 +44,7 @@ _UNCOUNTED = {
 _MIXED = (
     "attn_type_list", "linear_attn_config", "block_types", "full_attn_idxs", "layer_group_size", "hybrid_layer_pattern",
     "mixer_types", "attention_chunk_size", "linear_num_key_heads", "linear_num_heads", "mamba_d_state",
-    "ssm_state_size", "mamba_step",
+    "ssm_state_size", "mamba_step", "conv_L_cache",
 )  # fmt: skip
 _NOT_LISTED = (
     "model type {model!r} with {field} has several kinds of layers, and the configuration does not list them: give a "
@@ -229,8 +229,9 @@ def _layer_types(config: Mapping[str, Any], layers: int) -> list[tuple[str, int 
         if not isinstance(listed, list | tuple):
             raise InputError(f"layer_types must list the type of each layer, not {describe(listed)}")
         return [_kind(str(format), config) for format in listed]
-    if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H: * attends, M is Mamba, - is an MLP
-        return [({"*": FULL, "M": _STATE}.get(mark, NO_KV), None) for mark in pattern]
+    if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H
+        types = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
+        return [_kind(types.get(mark, mark), config) for mark in pattern]
     if period := config.get("attn_layer_period"):  # Jamba
         offset = config.get("attn_layer_offset") or 0
         return [(FULL, None) if i % period == offset else (_STATE, None) for i in range(layers)]
@@ -355,7 +356,7 @@ def make_plan(
 
 def _hybrid_block(shape: ModelShape, format: str) -> int | None:
     layouts = _layouts(shape, format, _BLOCK_ALIGNMENT)
-    if shape.state is None or not layouts:
+    if shape.state is None or shape.latent or not layouts:  # latents have other alignments
         return None
     group, layout = layouts[0]
     alignment = _STOCK_ALIGNMENT if format == BASELINE else _BLOCK_ALIGNMENT

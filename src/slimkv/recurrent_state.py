@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from slimkv.errors import UnsupportedError
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,20 @@ class StateShape:
 
 
 def state_shape(config: Mapping[str, Any], layers: int) -> StateShape | None:
-    """The states of a model with states in ``layers`` layers; None without states or if their kind is unknown."""
-    numbers = _numbers(config) if layers else None
-    if numbers is None:
+    """The states of a model with states in ``layers`` layers; None without. Raises if their size is unknown."""
+    if not layers:
         return None
+    numbers, dtype = _numbers(config), config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype") or "auto"
+    if config.get("linear_num_heads"):  # engines always keep the states of Kimi delta attention in float32
+        dtype = "float32"
+    if numbers is None or dtype not in _DTYPE_BYTES:
+        what = "of unknown size" if numbers is None else f"in {dtype} (known are {', '.join(_DTYPE_BYTES)})"
+        raise UnsupportedError(
+            f"model type {config.get('model_type')!r} has {layers} layers with a recurrent state {what}, which this "
+            "plan cannot count"
+        )
     convolution, recurrent = numbers
-    dtype = config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype")
-    return StateShape(layers, 2 * convolution + _DTYPE_BYTES.get(str(dtype), 2) * recurrent)
+    return StateShape(layers, 2 * convolution + _DTYPE_BYTES[dtype] * recurrent)
 
 
 def _numbers(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -38,12 +47,19 @@ def _numbers(config: Mapping[str, Any]) -> tuple[int, int] | None:
     def get(*names: str) -> int | None:
         return next((int(config[name]) for name in names if config.get(name)), None)
 
-    if keys := get("linear_num_key_heads"):  # gated delta net
-        key_dim, value_dim = get("linear_key_head_dim"), get("linear_value_head_dim")
-        values, kernel = get("linear_num_value_heads"), get("linear_conv_kernel_dim")
-        if not (key_dim and value_dim and values and kernel):
-            return None
+    hidden, kernel = get("hidden_size"), get("linear_conv_kernel_dim")
+    keys, key_dim = get("linear_num_key_heads"), get("linear_key_head_dim")
+    values, value_dim = get("linear_num_value_heads"), get("linear_value_head_dim")
+    if keys and key_dim and values and value_dim and kernel:  # gated delta net
         return (kernel - 1) * (2 * keys * key_dim + values * value_dim), values * value_dim * key_dim
+    heads, head_dim = get("linear_num_heads"), get("linear_head_dim")
+    if heads and head_dim and kernel:  # Kimi delta attention
+        return (kernel - 1) * 3 * heads * head_dim, heads * head_dim**2
+    if hidden and (kernel := get("conv_L_cache")):  # short convolutions, without a recurrent state
+        return (kernel - 1) * hidden, 0
+    heads = get("num_attention_heads")
+    if config.get("model_type") == "minimax" and hidden and heads:  # lightning attention
+        return 0, heads * (get("head_dim") or hidden // heads) ** 2
     kernel, state = get("mamba_d_conv", "conv_kernel"), get("mamba_d_state", "ssm_state_size")
     if not kernel or not state:
         return None
@@ -51,8 +67,7 @@ def _numbers(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if heads and head_dim:  # Mamba 2
         groups = get("mamba_n_groups", "n_groups") or 1
         return (kernel - 1) * (heads * head_dim + 2 * groups * state), heads * head_dim * state
-    hidden, expand = get("hidden_size"), get("mamba_expand")
-    if hidden and expand:  # Mamba 1
+    if hidden and (expand := get("mamba_expand")):  # Mamba 1
         return (kernel - 1) * hidden * expand, hidden * expand * state
     return None
 

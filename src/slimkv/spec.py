@@ -393,9 +393,13 @@ class PageLayout:
         return -(-tokens // self.block_size)
 
 
-@cache
 def page_layout(spec: CodecSpec, block_size: int, token_rows: bool = False) -> PageLayout:
-    """One object for equal layouts, so that look-ups compare identities instead of fields."""
+    """One object for equal layouts of one name (which decides on centred keys): look-ups compare identities."""
+    return _page_layout(spec, spec.name, block_size, token_rows)
+
+
+@cache
+def _page_layout(spec: CodecSpec, name: str | None, block_size: int, token_rows: bool) -> PageLayout:
     return PageLayout(spec, block_size, token_rows)
 
 

@@ -37,6 +37,7 @@ def test_it_stops_with_layer_figure_and_cures():
     noise = 30 * vectors(KV_HEADS, 2)
     with pytest.raises(FidelityError, match=r"layer 1: .* nats .*slimkv calibrate.*'raw'.*max_score_error=0"):
         guard.compare("1", query, key, lambda rows: (key + noise)[rows], DIM**-0.5)
+    assert guard.wants("1", MIN_TOKENS), "the next prompt is stopped too"
 
 
 def test_healthy_layers_are_logged_once_in_one_line(caplog):

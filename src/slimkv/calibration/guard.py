@@ -69,7 +69,6 @@ class Guard:
         queries = query[sample_rows(query.shape[0], _QUERIES, query.device)]
         rows = sample_rows(key.shape[0], _KEYS, key.device)
         figure = float(score_errors(queries, key[rows], stored(rows), softmax_scale).max())
-        self.figures[layer] = figure
         if not figure <= self.limit:  # also if NaN
             raise FidelityError(
                 f"layer {layer}: scores from stored keys differ from exact ones by {figure:.2f} nats (standard "
@@ -77,6 +76,7 @@ class Guard:
                 f"calibrate MODEL), give this layer more bits or 'raw' (layers={{'{layer}': 'raw'}}), or set "
                 "max_score_error=0 to continue without this check"
             )
+        self.figures[layer] = figure  # a layer beyond the limit stops every prompt, not only the first
         if self.figures.keys() == self._layers:
             self._say(self.summary())
 

@@ -126,18 +126,17 @@ def _on_byte_grid(levels: np.ndarray, dim: int) -> tuple[float, np.ndarray]:
     return float(np.float32(round(unit * 1024) / 1024)), best[1]
 
 
-def _on_half_grid(levels: np.ndarray) -> tuple[float, np.ndarray]:
-    as_half = (levels * _FINE_UNIT).astype(np.float16).astype(np.float64)
-    return _FINE_UNIT, np.round(as_half * LEVEL_DENOMINATOR) / LEVEL_DENOMINATOR
-
-
 @cache
 def codebook(bits: int, dim: int) -> Codebook:
     """The codebook of ``bits`` (1-8) for rotated vectors of ``dim`` dimensions; solved once per process."""
     if not 1 <= bits <= 8:
         raise SpecError(f"Lloyd-Max codebooks have 1 to 8 bits, not {bits}")
     positive = _solve_positive(bits, dim)
-    unit, grid = _on_byte_grid(positive, dim) if bits <= _GRID_BITS else _on_half_grid(positive)
+    if bits <= _GRID_BITS:
+        unit, grid = _on_byte_grid(positive, dim)
+    else:  # halves
+        halves = (positive * _FINE_UNIT).astype(np.float16).astype(np.float64)
+        unit, grid = _FINE_UNIT, np.round(halves * LEVEL_DENOMINATOR) / LEVEL_DENOMINATOR
     if np.any(np.diff(grid) <= 0):
         raise AssertionError(f"levels of {bits} bits collapse on the grid")
     levels = np.concatenate([-grid[::-1], grid])

@@ -102,7 +102,7 @@ class Fingerprint:
         ordered = tuple(sorted(layers, key=lambda layer: layer.number))
         if not ordered:
             raise InputError("a fingerprint needs at least one layer that stores keys and values")
-        fields = tuple(sorted((name, _plain(value)) for name, value in model.items()))
+        fields = tuple(sorted((name, json.loads(json.dumps(value, sort_keys=True))) for name, value in model.items()))
         return cls(ordered, block_size, seed, dtype, fields, weights, codebook=_tables_digest(ordered, seed))
 
     def to_json(self) -> str:
@@ -221,11 +221,6 @@ def _layer_differences(mine: tuple[LayerFingerprint, ...], theirs: tuple[LayerFi
 
 def _short(numbers: list[int]) -> str:
     return f"{len(numbers)} ({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"
-
-
-def _plain(value: Any) -> Any:
-    """``value`` after a round trip through JSON."""
-    return json.loads(json.dumps(value, sort_keys=True))
 
 
 def _tables_digest(layers: tuple[LayerFingerprint, ...], seed: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import slimkv
-from slimkv.errors import UnsupportedError
+from slimkv.errors import InputError, UnsupportedError
 from tail import sample
 
 
@@ -127,6 +128,54 @@ def test_a_models_own_preparation_of_inputs_is_kept():
     assert all(isinstance(cache, slimkv.SlimKVCache) for cache in seen)
     assert len(seen) == 2
     assert slimkv.disable(model).prepare_inputs_for_generation is noting
+
+
+def test_a_models_own_generate_gets_the_packed_cache():
+    model, seen = tiny("llama"), []
+    of_class = model.generate
+
+    def noting(*args, of_class=of_class, **kwargs):
+        seen.append(kwargs.get("past_key_values"))
+        return of_class(*args, **kwargs)
+
+    model.generate = noting
+    slimkv.enable(model, "k4v4")
+    out = model.generate(tokens(1, 20), max_new_tokens=4, do_sample=False)
+    assert [type(cache) for cache in seen] == [slimkv.SlimKVCache]
+    assert slimkv.status(model).size.tokens == out.shape[1] - 1
+    assert slimkv.disable(model).generate is noting
+    slimkv.enable(model, "k4v4")
+    alive = weakref.ref(model)
+    del model, of_class, noting
+    gc.collect()
+    assert alive() is None, "a model is not kept alive by what it was enabled with"
+
+
+def test_what_wraps_generate_afterwards_stays():
+    model, calls = slimkv.enable(tiny("llama"), "k4v4"), []
+    of_slimkv = model.generate
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs.get("past_key_values"))
+        return of_slimkv(*args, **kwargs)
+
+    model.generate = counted
+    slimkv.enable(model, "k3v3")
+    packed = model.generate(tokens(1, 20), max_new_tokens=4, do_sample=False)
+    assert slimkv.status(model).formats == {"k3v3": 3}
+    assert slimkv.status(model).size.tokens == packed.shape[1] - 1
+    assert slimkv.disable(model).generate is counted
+    model.generate(tokens(1, 20), max_new_tokens=4, do_sample=False)
+    assert [type(cache) for cache in calls] == [slimkv.SlimKVCache, type(None)]
+    assert not slimkv.status(model).enabled
+
+
+def test_a_generate_that_takes_no_cache_is_refused():
+    model = tiny("llama")
+    model.generate = lambda input_ids: input_ids
+    with pytest.raises(InputError, match=r"takes no past_key_values.*let it pass \*\*kwargs"):
+        slimkv.enable(model, "k4v4")
+    assert not slimkv.status(model).enabled
 
 
 def test_enable_warns_of_a_cache_that_stays_empty():

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import slimkv
+from slimkv.errors import FidelityError
 
 SOURCES = ("model", "first tokens")  # where the constant comes from: a pass of random ids, or what is stored first
 
@@ -109,3 +110,15 @@ def test_enable_centres_without_being_asked(name):
         pairs = zip(stock.logits[:until], packed.logits[:until], strict=True)
         found[centred] = sum(divergence(a.double(), b.double()) for a, b in pairs) / len(stock.logits[:until])
     assert found[True] < 0.05 < found[False], found
+
+
+def test_the_guard_compares_every_model_until_it_is_healthy():
+    """Weights of one configuration are told apart, and a second prompt is stopped like the first."""
+    name, ids = next(iter(FAMILIES)), tokens(1, 300)
+    healthy, biased = biased_model(name, False), biased_model(name, True)
+    for model in (healthy, biased):
+        slimkv.enable(model, "k4v4", center_keys=False, max_score_error=1.0)
+    assert healthy.generate(ids, max_new_tokens=2, do_sample=False).shape[1] == 302
+    for _ in range(2):
+        with pytest.raises(FidelityError, match="differ from exact ones"):
+            biased.generate(ids, max_new_tokens=2, do_sample=False)

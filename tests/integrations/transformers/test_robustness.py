@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import slimkv
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.transformers import compat
 
 KINDS = ["llama", "gemma3"]
 CHECKS = "reference"  # refuses NaN; kernels mark the token instead
@@ -348,3 +349,17 @@ def test_encoder_decoder_caches_as_one_would_pass_them(name):
         assert len(next(iter(direct))) == 6
         direct.reset()
         assert torch.equal(answer(model, inputs, direct)[0], tokens_of)
+
+
+def test_a_layer_without_arguments_is_an_error(monkeypatch):
+    """Layers that transformers lists beyond the kinds share a cache; fewer would silently leave layers uncached."""
+    found = compat.get_layer_types_and_kwargs
+    model = tiny("llama")
+    for extra, fits in ((1, True), (-1, False)):
+        changed = lambda text, extra=extra: (found(text)[0], ([{}] * 9)[: len(found(text)[0]) + extra])  # noqa: E731
+        monkeypatch.setattr(compat, "get_layer_types_and_kwargs", changed)
+        if fits:
+            assert len(compat.layer_kinds(model.config)) == 3
+        else:
+            with pytest.raises(ValueError, match="zip"):
+                compat.layer_kinds(model.config)

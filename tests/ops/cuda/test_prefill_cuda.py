@@ -79,6 +79,7 @@ EMULATED = [
     ),
     *(replace(LONG, dtype=d, out_dtype=o) for d, o in (("fp16", "fp16"), ("fp32", "bf16"), ("bf16", "bf16"))),
     replace(LONG, strided=True, out_dtype="bf16", padding=5, slack=True),
+    *(replace(LONG, format="turboquant_k8v4", dim=128, dtype=d, strided=True) for d in ("bf16", "fp16", "fp32")),
     replace(LONG, lens=(33, 300, 0, 128, 257), queries=(33, 33, 40, 100, 257), num_kv_heads=2),
     replace(LONG, lens=(0, 0), queries=(40, 40), sinks=True),
     replace(LONG, value_norm=1e-6, dtype="fp32"),

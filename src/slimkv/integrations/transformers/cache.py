@@ -81,7 +81,7 @@ class SlimKVCache(compat.Cache):
         if offsets is None:
             narrowest = [tier_formats(self.settings, name)[0] for name in formats]
             offsets, seen = {}, choices.seen_keys_of(model, self.settings, known, narrowest)
-        guard = choices.guard_of(config, self.settings, known, formats)
+        guard = choices.guard_of(config, model, self.settings, known, formats)
         settings = LayerSettings(self.settings, block_size, self._tables, known, index, offsets, seen, guard)
         layers = [
             choices.make_layer(kind, arguments, name, settings, number)

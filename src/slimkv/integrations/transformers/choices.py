@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,19 +30,25 @@ from slimkv.spec import PageLayout, parse_spec
 
 STOCK_FORMATS = (RAW, RAW_LATENT)  # of stock layers
 
-_guards: dict[tuple[Any, ...], Guard] = {}  # shared by all caches of a model with the same key format
+# Shared by all caches of a model with the same key format; without a model, of equal configurations.
+_guards: WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], Guard]] = WeakKeyDictionary()
+_guards_of_configs: dict[tuple[Any, ...], Guard] = {}
 
 
-def guard_of(config: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]) -> Guard | None:
+def guard_of(
+    config: Any, model: Any, settings: KVCacheConfig, calibration: Calibration | None, formats: list[str]
+) -> Guard | None:
     """The guard that compares scores once per packed layer; None if it is switched off."""
     if not settings.max_score_error:
         return None
-    stored = tuple(formats), settings.seed, settings.center_keys, calibration.source if calibration else None
+    known = _guards_of_configs if model is None else _guards.setdefault(model, {})
+    source = calibration.source if calibration else None
+    stored = tuple(formats), settings.seed, settings.center_keys, settings.key_policy, source
     key = ModelIdentity.of(config).hash, settings.max_score_error, *stored
-    if key not in _guards:
+    if key not in known:
         packed = (str(i) for i, name in enumerate(formats) if name not in STOCK_FORMATS)
-        _guards[key] = Guard(settings.max_score_error, packed)
-    return _guards[key]
+        known[key] = Guard(settings.max_score_error, packed)
+    return known[key]
 
 
 def seen_keys_of(

@@ -53,7 +53,7 @@ def layer_kinds(config: Any) -> list[tuple[str, dict[str, Any]]]:
         arguments = [arguments] * len(kinds)
     cross = set(getattr(text, "cross_attention_layers", None) or ())
     kinds = ["cross_attention" if number in cross else kind for number, kind in enumerate(kinds)]
-    return list(zip(kinds, arguments, strict=False))  # 5.19+ may list arguments for layers that share a cache
+    return list(zip(kinds, arguments[: len(kinds)], strict=True))  # 5.19+ may also list layers that share a cache
 
 
 def stock_layer(kind: str, arguments: dict[str, Any]) -> Any:

@@ -36,8 +36,13 @@ class Enabled:
     configs: list[Any]  # the configs with switched attention
     switched: Any  # the finalizer that restores the attention, also when the model is deleted
     noting: Any  # the handle of ``note_positions``
-    own: dict[str, Any]  # attributes of this model object, not its class, that ``enable`` replaced
     status: Status
+
+
+class _Placed(partial[Any]):
+    """What ``enable`` sets on a model object. It is not in ``Enabled``, which would keep the model alive."""
+
+    own: Any = None  # the model object's own attribute that it replaced; None: one of its class
 
 
 _enabled: WeakKeyDictionary[torch.nn.Module, Enabled] = WeakKeyDictionary()
@@ -92,6 +97,12 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "generate"):
         raise InputError(f"slimkv.enable takes a model that generates, not {type(model).__name__}")
     given, model = model, _uncompiled(model)
+    takes = inspect.signature(model.generate).parameters.values()
+    if not any(x.name == "past_key_values" or x.kind == x.VAR_KEYWORD for x in takes):
+        raise InputError(
+            f"model.generate of this {type(model).__name__} takes no past_key_values, so it cannot use a packed cache: "
+            "let it pass **kwargs on to the generate of the model's class, or delete it (del model.generate)"
+        )
     cache = SlimKVCache(model, format, **options)  # raises now rather than in the first generate
     formats = Counter(getattr(layer, "format", STOCK) for layer in cache.layers)
     calibration = next((x.settings.calibration for x in cache.packed_layers), None)
@@ -100,12 +111,14 @@ def enable(model: Any, format: str | KVCacheConfig = AUTO, *, fused: bool = True
         configs = switch_on(model) if fused else []
         report = Status(True, dict(formats), calibration.source if calibration else None, bool(configs))
         restore = finalize(model, switch_off, configs)
-        own = {name: vars(model)[name] for name in _REPLACED if name in vars(model)}
-        _enabled[model] = Enabled(format, options, configs, restore, note_positions(model), own, report)
-        vars(model).update(generate=partial(_generate, model), generate_batch=partial(_refuse, model, "generate_batch"))
+        _enabled[model] = Enabled(format, options, configs, restore, note_positions(model), report)
+        placed: dict[str, Any] = {"generate": _Placed(_generate, model, model.generate)}
+        placed["generate_batch"] = _Placed(_refuse, model, "generate_batch")
         if (prepare := getattr(model, PREPARE, None)) is not None:
-            vars(model)[PREPARE] = partial(_prepare_inputs, model, prepare)
-            vars(model)[PREPARE].__signature__ = inspect.signature(prepare)  # ``generate`` reads it
+            placed[PREPARE] = _Placed(_prepare_inputs, model, prepare)
+            placed[PREPARE].__signature__ = inspect.signature(prepare)  # ``generate`` reads it
+        for name, value in placed.items():
+            value.own, vars(model)[name] = vars(model).get(name), value
     if fused:
         warn_if_decoded(model, configs, stacklevel=2)
     return given
@@ -120,8 +133,9 @@ def disable(model: Any) -> Any:
             record.switched()
             record.noting.remove()
             for name in _REPLACED:
-                vars(model).pop(name, None)
-            vars(model).update(record.own)
+                if isinstance(vars(model).get(name), _Placed):  # not what has wrapped it since
+                    placed = vars(model).pop(name)
+                    vars(model).update({name: placed.own} if placed.own is not None else {})
     return given
 
 
@@ -138,11 +152,11 @@ def status(model: Any) -> Status:
     return Status(enabled=False) if record is None else record.status
 
 
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``generate`` of the model's class, with a packed cache unless the call passes or forbids one."""
-    generate, record = type(model).generate, _enabled.get(model)
-    if record is None:  # a copy of an enabled model
-        return generate(model, *args, **kwargs)
+def _generate(model: Any, generate: Any, *args: Any, **kwargs: Any) -> Any:
+    """``generate`` of the model or its class, with a packed cache unless the call passes or forbids one."""
+    record = _enabled.get(model)
+    if record is None:  # a copy of an enabled model, or disabled since
+        return generate(*args, **kwargs)
     given = _given(generate, args, kwargs)
     kind = _asked("cache_implementation", model, given)
     if kind not in (None, "hybrid"):  # old checkpoints of sliding-window models call their default "hybrid"
@@ -163,7 +177,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         if _asked("is_assistant", model, given):  # rejected draft tokens are removed, also from sliding windows
             cache.activate_past_recording()
     with counting(record.configs) as counts:
-        out = generate(model, *args, **kwargs)
+        out = generate(*args, **kwargs)
     if isinstance(cache, SlimKVCache):
         if cache.packed_layers and not any(layer.tokens for layer in cache.packed_layers):
             warnings.warn(
@@ -191,7 +205,7 @@ def _prepare_inputs(model: Any, prepare: Any, *args: Any, **kwargs: Any) -> dict
 def _given(generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of ``generate`` by name, including positional ones."""
     positional = [x.name for x in inspect.signature(generate).parameters.values() if x.kind == x.POSITIONAL_OR_KEYWORD]
-    return {**dict(zip(positional[1:], args, strict=False)), **kwargs}
+    return {**dict(zip(positional, args, strict=False)), **kwargs}
 
 
 def _asked(name: str, model: Any, given: dict[str, Any]) -> Any:

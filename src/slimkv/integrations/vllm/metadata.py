@@ -118,15 +118,10 @@ class SlimKVMetadataBuilder(compat.AttentionMetadataBuilder):
             starts, lengths = common.query_start_loc[: requests + 1], common.seq_lens[:requests]
             index = self._matrix_index.fill(starts, lengths, common.num_actual_tokens)
         by_prompt = self._deterministic and common.is_prefilling is not None
-        found = _parts(common, self.reorder_batch_threshold or 1, by_prompt)
-        parts = tuple(self._with_shard(part) for part in found)
-        return SlimKVMetadata.of(common, parts=parts, causal=common.causal, matrix_index=index)
-
-    def _with_shard(self, part: Part) -> Part:
-        if self._sharing is None:
-            return part
-        queries = part.rows.stop - part.rows.start
-        return replace(part, shard=shard_tables(self._sharing, part.batch, queries))
+        found = list(_parts(common, self.reorder_batch_threshold or 1, by_prompt))
+        if (sharing := self._sharing) is not None:
+            found = [replace(x, shard=shard_tables(sharing, x.batch, x.rows.stop - x.rows.start)) for x in found]
+        return SlimKVMetadata.of(common, parts=tuple(found), causal=common.causal, matrix_index=index)
 
 
 class MatrixIndex:

@@ -60,7 +60,10 @@ def first_part(document: Document, kind: str) -> Document | None:
 def summarise(document: Document) -> Document:
     """The rows by cache and by task, and groups of caches of equal size."""
     rows: dict[str, Document] = {name: {"format": name} for name in document["formats"]}
-    _add_memory(document, rows)
+    for name, plan in (first_part(document, "memory") or {"formats": {}})["formats"].items():
+        if name in rows:
+            rows[name] |= {"bytes_per_token": plan["bytes_per_token"], "smaller": plan["ratio_to_bf16"]}
+            rows[name] |= {"bits": plan["bits_per_number"], "tokens_fit": plan["tokens_per_sequence"]}
     _add_agreement(document, rows)
     _add_needle(document, rows)
     questions = Questions(document)
@@ -80,13 +83,6 @@ def equal_bytes(rows: Sequence[Document]) -> list[list[str]]:
         else:
             groups.append([row])
     return [[row["format"] for row in group] for group in groups]
-
-
-def _add_memory(document: Document, rows: dict[str, Document]) -> None:
-    for name, plan in (first_part(document, "memory") or {"formats": {}})["formats"].items():
-        if name in rows:
-            rows[name] |= {"bytes_per_token": plan["bytes_per_token"], "smaller": plan["ratio_to_bf16"]}
-            rows[name] |= {"bits": plan["bits_per_number"], "tokens_fit": plan["tokens_per_sequence"]}
 
 
 def _tested(rows: dict[str, Document], key: str, tests: dict[str, PairedTest], higher_is_better: bool) -> None:

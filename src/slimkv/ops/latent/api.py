@@ -112,14 +112,10 @@ def attend_latent(
         request = replace(request, out=torch.empty(out.shape, dtype=torch.float32, device=out.device))
     REGISTRY.select(request.pages.device, request, backend).load().run(request)
     if request.out is not out:
-        _write_rows(out, request.out @ codec.key_rotation.T, request.cu_seqlens_q)
+        result = (request.out @ codec.key_rotation.T).to(out.dtype)
+        real = torch.arange(out.shape[0], device=out.device) < request.cu_seqlens_q[-1]  # rows of some sequence
+        out.copy_(torch.where(real[:, None, None], result, out))  # without a synchronisation
     return out
-
-
-def _write_rows(out: Tensor, result: Tensor, cu_seqlens_q: Tensor) -> None:
-    """Copies the rows of ``result`` that belong to a sequence to ``out`` without a synchronisation."""
-    real = torch.arange(out.shape[0], device=out.device) < cu_seqlens_q[-1]
-    out.copy_(torch.where(real[:, None, None], result.to(out.dtype), out))
 
 
 def checked_request(

@@ -37,13 +37,9 @@ class FoldedProjections:
             weight = getattr(self._attention, name)
             if self._folded.get(name) == (id(weight), weight._version):
                 continue
-            if _shares_memory(weight, self._attention.kv_b_proj):  # prefill reads that one unfolded
+            unfolded = {x.untyped_storage().data_ptr() for x in self._attention.kv_b_proj.parameters()}  # in prefill
+            if weight.untyped_storage().data_ptr() in unfolded:
                 weight = weight.clone()
                 setattr(self._attention, name, weight)
             weight.copy_(fold(weight, self._rotation))
             self._folded[name] = (id(weight), weight._version)
-
-
-def _shares_memory(weight: Tensor, projection: Any) -> bool:
-    storages = {x.untyped_storage().data_ptr() for x in projection.parameters()}
-    return weight.untyped_storage().data_ptr() in storages

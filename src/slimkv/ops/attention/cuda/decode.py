@@ -234,8 +234,9 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     (total, heads, _), num_kv_heads, sequences = query.shape, pages.shape[1], request.seq_lens.shape[0]
     group, value_dim = heads // num_kv_heads, layout.spec.value_dim
     # If the batch also has prefill rows, `merge` visits `most_queries` rows per sequence instead of every row.
-    rows, tiles, seen = min(total, sequences * most_queries), sequences * num_kv_heads, _seen_tokens(request)
+    rows, tiles = min(total, sequences * most_queries), sequences * num_kv_heads
     exact, window = options.deterministic, options.sliding_window
+    seen = request.max_seq_len if window is None else min(request.max_seq_len, window + request.max_query_len)
     # Deterministic results must not depend on other sequences: only the layer's window bounds the visible tokens.
     bound = bound_of(layout, window if exact else seen, not exact and 2 * tiles <= device.multiprocessors)
     plan = _plan(
@@ -290,12 +291,6 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
         plan, args, ((tiles if whole else blocks, 1), merge_grid), 4 * _MERGE_WARPS * (value_dim + 4), cuts,
         part_bytes, 4 * slots * config.rows * (value_dim + 2), tuple(x for x in (sinks, shift) if x is not None),
     )  # fmt: skip
-
-
-def _seen_tokens(request: AttendRequest) -> int:
-    """The maximum number of tokens that the queries of one sequence see."""
-    window = request.options.sliding_window
-    return request.max_seq_len if window is None else min(request.max_seq_len, window + request.max_query_len)
 
 
 def _typical_queries(request: AttendRequest, most_queries: int) -> int:

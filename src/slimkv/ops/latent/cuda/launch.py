@@ -95,12 +95,13 @@ def _reads_rows(layout: PageLayout) -> bool:
     return four_bits and raw and latent.dim in _ROW_DIMS and rope.dim == 64
 
 
+@lru_cache(maxsize=512)
 def kernel_defines(
     layout: PageLayout, config: LatentConfig, query: torch.dtype, rope: torch.dtype, out: torch.dtype
-) -> dict[str, int]:
+) -> Defines:
     """The defines of a kernel."""
     spec = layout.spec
-    return {
+    return Defines({
         "ROWS": config.kernel.rows, "KV_BLOCK": config.kernel.kv_block, "STAGES": config.stages,
         "SHARED_BYTES": config.shared,
         "LD": spec.key_dim, "RD": spec.value_dim, "BLOCK_SIZE": layout.block_size,
@@ -111,14 +112,7 @@ def kernel_defines(
         "R_BF16": int(spec.value.raw_dtype == "bfloat16"), "R_ROTATED": int(spec.value.rotated),
         "MERGE_DIMS": merge_dims(spec.key_dim), "MIN_MERGE_WARPS": MIN_MERGE_WARPS, "MAX_MERGE_WARPS": MAX_MERGE_WARPS,
         "Q_TYPE": DTYPE_NUMBERS[query], "ROPE_TYPE": DTYPE_NUMBERS[rope], "OUT_TYPE": DTYPE_NUMBERS[out],
-    }  # fmt: skip
-
-
-@lru_cache(maxsize=512)
-def _defines(
-    layout: PageLayout, config: LatentConfig, query: torch.dtype, rope: torch.dtype, out: torch.dtype
-) -> Defines:
-    return Defines(kernel_defines(layout, config, query, rope, out))
+    })  # fmt: skip
 
 
 def workspace_bytes(
@@ -163,20 +157,23 @@ def run(request: LatentRequest) -> None:
 
 def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     """Launches ``attend``, then ``merge``."""
-    query = _in_whole_words(request.query_latent)
-    if query is not request.query_latent:
+    query = request.query_latent
+    if query.element_size() < 4 and (query.data_ptr() % 4 or (query.stride(0) | query.stride(1)) % 2):
+        query = query.clone(memory_format=torch.contiguous_format)  # pairs of 16-bit values in aligned words
         request = replace(request, query_latent=query)
     rows, sequences, dim = query.shape[1] * request.max_query_len, request.seq_lens.shape[0], query.shape[2]
     config = config_for(request.layout, rows, device)
     partial_rows, tiles = config.partial_rows(rows, sequences), config.row_tiles(rows)
     workspace = _workspace(request, _partial_bytes(request.layout, partial_rows))  # alive until both are launched
     args = _args(request, workspace, partial_rows)
-    direct = _is_written_directly(request.out)
+    out, whole = request.out, 4 * request.out.element_size()
+    even = out.stride(0) == out.shape[1] * out.stride(1)  # rows are evenly spaced, and groups of four values aligned
+    direct = even and not (out.data_ptr() % whole or out.stride(1) % 4)
     # Blocks write whole work tiles to the output; two neighbouring blocks share at most one of the rest.
     merged_rows = (min(sequences * tiles, config.blocks) if direct else sequences * tiles) * config.kernel.rows
     args.row_tiles, args.num_seqs, args.blocks, args.direct = tiles, sequences, config.blocks, direct
     args.merge_warps = merge_warps(merged_rows, dim, device)
-    defines = _defines(request.layout, config, query.dtype, request.query_rope.dtype, request.out.dtype)
+    defines = kernel_defines(request.layout, config, query.dtype, request.query_rope.dtype, out.dtype)
     source = config.kernel.source
     launch(source, "attend", defines, (config.blocks, 1), config.kernel.threads, config.shared, args)
     dims, warps = merge_dims(dim), max(args.merge_warps, MIN_MERGE_WARPS)
@@ -207,18 +204,6 @@ def merge_rounds(rows: int, rows_of_block: int, rows_of_tile: int, dim: int, dev
     while warps > rounds * 32 * device.multiprocessors and rows_of_tile % (2 * rounds * rows_of_block) == 0:
         rounds *= 2
     return rounds
-
-
-def _is_written_directly(out: torch.Tensor) -> bool:
-    """Whether output rows are evenly spaced and groups of four values aligned."""
-    whole = 4 * out.element_size()
-    return out.stride(0) == out.shape[1] * out.stride(1) and not (out.data_ptr() % whole or out.stride(1) % 4)
-
-
-def _in_whole_words(query: torch.Tensor) -> torch.Tensor:
-    """The queries, copied if pairs of 16-bit values are not word-aligned."""
-    even = query.element_size() == 4 or not (query.data_ptr() % 4 or (query.stride(0) | query.stride(1)) % 2)
-    return query if even else query.clone(memory_format=torch.contiguous_format)
 
 
 def _args(request: LatentRequest, workspace: torch.Tensor, partial_rows: int) -> ctypes.Structure:

@@ -160,11 +160,12 @@ def _plan(
             by_cell = 2 * cell_zero * (16 if cell_records else 4)
             used += by_cell if side.format.bits <= 4 or cell_records else 4 << side.format.bits
             used = -(-used // 16) * 16
-            used += rounding_warps * _query_aware_bytes(side.dim)
+            used += rounding_warps * (128 * (side.dim + 4) + 5120)  # QueryAwareMemory::BYTES of store/round.cuh
             used += side.dim * (side.dim + 16) if shared_weights else 0
-        if together and _by_slices(side):
-            used += _slice_bytes(side.dim)
-        used += 8 * TILE_TOKENS * split if together or query_aware else 15 + warps * _row_bytes(side.dim, groups, dtype)
+        if together and _by_slices(side):  # SharedDigits::BYTES, and words of two planes that warps assemble together
+            used += 3 * TILE_TOKENS * (side.dim + 32) + 128 + 256 * side.dim // SLICE_DIMS + 16
+        rows = groups * -(-side.dim // groups // 32) * 64 * 8 * dtype.itemsize  # RowBuffer::BYTES
+        used += 8 * TILE_TOKENS * split if together or query_aware else 15 + warps * rows
         shared = shared + used if query_aware else max(shared, used)
         warps = 2 * rounding_warps if query_aware else max(warps, split)
         tables += tensors
@@ -179,21 +180,6 @@ def _plan(
     }  # fmt: skip
     resident = blocks * device_of(device).multiprocessors if lean and tiles_per_block > 1 else 0
     return Plan(SOURCE, KERNEL, defines, 32 * warps, shared, tiles_per_block, resident, args, tuple(tables))
-
-
-def _row_bytes(dim: int, groups: int, dtype: torch.dtype) -> int:
-    """``RowBuffer::BYTES``."""
-    return groups * -(-dim // groups // 32) * 64 * 8 * dtype.itemsize
-
-
-def _slice_bytes(dim: int) -> int:
-    """``SharedDigits::BYTES``, and the words of up to two planes that warps assemble together."""
-    return 3 * TILE_TOKENS * (dim + 32) + 128 + 256 * dim // SLICE_DIMS + 16
-
-
-def _query_aware_bytes(dim: int) -> int:
-    """``QueryAwareMemory::BYTES`` of store/round.cuh."""
-    return 128 * (dim + 4) + 5120
 
 
 def _groups(dim: int, seed: int) -> int:

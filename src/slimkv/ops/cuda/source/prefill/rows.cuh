@@ -58,21 +58,19 @@ struct Signs {
   DEVICE_MEMBER u32 pair(int k) const { return bits * (0x40008000u >> (2 * k)) & 0x80008000u; }
 };
 
-// Loads and rotates a query row, without the rotation's norm.
+// Loads and rotates a row of 32-bit queries, without the rotation's norm.
 DEVICE void load_row(const PrefillArgs& args, bool valid, i64 at, int t, float (&x)[OWN]) {
   UNROLL_FOR (int i = 0; i < OWN; i++) {
     const int dim = dimension_of(i, t);
-    x[i] = valid ? load_number(args.query, at + dim, Q_TYPE) : 0.0f;
+    x[i] = valid ? load_number(args.query, at + dim, FLOAT32) : 0.0f;
     if (K_ROTATED) x[i] = signed_by(x[i], args.key_sign_bits[dim / 32], dim % 32);
   }
   if (K_ROTATED) hadamard_of_quad(x, t);
 }
 
-// Loads and rotates two rows of 16-bit queries in a quad. Tensor cores transform four bits of the dimension's index
-// (the lowest, the two lane bits, and one more): products with +-1 are exact and replace shuffles.
-DEVICE void load_rows_by_products(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], int g, int t,
-    float (&x)[2][OWN]) {
-  u32 words[2][OWN / 2];
+// Loads two rows of 16-bit queries in a quad, two dimensions a word.
+DEVICE void load_words(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], int t,
+    u32 (&words)[2][OWN / 2]) {
   UNROLL_FOR (int r = 0; r < 2; r++) {
     const u16* row = (const u16*)args.query + at[r];
     UNROLL_FOR (int i = 0; i < OWN / 2; i++) words[r][i] = 0;
@@ -95,6 +93,11 @@ DEVICE void load_rows_by_products(const PrefillArgs& args, const bool (&valid)[2
       }
     }
   }
+}
+
+// Rotates two rows of 16-bit queries in a quad. Tensor cores transform four bits of the dimension's index (the lowest,
+// the two lane bits, and one more): products with +-1 are exact and replace shuffles.
+DEVICE void rotate_by_products(const PrefillArgs& args, u32 (&words)[2][OWN / 2], int g, int t, float (&x)[2][OWN]) {
   constexpr int RUN = LANE_LOW > 2 ? 4 : 2;  // adjacent words
   UNROLL_FOR (int i = 0; i < OWN / 2; i += RUN) {
     const Signs signs(args.key_sign_bits, dimension_of(2 * i, t));
@@ -159,10 +162,16 @@ DEVICE float store_operand(const float (&x)[OWN], bool negative, u8* operand, in
 DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first,
     int t, float (&factor)[2], float (&bad)[2]) {
   float x[2][OWN];
-  if constexpr (K_ROTATED && Q_TYPE != FLOAT32) {
-    load_rows_by_products(args, valid, at, first % 8, t, x);
-  } else {
+  if constexpr (Q_TYPE == FLOAT32) {
     UNROLL_FOR (int r = 0; r < 2; r++) load_row(args, valid[r], at[r], t, x[r]);
+  } else {
+    u32 words[2][OWN / 2];
+    load_words(args, valid, at, t, words);
+    if (K_ROTATED) rotate_by_products(args, words, first % 8, t, x);
+    UNROLL_FOR (int i = 0; !K_ROTATED && i < 2 * OWN; i++) {
+      const u32 bits = words[i / OWN][i % OWN / 2] >> 16 * (i % 2) & 0xFFFF;
+      x[i / OWN][i % OWN] = Q_TYPE == BFLOAT16 ? as_float(bits << 16) : f16_to_f32(bits);
+    }
   }
   UNROLL_FOR (int r = 0; r < 2; r++)
     factor[r] = row_factor(args, store_operand(x[r], args.scale < 0, operand, first + 8 * r, t, bad[r]));

@@ -27,23 +27,24 @@ template <int BLOCKS> struct HalfTile {
   float most[BLOCKS][2];  // a row's largest score, to which its exponents are relative
   float scale[BLOCKS][2];  // of its probabilities, relative to row_max
 
-  // s = Q K^T, 16 tokens after 16 tokens, so that finished scores need not wait for the rest.
+  // s = Q K^T, 16 tokens after 16 tokens, so that finished scores need not wait for the rest. At head size 256 the
+  // queries of all dimensions would take too many registers, so 32 dimensions after 32 dimensions.
   DEVICE_MEMBER void multiply_scores(const Queries<BLOCKS>& queries, u32 keys) {
+    constexpr int GROUPS = SCORES / 8;
     u32 q[K_STEPS][BLOCKS][4];
-    UNROLL_FOR (int k = 0; k < K_STEPS; k++)
-      UNROLL_FOR (int b = 0; b < BLOCKS; b++) queries.get(k, b, q[k][b]);
     UNROLL_FOR (int b = 0; b < BLOCKS; b++)
       UNROLL_FOR (int i = 0; i < SCORES; i++) s[b][i] = MAGIC_BITS;
-    UNROLL_FOR (int n = 0; n < SCORES / 8; n++)
-      UNROLL_FOR (int k = 0; k < K_STEPS; k++) {
-        u32 key[4];
-        ldmatrix_x4(key, (keys ^ k % 4 * 32) + k / 4 * HALF_TILE + n * 2048);
-        UNROLL_FOR (int b = 0; b < BLOCKS; b++) {
-          const u32(&a)[4] = q[k][b];
-          mma_s8_s8(s[b] + 8 * n, a[0], a[1], a[2], a[3], key[0], key[1]);
-          mma_s8_s8(s[b] + 8 * n + 4, a[0], a[1], a[2], a[3], key[2], key[3]);
-        }
+    UNROLL_FOR (int i = 0; i < GROUPS * K_STEPS; i++) {
+      const int k = D > 128 ? i / GROUPS : i % K_STEPS, n = D > 128 ? i % GROUPS : i / K_STEPS;
+      UNROLL_FOR (int b = 0; n == 0 && b < BLOCKS; b++) queries.get(k, b, q[k][b]);
+      u32 key[4];
+      ldmatrix_x4(key, (keys ^ k % 4 * 32) + k / 4 * HALF_TILE + n * 2048);
+      UNROLL_FOR (int b = 0; b < BLOCKS; b++) {
+        const u32(&a)[4] = q[k][b];
+        mma_s8_s8(s[b] + 8 * n, a[0], a[1], a[2], a[3], key[0], key[1]);
+        mma_s8_s8(s[b] + 8 * n + 4, a[0], a[1], a[2], a[3], key[2], key[3]);
       }
+    }
   }
 
   // Turns products into scores, without `factor` or, with SOFTCAP, capped.
