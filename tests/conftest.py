@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -69,6 +70,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(map(id, keep))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = keep
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not look at its millions of objects again and again."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # a library that counts its objects when Python ends takes frozen ones for leaks
 
 
 POISON_BYTE = 0xA5
