@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
+
+# Threads that wait for one another sleep: on a busy machine, spinning takes as long as the work. torch reads this when
+# it is imported, here and in the processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
@@ -18,6 +25,12 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # tests run side by side
 
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import quick_interpreter
+
+    quick_interpreter.install()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate-golden", action="store_true", help="rewrite the golden files: a new page format")
     parser.addoption("--full", action="store_true", help="the whole matrix of kernel tests even without a GPU (hours)")
@@ -28,6 +41,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: part of the full matrix, for a GPU or --full")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Compiles the CPU kernels before the workers start, all of which would compile them while they collect tests."""
+    from slimkv.ops.cpu import compiler, isa
+
+    with suppress(compiler.CompileError):  # then their tests are skipped
+        compiler.build_library(isa.find())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,6 +70,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(map(id, keep))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = keep
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not look at its millions of objects again and again."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # a library that counts its objects when Python ends takes frozen ones for leaks
 
 
 POISON_BYTE = 0xA5
@@ -75,6 +106,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A result that reads memory nobody wrote becomes NaN or 0xA5, not an accidental zero."""
 
     def wrap(function):
+        @wraps(function)
         def poisoned(*args, **kwargs):
             return poison(function(*args, **kwargs))
 

@@ -198,6 +198,15 @@ def test_a_local_folder_loads(tmp_path):
     assert loaded.tokenizer("hello")["input_ids"]
 
 
+def test_a_file_is_read_once_while_it_is_converted(monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: [path])
+    with models._gguf_read_once():
+        assert gguf.GGUFReader("a") is gguf.GGUFReader("a")
+        assert gguf.GGUFReader("a") != gguf.GGUFReader("b")
+    assert gguf.GGUFReader("a") is not gguf.GGUFReader("a")
+
+
 def test_dtypes_go_by_name():
     assert models.parse_dtype("bfloat16") == torch.bfloat16
     with pytest.raises(InputError, match="'bf16'; a model is loaded in one of float32, bfloat16, float16"):

