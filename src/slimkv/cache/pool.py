@@ -32,18 +32,10 @@ class PagedPool:
 
     @typed
     def __init__(
-        self,
-        spec: CodecSpec | str,
-        blocks: int,
-        num_kv_heads: int,
-        block_size: int = 64,
-        device: torch.device | str = "cpu",
-        backend: str | None = None,
-        key_offset: Tensor | None = None,
-        query_aware: Tensor | None = None,
-        *,
-        head_dim: int | None = None,
-    ) -> None:
+        self, spec: CodecSpec | str, blocks: int, num_kv_heads: int, block_size: int = 64,
+        device: torch.device | str = "cpu", backend: str | None = None, key_offset: Tensor | None = None,
+        query_aware: Tensor | None = None, *, head_dim: int | None = None,
+    ) -> None:  # fmt: skip
         spec = _spec(spec, head_dim)
         if num_kv_heads < 1:
             raise InputError(f"num_kv_heads must be at least 1, not {num_kv_heads}")

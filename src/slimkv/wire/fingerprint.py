@@ -42,16 +42,9 @@ class LayerFingerprint:
 
     @classmethod
     def of(
-        cls,
-        number: int,
-        spec: CodecSpec,
-        num_kv_heads: int,
-        dtype: str,
-        window: int | None = None,
-        key_offset: Tensor | None = None,
-        token_rows: bool = False,
-        index_bytes: int = 0,
-    ) -> LayerFingerprint:
+        cls, number: int, spec: CodecSpec, num_kv_heads: int, dtype: str, window: int | None = None,
+        key_offset: Tensor | None = None, token_rows: bool = False, index_bytes: int = 0,
+    ) -> LayerFingerprint:  # fmt: skip
         """The fingerprint of a layer that stores ``spec`` in a model that computes in ``dtype``.
 
         ``key_offset``: bfloat16 [num_kv_heads, key_dim] of all heads, or None if keys are not centred.
@@ -89,15 +82,9 @@ class Fingerprint:
 
     @classmethod
     def of(
-        cls,
-        layers: Iterable[LayerFingerprint],
-        *,
-        block_size: int,
-        seed: int,
-        dtype: str,
-        model: Mapping[str, Any],
+        cls, layers: Iterable[LayerFingerprint], *, block_size: int, seed: int, dtype: str, model: Mapping[str, Any],
         weights: str,
-    ) -> Fingerprint:
+    ) -> Fingerprint:  # fmt: skip
         """The fingerprint of a cache written by this version of slimkv."""
         ordered = tuple(sorted(layers, key=lambda layer: layer.number))
         if not ordered:

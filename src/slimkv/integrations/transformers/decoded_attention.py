@@ -10,15 +10,9 @@ from torch import Tensor
 
 
 def dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention in float32.
 
     Args:

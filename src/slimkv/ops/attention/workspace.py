@@ -14,16 +14,9 @@ from slimkv.spec import PageLayout
 
 @typed
 def workspace_bytes(
-    layout: PageLayout,
-    *,
-    total_queries: int,
-    sequences: int,
-    num_heads: int,
-    num_kv_heads: int,
-    max_query_len: int,
-    num_splits: int,
-    device: torch.device,
-) -> int:
+    layout: PageLayout, *, total_queries: int, sequences: int, num_heads: int, num_kv_heads: int, max_query_len: int,
+    num_splits: int, device: torch.device,
+) -> int:  # fmt: skip
     """Bytes of a ``workspace`` that suffices for every backend on ``device``, within these bounds.
 
     ``total_queries`` counts the rows of ``query``, padding included; ``num_splits`` is the argument of ``attend``.

@@ -66,20 +66,11 @@ def latent_rotation(codec: Codec) -> Tensor | None:
 
 @typed
 def attend_latent(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    kv: PackedKV,
-    batch: AttentionBatch,
-    *,
-    softmax_scale: float,
-    query_is_rotated: bool = False,
-    output_is_rotated: bool = False,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-    num_splits: int | None = None,
+    query_latent: Tensor, query_rope: Tensor, kv: PackedKV, batch: AttentionBatch, *, softmax_scale: float,
+    query_is_rotated: bool = False, output_is_rotated: bool = False, out: Tensor | None = None,
+    lse: Tensor | None = None, workspace: Tensor | None = None, num_splits: int | None = None,
     backend: str | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention of absorbed queries on packed latents.
 
     Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` at
@@ -119,16 +110,10 @@ def attend_latent(
 
 
 def checked_request(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    kv: PackedKV,
-    batch: AttentionBatch,
-    softmax_scale: float,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
+    query_latent: Tensor, query_rope: Tensor, kv: PackedKV, batch: AttentionBatch, softmax_scale: float,
+    out: Tensor | None = None, lse: Tensor | None = None, workspace: Tensor | None = None,
     num_splits: int | None = None,
-) -> LatentRequest:
+) -> LatentRequest:  # fmt: skip
     """The arguments of ``attend_latent``, checked; ``out`` is allocated if it is None."""
     kv = checked_latents(kv)
     device, layout, spec = kv.pages.device, kv.layout, kv.layout.spec

@@ -14,15 +14,9 @@ from slimkv.spec import PageLayout
 
 @typed
 def latent_workspace_bytes(
-    layout: PageLayout,
-    *,
-    total_queries: int,
-    sequences: int,
-    num_heads: int,
-    max_query_len: int,
-    num_splits: int,
+    layout: PageLayout, *, total_queries: int, sequences: int, num_heads: int, max_query_len: int, num_splits: int,
     device: torch.device,
-) -> int:
+) -> int:  # fmt: skip
     """Bytes of a ``workspace`` that suffices for every backend of ``attend_latent`` on ``device``, within these bounds.
 
     ``total_queries`` counts the rows of the queries, padding included; ``num_splits`` is the argument of

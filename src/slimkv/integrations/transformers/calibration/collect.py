@@ -27,16 +27,10 @@ _UNSTABLE_ROPE = ("dynamic", "longrope")  # frequencies depend on the length
 
 
 def gather_calibration(
-    model: Any,
-    windows: Tensor | None = None,
-    *,
-    source: str | None = None,
-    costs: bool = True,
-    max_positions: int | None = None,
-    samples: tuple[int, int] = (sampling.WINDOWS, sampling.TOKENS),
-    seed: int = 0,
+    model: Any, windows: Tensor | None = None, *, source: str | None = None, costs: bool = True,
+    max_positions: int | None = None, samples: tuple[int, int] = (sampling.WINDOWS, sampling.TOKENS), seed: int = 0,
     progress: Progress = silent,
-) -> Calibration:
+) -> Calibration:  # fmt: skip
     """Statistics of ``model`` on windows int64 [count, tokens], one at a time; by default on its own samples.
 
     Args:

@@ -141,14 +141,9 @@ def run(request: LatentRequest) -> None:
     device = request.pages.device
 
     def launch(
-        source: str,
-        name: str,
-        defines: Defines,
-        grid: tuple[int, int],
-        threads: int,
-        shared: int,
+        source: str, name: str, defines: Defines, grid: tuple[int, int], threads: int, shared: int,
         args: ctypes.Structure,
-    ) -> None:
+    ) -> None:  # fmt: skip
         module = load(source, defines, device, exactly=True)
         module.kernel(name).launch(grid, threads, shared, args, device, overlap=True)
 
