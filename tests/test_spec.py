@@ -57,7 +57,7 @@ def test_equal_formats_have_one_canonical_name():
 
 @pytest.mark.parametrize("names", [("kfp8vu4", "turboquant_k8v4"), ("turboquant_k8v4", "kfp8vu4")])
 def test_layouts_keep_the_name_that_was_asked_for(names):
-    """The name decides whether an engine centres keys, so it may not be that of the first format of a process."""
+    """The name decides whether an engine centres keys, so a cached layout must not have another name of its format."""
     layouts = {name: page_layout(CodecSpec.parse(name, 48), 32) for name in names}
     assert {name: layout.spec.format for name, layout in layouts.items()} == {name: name for name in names}
     assert wants_offset(layouts["kfp8vu4"].spec)
@@ -271,7 +271,7 @@ def test_token_rows_are_aligned_and_as_small_as_tiles():
         assert rows.page_bytes == tiles.page_bytes
         assert rows != tiles
         assert pickle.loads(pickle.dumps(rows)) == rows
-    assert 656 * 64 / PageLayout(LatentSpec.parse("c4"), 64, True).page_bytes > 1.69  # fp8_ds_mla
+    assert 656 * 64 / PageLayout(LatentSpec.parse("c4"), 64, True).page_bytes > 1.69  # 656 bytes per token: fp8_ds_mla
     with pytest.raises(SpecError, match="token_rows is for latents, not for K and V of format k4v4"):
         PageLayout(CodecSpec.parse("k4v4", 128), 64, True)
 
