@@ -35,7 +35,7 @@ def test_attention_in_rotated_space_is_attention_on_the_decoded_vectors(format, 
     plain = attend(q, codec.decode_key(key), codec.decode_value(value))
     inside = attend(codec.rotate_query(q), codec.decode_key(key, rotated=True), codec.decode_value(value, rotated=True))
     torch.testing.assert_close(codec.unrotate_output(inside), plain, rtol=1e-4, atol=1e-5)
-    if codec.spec.value.rotated:  # the rotation is not a no-op that would make this pass by itself
+    if codec.spec.value.rotated:  # the rotation is not a no-op, with which the test would pass trivially
         assert (inside - plain).norm() > 0.5 * plain.norm()
 
 
