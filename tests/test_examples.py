@@ -47,7 +47,7 @@ def test_example(name):
 
 @pytest.mark.slow
 def test_the_notebook(tmp_path):
-    """Its code runs from top to bottom, and it is stored without outputs."""
+    """The notebook's code runs from top to bottom, and it is stored without outputs."""
     cells = json.loads((FOLDER / "slimkv.ipynb").read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)

@@ -90,7 +90,7 @@ def test_impossible_wishes_are_named(calibration):
 
 
 def test_layers_that_forget_do_not_pay_for_those_that_do_not(calibration):
-    """The layers of each window take no more than at one common width, so the budget holds at any length."""
+    """The layers of each sliding window take no more bytes than at one common width: the budget holds at any length."""
     windows = {0: 512, 1: None, 2: 512}
     layers = {n: replace(x, sliding_window=windows[n]) for n, x in calibration.layers.items()}
     mixed = replace(calibration, layers=layers)

@@ -14,7 +14,7 @@ CASES = [(bits, dim) for bits in range(1, 9) for dim in DIMS]
 
 
 def fine_grid(dim, points=400_001):
-    """A fine grid and the coordinate's density on it, to integrate by another method than the solver's."""
+    """A fine grid and a coordinate's density on it, for an integration that differs from the solver's."""
     end = min(math.sqrt(dim), 9.0)
     x = np.linspace(-end, end, points)
     weight = np.clip(1 - x * x / dim, 0, None) ** ((dim - 3) / 2)

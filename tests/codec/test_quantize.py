@@ -73,7 +73,7 @@ def test_summation_order_does_not_matter(bits, policy):
 @pytest.mark.parametrize("format", LOSSY)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_inputs_encode_like_their_float32_values(format, dtype):
-    """Up to 4 bits, they are encoded as short integers; with more bits, exactly as in float32."""
+    """Up to 4 bits, 16-bit floats are encoded as short integers; with more bits, exactly as in float32."""
     codec = Codec.from_format(format, 64)
     x = vectors(50, 64).clamp(-6e4, 6e4).to(dtype)
     sides = (
@@ -153,7 +153,7 @@ def test_zero_vectors_decode_to_zero(format, dim):
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_norms_from_1e_minus_6_to_beyond_fp16(bits, policy):
-    """The relative error does not depend on the norm, far below and far above what an fp16 scale could hold."""
+    """The relative error does not depend on the norm, even far below and far above the range of an fp16 scale."""
     codec = Codec(CodecSpec.parse(f"k{bits}v{bits}", 128, key_policy=policy))
     direction = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
     direction = direction / direction.norm(dim=-1, keepdim=True)

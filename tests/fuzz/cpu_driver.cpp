@@ -517,7 +517,7 @@ static void check_values(AttendCase& c, const Matrix& out, const Buffer& lse) {
   }
 }
 
-// A token marked as not encodable gives NaN in the rows that see it, and changes no bit of the others.
+// A token that is marked invalid gives NaN in the rows that see it, and changes no bit of the others.
 static void check_isolation(AttendCase& c, const Matrix& out, int threads) {
   const i64 s = c.r.below(c.sequences);
   if (c.fresh_from(s) < 1 || c.queries(s) == 0) return;

@@ -36,7 +36,7 @@ SIDES = (
 )
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 128, 144, 160, 192, 224, 256)
 GROUPS = (1, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 12, 14, 16, 20, 32)
-SMALL_WORKSPACE = 1 << 18  # for several passes over a few hundred tokens
+SMALL_WORKSPACE = 1 << 18  # forces several passes over a few hundred tokens
 
 
 def draw_format(chance: random.Random, dims: tuple[int, ...], sides: tuple[str, ...]) -> dict:

@@ -43,7 +43,7 @@ def main() -> int:
     for number in range(options.first, options.first + options.cases):
         try:
             fuzzer.case(number)
-        except Exception as error:  # the case's number reproduces any error
+        except Exception as error:  # whatever the error is, the case's number reproduces it
             print(f"case {number}: {type(error).__name__}: {error}")
             return 1
         if number % 200 == 199:

@@ -88,7 +88,7 @@ def _serve(words: list[str], folder: Path) -> None:
 
 
 def _latent_model(folder: Path) -> str:
-    model = saved(partial(deepseek_v2, qk_nope_head_dim=128, v_head_dim=128), folder)  # as stock prefill needs
+    model = saved(partial(deepseek_v2, qk_nope_head_dim=128, v_head_dim=128), folder)  # sizes for stock prefill
     models.load(models.DEFAULT).tokenizer.save_pretrained(folder)
     return model
 

@@ -39,7 +39,7 @@ NEAR_TIE = 0.1  # nats between the two most likely tokens; bf16 GEMMs of another
 
 
 def test_speculation_changes_no_more_than_another_batch_does():
-    """k4v4 with full CUDA graphs, for prompts whose tokens do not depend on drafts with the stock cache.
+    """k4v4 with full CUDA graphs, on prompts for which drafts do not change the tokens of the stock cache.
 
     bf16 GEMMs round differently for another shape, which moves some numbers across a code's boundary. One flipped code
     perturbs the next layer and flips more codes, so after a few tokens the quantization noise is unrelated. Tokens may

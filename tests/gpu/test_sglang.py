@@ -34,7 +34,7 @@ ENVIRONMENT = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """An empty cache of key offsets; the plugin, even if slimkv is not installed with pip."""
+    """Variables for an empty cache of key offsets, and for the plugin, even if slimkv is not installed with pip."""
     path = plugin_path(tmp_path_factory.mktemp("plugin"), "slimkv", "slimkv.integrations.sglang.plugin:register")
     return {**ENVIRONMENT, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 

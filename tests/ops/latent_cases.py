@@ -98,7 +98,7 @@ class Built:
         )
 
     def attend(self, **options) -> Tensor | tuple[Tensor, Tensor]:
-        """The result of the public function."""
+        """The result of ``ops.attend_latent``."""
         return ops.attend_latent(
             self.query_latent, self.query_rope, self.kv, self.batch, softmax_scale=self.case.scale, **options
         )

@@ -114,7 +114,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> tuple[Tensor, Tens
     key = side(spec.key_dim, spec.key.raw_dtype if spec.key.kind == Kind.RAW else None)
     value = side(spec.value_dim, spec.value.raw_dtype if spec.value.kind == Kind.RAW else None)
     slots, blocks = case.slot_mapping(g)
-    key[slots < 0] = torch.nan  # engines do not clear rows to skip
+    key[slots < 0] = torch.nan  # engines do not clear the rows that a store skips
     value[slots < 0] = torch.nan
     pages = torch.full((blocks, case.heads, layout.page_bytes), POISON_BYTE, dtype=torch.uint8, device=device)
     return key, value, slots.to(device), pages, Codec(spec, device)

@@ -185,7 +185,7 @@ def request_of(
 
 
 def check_rows(built: Built, out: torch.Tensor, lse: torch.Tensor, ours: Callable[[int], bool]) -> None:
-    """Compares the rows of sequences whose number of queries is ``ours``. All other rows must still be NaN."""
+    """Compares the rows of sequences for whose number of queries ``ours`` is true. All other rows must still be NaN."""
     case = built.case
     want, want_lse = exact(built)
     first = 0

@@ -51,7 +51,7 @@ def backend(request, device) -> str:
 
 
 def bound_of(backend: str, case: Case) -> float | None:
-    """The bound on a row's relative error: reference and CPU compute in float32; None is ``Case.bound``, for Triton."""
+    """The bound on a row's relative error. Reference and CPU compute in float32. None (Triton): ``Case.bound``."""
     return None if backend == "triton" else 2e-5
 
 

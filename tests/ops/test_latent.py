@@ -68,7 +68,7 @@ ROWS = [
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("case", ROWS, ids=str)
 def test_attend_single_tokens(case, backend, device):
-    """Sparse attention, with a table of slots of token rows. A sequence whose tokens are all skipped gives zeros."""
+    """Sparse attention, whose table lists slots of token rows. A sequence whose tokens are all skipped gives zeros."""
     if device.type != "cpu":
         pytest.skip("on GPUs: tests/ops/cuda/test_latent_cuda.py")
     skip_unless_it_runs(backend, device)

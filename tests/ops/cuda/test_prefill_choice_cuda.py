@@ -172,11 +172,11 @@ def test_what_decode_leaves_to_it(monkeypatch):
     assert most() == MAX_DECODE_QUERIES
     monkeypatch.undo()
     assert most() == 16
-    assert most(queries=(20, 20)) == MAX_DECODE_QUERIES  # 80 rows of 128
+    assert most(queries=(20, 20)) == MAX_DECODE_QUERIES  # 80 of a thread block's 128 rows
     assert most(group=2) == MAX_DECODE_QUERIES  # 48 rows
     assert most(group=8) == 16
     assert most(queries=(24, 1)) == MAX_DECODE_QUERIES
-    assert most(format="k6v4") == MAX_DECODE_QUERIES  # 96 rows of 256
+    assert most(format="k6v4") == MAX_DECODE_QUERIES  # 96 of a thread block's 256 rows
     assert most(format="k6v4", group=8) == 16
     assert most(format="k6v4", dim=256) == MAX_DECODE_QUERIES
     assert most(queries=(16, 16)) == MAX_DECODE_QUERIES

@@ -98,7 +98,7 @@ def test_close_to_exact_arithmetic():
 @pytest.mark.parametrize("small", [0, 6])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_tokens_that_tower_over_all_before_them(dim, small):
-    """Scores exceed all earlier ones, by a little and by much. Values are 2^``small`` times smaller, as in sinks."""
+    """Scores exceed all earlier ones by a little and by much; values are 2^``small`` smaller, as in attention sinks."""
     case = replace(SHORT, dim=dim, group=1, lens=(700,))
     built, towers = build(case, CPU), (0, 5, 70, 131, 200, 260, 390)
     slots = built.positions(0)
