@@ -1,4 +1,4 @@
-"""For all tests: kernels run in Triton's interpreter where there is no GPU; uninitialised memory is poison."""
+"""Setup of all tests: without a GPU, kernels run in Triton's interpreter; uninitialised memory is poisoned."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 
-# Threads that wait for one another sleep: on a busy machine, spinning takes as long as the work. torch reads this when
-# it is imported, here and in the processes that tests start.
+# Waiting OpenMP threads sleep, because on a busy machine spinning takes as long as the work. torch reads this variable
+# when it is imported, here and in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # documents.py is shared by the lanes
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # scripts that are tested, and import one another
+sys.path.insert(0, str(Path(__file__).parent))  # for modules that test folders share, such as documents.py
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tested scripts, which import one another
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Compiles the CPU kernels before the workers start, all of which would compile them while they collect tests."""
+    """Compiles the CPU kernels before the workers start; each would otherwise compile them during collection."""
     from slimkv.ops.cpu import compiler, isa
 
     with suppress(compiler.CompileError):  # then their tests are skipped
@@ -53,7 +53,7 @@ def pytest_xdist_setupnodes() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """``gpu`` tests are skipped where there is no GPU; ``full`` ones are left out there; a shard takes its share."""
+    """Without a GPU, skips ``gpu`` tests and, without ``--full``, deselects ``full`` ones; applies ``--shard``."""
     keep = items
     if not torch.cuda.is_available():
         for item in items:
@@ -73,12 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the garbage collector need not look at its millions of objects again and again."""
+    """Freezes the imported modules, so that the garbage collector does not traverse their millions of objects."""
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # a library that counts its objects when Python ends takes frozen ones for leaks
+    gc.unfreeze()  # a library that counts its objects at exit would report frozen ones as leaks
 
 
 POISON_BYTE = 0xA5
@@ -103,7 +103,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A result that reads memory nobody wrote becomes NaN or 0xA5, not an accidental zero."""
+    """Results that depend on uninitialised memory become NaN or bytes of 0xA5, not accidental zeros."""
 
     def wrap(function):
         @wraps(function)

@@ -1,4 +1,4 @@
-"""Run by ``make test-install`` in an environment that has the wheel and its extras only: what a new user does first."""
+"""A new user's first steps. ``make test-install`` runs them in an environment with only the wheel and its extras."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 from documents import ROOT, snippets
 
-SMALLER = 2.5  # times: what the first size that is printed must show
+SMALLER = 2.5  # the least ratio to bf16 that the example may print
 
 
 def quick_start() -> None:
-    """The Python blocks of the quick start that need no engine, one after another."""
+    """Runs the quick start's Python blocks that need no engine, in order."""
     scope: dict[str, object] = {}
     for need, language, text in snippets(ROOT / "docs" / "guides" / "quickstart.md"):
-        if language == "python" and need is None and "calibrate_model" not in text:  # half a minute of sampling
+        if language == "python" and need is None and "calibrate_model" not in text:  # calibrating takes half a minute
             exec(compile(text, "quickstart.md", "exec"), scope)
 
 
 def example() -> None:
-    """``examples/generate.py``, and the saving that it prints."""
+    """Runs ``examples/generate.py`` and checks the compression that it prints."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "generate.py"), "--new-tokens", "8"],
         stdout=subprocess.PIPE, text=True, check=True,

@@ -1,4 +1,4 @@
-"""Whole blocks of encoded tokens to pages and back."""
+"""Conversion of whole blocks of encoded tokens to pages and back."""
 
 from __future__ import annotations
 

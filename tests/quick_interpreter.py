@@ -1,7 +1,7 @@
-"""Takes half of the time out of Triton's interpreter, which replaces ``triton.language`` at every call of a function.
+"""Halves the time of Triton's interpreter, which patches ``triton.language`` at every function call.
 
-A launch puts the interpreter's functions into ``triton.language``, and takes them out when it ends. Every call of a
-device function within it does so again, which looks at a thousand names and finds nothing left to do.
+A launch replaces the functions of ``triton.language`` by the interpreter's, and restores them at its end. Every call of
+a device function within the launch patches again: it looks at a thousand names and finds all of them patched.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import Any
 
 
 def install() -> None:
-    """Once per launch and module from here on; nothing, if this release of Triton does it in another way."""
+    """Limits the patching to once per launch and module. Does nothing if this release of Triton patches differently."""
     try:
         from triton.runtime import interpreter
 
         patch, _ = interpreter._patch_lang, interpreter._LangPatchScope.restore
     except (ImportError, AttributeError):
         return
-    seen: set[int] = set()  # modules, by their dictionaries; empty between launches
+    seen: set[int] = set()  # ids of the dictionaries of patched modules; empty between launches
 
     def patch_once(function: Any) -> Any:
         module = id(function.__globals__)
         if module in seen:
-            return None  # the call of a device function, which keeps no scope
+            return None  # a call of a device function, whose caller ignores the scope
         scope = patch(function)
         if not seen:  # the launch itself
 

@@ -1,4 +1,4 @@
-"""A server in a process of its own, for the lanes that ask engines over HTTP."""
+"""A server in its own process, for tests that query engines over HTTP."""
 
 from __future__ import annotations
 

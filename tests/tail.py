@@ -1,4 +1,4 @@
-"""Which cases of a long list ``make test`` runs: a sample. ``make test-all`` runs all of them."""
+"""Long lists of cases: ``make test`` runs a sample of them, ``make test-all`` all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def sample(cases: Iterable[Any], every: int) -> list[Any]:
-    """``cases`` for ``parametrize``, marked ``tail`` except for the first and each ``every``-th after it."""
+    """``cases`` for ``parametrize``, all marked ``tail`` except the first and each ``every``-th after it."""
     return [case if i % every == 0 else _in_tail(case) for i, case in enumerate(cases)]
 
 

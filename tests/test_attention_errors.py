@@ -1,4 +1,4 @@
-"""Attention on quantised keys and values, on samples with the outliers of real ones."""
+"""Errors of attention on quantised keys and values, for samples with realistic outliers."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ def test_rotation_makes_4_bits_robust_to_outliers(samples):
     assert output["turboquant_4bit_nc"] > 1.1 * output["k4v4"]
     for format, error in DOCUMENTED.items():
         assert math.isclose(output[format], error, rel_tol=0.03), (format, output[format])
-    for row in rows:  # on every sample, not on average only
+    for row in rows:  # on every sample, not just on average
         assert row[0].output > 1.4 * max(row[1].output, row[2].output)
 
 

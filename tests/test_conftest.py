@@ -1,4 +1,4 @@
-"""The poison of uninitialised memory, which other tests rely on."""
+"""Uninitialised memory is poisoned, which other tests rely on."""
 
 import pytest
 import torch

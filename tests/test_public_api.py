@@ -1,4 +1,4 @@
-"""What users may import, and what the house promises: pinned names, no import circles, files of one subject."""
+"""The public names are pinned, modules have no circular imports, and source files stay short."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_no_function_shadows_a_package():
 
 
 def imported(path: Path, known: dict[str, Path]) -> set[str]:
-    """The modules that a file imports, those imported inside functions included."""
+    """The modules that a file imports, including imports inside functions."""
     found, tree = set(), ast.parse(path.read_text())
     for block in [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]:
-        block.body = []  # names for annotations, imported by nobody
+        block.body = []  # only for annotations, not imported at run time
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name in known}

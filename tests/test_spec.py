@@ -57,7 +57,7 @@ def test_equal_formats_have_one_canonical_name():
 
 @pytest.mark.parametrize("names", [("kfp8vu4", "turboquant_k8v4"), ("turboquant_k8v4", "kfp8vu4")])
 def test_layouts_keep_the_name_that_was_asked_for(names):
-    """The name decides whether an engine centres keys, so it may not be that of the first format of a process."""
+    """The name decides whether an engine centres keys, so a cached layout must not be returned under another name."""
     layouts = {name: page_layout(CodecSpec.parse(name, 48), 32) for name in names}
     assert {name: layout.spec.format for name, layout in layouts.items()} == {name: name for name in names}
     assert wants_offset(layouts["kfp8vu4"].spec)
@@ -213,7 +213,7 @@ def test_every_bit_of_a_tile_is_used_once_and_a_byte_has_one_token(dim, bits, bl
 
 
 def test_a_lane_finds_its_fragment_in_whole_words():
-    """4 bits at 128: the eight values of a lane in a slice are one 32-bit word, in mma.m16n8k16's register order."""
+    """At 4 bits, the eight values of a lane in a slice are one 32-bit word, in mma.m16n8k16's register order."""
     layout = PageLayout(CodecSpec.parse("k4v4", 128), 16)
     key, value = (side.bit_positions(side.planes[0]) for side in (layout.key, layout.value))
     for g, t, piece in itertools.product(range(8), range(4), range(8)):
@@ -271,7 +271,7 @@ def test_token_rows_are_aligned_and_as_small_as_tiles():
         assert rows.page_bytes == tiles.page_bytes
         assert rows != tiles
         assert pickle.loads(pickle.dumps(rows)) == rows
-    assert 656 * 64 / PageLayout(LatentSpec.parse("c4"), 64, True).page_bytes > 1.69  # fp8_ds_mla
+    assert 656 * 64 / PageLayout(LatentSpec.parse("c4"), 64, True).page_bytes > 1.69  # 656 bytes per token: fp8_ds_mla
     with pytest.raises(SpecError, match="token_rows is for latents, not for K and V of format k4v4"):
         PageLayout(CodecSpec.parse("k4v4", 128), 64, True)
 

@@ -17,7 +17,7 @@ def test_faults_never_give_a_wrong_answer(count, tmp_path):
 
 
 def test_an_unchecked_store_is_found_out(tmp_path, monkeypatch):
-    """Without its digest, a chunk's damage is an answer: the test sees it."""
+    """Without digests, damaged chunks are returned as data, and the fault test must report that."""
     monkeypatch.setattr("slimkv.wire.chunk_file.trailer", lambda *args: bytes(48))
     report = inject_faults(60, tmp_path)
     assert report.wrong > 0

@@ -1,4 +1,4 @@
-"""fake_quantize: forward as the engines store, gradient straight through."""
+"""``fake_quantize``: the forward pass rounds like a store of the engines; the gradient passes straight through."""
 
 import pytest
 import torch

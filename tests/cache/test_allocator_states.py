@@ -1,4 +1,4 @@
-"""The block allocator against a model of it: random owners that allocate, fork, write and let go."""
+"""The block allocator against a simple model of it: random owners allocate, fork, write and free blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimkv.errors import OutOfPagesError
 
 
 class Owners(RuleBasedStateMachine):
-    """Sequences own lists of blocks; a block is free exactly when no list names it."""
+    """Sequences own lists of blocks; a block is free exactly when no list contains it."""
 
     @initialize(count=st.integers(0, 12))
     def start(self, count):

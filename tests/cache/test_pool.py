@@ -1,4 +1,4 @@
-"""PagedPool: what is stored is what is attended, through sharing, copying and growing."""
+"""``PagedPool``: attention reads what was stored, also after sharing, copying and growing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_store_attend_and_gather_agree(device):
     fill(pool, blocks, 37)
     key, value = pool.gather(slots_of(blocks, 37, device))
     original = tokens(37, device)
-    assert ((key - original[0]).norm() / original[0].norm()) < 0.11  # what 4 bits lose
+    assert ((key - original[0]).norm() / original[0].norm()) < 0.11  # the error of 4 bits
     out = attend(pool, blocks, 37)
     query = torch.randn(1, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(9)).to(device)
     scores = torch.einsum("hgd,khd->hgk", query[0].unflatten(0, (HEADS, 2)), key) / math.sqrt(DIM)
@@ -78,7 +78,7 @@ def test_a_fork_shares_and_copies_only_what_it_writes(device):
     pool.make_writable(child, first_position=20)
     assert child[0] == parent[0]
     assert child[1] != parent[1]
-    assert torch.equal(attend(pool, child, 20), before)  # the copy of a partial block
+    assert torch.equal(attend(pool, child, 20), before)  # the copied block is only partly filled
     fill(pool, child, 4, seed=1, first=20)
     assert torch.equal(attend(pool, parent, 20), before)
     assert not torch.equal(attend(pool, child, 24), before)
@@ -86,7 +86,7 @@ def test_a_fork_shares_and_copies_only_what_it_writes(device):
     assert pool.allocator.free_blocks == 4
     again = list(child)
     pool.make_writable(again, first_position=24)
-    assert again == child  # alone now: nothing to copy
+    assert again == child  # its only owner now: nothing to copy
 
 
 def test_growing_keeps_what_is_stored(device):

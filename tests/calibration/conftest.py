@@ -1,4 +1,4 @@
-"""Statistics of a model that does not exist."""
+"""Calibration statistics of a made-up model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = {
 
 
 def moments(heads: int, dim: int, seed: int) -> torch.Tensor:
-    """float64 [heads, dim, dim] of queries that live in a few directions."""
+    """Second moments, float64 [heads, dim, dim], of queries concentrated in a few directions."""
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn(heads, 4 * dim, dim, generator=generator, dtype=torch.float64)
     queries = queries * torch.logspace(0, -1.5, dim, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Predicted costs and the widths that follow."""
+"""Predicted costs of errors, and the widths chosen by them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slimkv.errors import InputError, UnsupportedError
 
 @pytest.mark.parametrize("bits", [3, 4, 6])
 def test_the_predicted_noise_is_what_the_codec_makes(calibration, bits):
-    """E(q.e)^2 of real codes over the prediction, with and without the matrix."""
+    """E(q.e)^2 of actual codes is close to the prediction, with and without query-aware rounding."""
     statistics = calibration.layers[0]
     codec = Codec.from_format(f"k{bits}v4", 32)
     keys = torch.randn(4000, 2, 32, generator=torch.Generator().manual_seed(0))
@@ -59,7 +59,7 @@ def test_sensitive_layers_get_the_bits(calibration):
 
 @pytest.mark.parametrize("bits_per_number", [3.0, 4.1, 5.5])
 def test_no_other_choice_is_cheaper(calibration, bits_per_number):
-    """Against all choices of two layers: bits cost alike, so buying them one by one finds the optimum."""
+    """Compares with every choice for two layers. All bits cost the same, so the greedy search finds the optimum."""
     two = replace(calibration, layers={n: calibration.layers[n] for n in (0, 1)})
     budget = budget_bytes(two, bits_per_number)
     solution = solve_widths(two, budget)
@@ -90,7 +90,7 @@ def test_impossible_wishes_are_named(calibration):
 
 
 def test_layers_that_forget_do_not_pay_for_those_that_do_not(calibration):
-    """Layers of each window keep within what one width for all would take: the budget holds at any length."""
+    """The layers of each sliding window take no more bytes than at one common width: the budget holds at any length."""
     windows = {0: 512, 1: None, 2: 512}
     layers = {n: replace(x, sliding_window=windows[n]) for n, x in calibration.layers.items()}
     mixed = replace(calibration, layers=layers)

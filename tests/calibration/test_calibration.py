@@ -1,4 +1,4 @@
-"""Rounding matrices from a calibration: for any codec, any heads."""
+"""Matrices of query-aware rounding from a calibration, for any codec and any heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_matrices_are_those_of_the_codecs_rotation(calibration, seed):
     got = calibration.query_aware_matrices(1, codec)
     assert torch.equal(got, query_aware_matrix(calibration.layers[1].query_moment, codec.key_rotation))
     assert (got.dtype, got.shape) == (torch.int8, (2, 32, 32))
-    assert calibration.query_aware_matrices(1, codec) is got  # made once
+    assert calibration.query_aware_matrices(1, codec) is got  # cached
 
 
 def test_a_rank_takes_its_heads(calibration):
@@ -60,12 +60,12 @@ def test_a_matrix_for_each_range_of_positions(calibration):
         assert torch.equal(got[number], query_aware_matrix(moment, codec.key_rotation))
     short = turning.query_aware_matrices(0, codec, positions=300)
     assert torch.equal(short, got[:3])
-    # What queries see of errors at the end of the range: its own matrix is better than that of its beginning.
+    # Queries, and so their matrices, differ between the two ends of the range.
     assert not torch.equal(got[0], got[-1])
 
 
 def test_matrices_made_under_inference_mode_count_their_versions(calibration):
-    """They are kept for later passes, and backends keep what they derive from them while they do not change."""
+    """Matrices are cached, and backends cache what they derive from them until their version changes."""
     with torch.inference_mode():
         codec = Codec(CodecSpec.parse("k4v4", calibration.statistics(0).key_dim))
         assert not calibration.query_aware_matrices(0, codec).is_inference()
@@ -74,7 +74,7 @@ def test_matrices_made_under_inference_mode_count_their_versions(calibration):
 @pytest.mark.parametrize("format", ["k3v3", "k4v4", "k6v6", "fp8"])
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_the_offset_lets_the_first_key_be_stored_exactly(format, dim):
-    """With every rounding, and only that key: others are stored about as well as with the plain mean."""
+    """With and without query-aware rounding. Other keys are stored nearly as well as with the plain mean."""
     generator = torch.Generator().manual_seed(dim)
     mean, first = torch.randn(2, 3, dim, generator=generator) * torch.tensor([5.0, 8.0])[:, None, None]
     others = mean + 5 * torch.randn(200, 3, dim, generator=generator)
@@ -88,7 +88,7 @@ def test_the_offset_lets_the_first_key_be_stored_exactly(format, dim):
 
     plain, offset = mean.bfloat16(), offset_of_keys(mean, first, codec)
     rounded = [None] if format == "fp8" else [None, matrices]
-    assert error(first, offset) < 2**-8  # the offset's own rounding
+    assert error(first, offset) < 2**-8  # the offset's rounding to bfloat16
     for matrix in rounded:
         assert error(first, offset, matrix) < error(first, plain, matrix) / 4
         assert error(others, offset, matrix) < 1.2 * error(others, plain, matrix)

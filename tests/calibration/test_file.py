@@ -1,4 +1,4 @@
-"""A calibration's file: whole, for its model, or refused."""
+"""Calibration files: incomplete ones, altered ones and those of another model are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard: what it measures, when it stops, and that it looks once."""
+"""The fidelity guard: what it measures, when it raises, and that it checks each layer once."""
 
 import logging
 

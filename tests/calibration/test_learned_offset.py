@@ -1,4 +1,4 @@
-"""Key offsets that are learnt from a first prompt: when they are set, when not, and how they are kept."""
+"""Key offsets learnt from the first prompt: when they are set, and how they are kept on disk."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_the_first_stored_tokens_set_it_and_nothing_later_does():
     before, address = made.tensor.clone(), made.tensor.data_ptr()
     made.learn(keys(1), stored, pages())
     assert torch.equal(made.tensor, before)
-    assert made.tensor.data_ptr() == address  # captured graphs point to it
+    assert made.tensor.data_ptr() == address  # captured graphs hold this address
 
 
 def test_a_step_that_stores_nothing_does_not_set_it():
@@ -79,7 +79,7 @@ def test_of_two_that_start_at_once_the_first_to_write_wins(tmp_path):
     everything = torch.ones(TOKENS, dtype=torch.bool)
     one.learn(keys(1), everything, pages())
     other.learn(keys(2), everything, pages())
-    assert not torch.equal(one.tensor, other.tensor)  # neither changes what its pages mean
+    assert not torch.equal(one.tensor, other.tensor)  # a change would invalidate the pages stored so far
     assert offset_digest(one.tensor) != offset_digest(other.tensor)
     found = read_offset(path, HEADS, DIM)
     assert found is not None

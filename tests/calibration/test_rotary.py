@@ -28,7 +28,7 @@ def at(known: Rotary, x: torch.Tensor, shift: int) -> torch.Tensor:
     return known.turned(x, torch.full((len(x),), shift))
 
 
-@pytest.mark.parametrize("noise", [0.0, 2.0**-9])  # as bfloat16 would
+@pytest.mark.parametrize("noise", [0.0, 2.0**-9])  # none, and that of bfloat16
 @pytest.mark.parametrize("kind", ["halves", "neighbours", "start", "end"])
 def test_planes_and_frequencies_are_found(kind, noise):
     known, x = rotary(kind), queries()

@@ -1,4 +1,4 @@
-"""Levels as int8 and e4m3."""
+"""Levels of keys as int8 and of values as e4m3."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_levels(bits, dim):
     assert np.array_equal(levels.value, e4m3(levels.value)), "not numbers of e4m3"
     assert np.array_equal(levels.value, -levels.value[[i ^ (1 << (bits - 1)) for i in range(1 << bits)]])
     assert np.abs(levels.value).max() <= 240
-    # Rounding to e4m3 adds little to what the codes lose themselves.
+    # Rounding levels to e4m3 adds little to the error of the codes.
     assert levels.value_distortion < 0.02 * expected_distortion(bits, dim)
 
 

@@ -14,7 +14,7 @@ CASES = [(bits, dim) for bits in range(1, 9) for dim in DIMS]
 
 
 def fine_grid(dim, points=400_001):
-    """Trapezoid weights of the coordinate's density on a fine grid: an integration unlike the solver's own."""
+    """A fine grid and a coordinate's density on it, for an integration that differs from the solver's."""
     end = min(math.sqrt(dim), 9.0)
     x = np.linspace(-end, end, points)
     weight = np.clip(1 - x * x / dim, 0, None) ** ((dim - 3) / 2)
@@ -69,7 +69,7 @@ def test_codes_are_sign_and_magnitude():
 
 
 def test_a_value_on_a_boundary_takes_the_lower_level():
-    """At 1 bit the boundary is 0. A vector whose rotation has exact zeros lands on it: the level there is negative."""
+    """At 1 bit, the boundary is 0. Exact zeros of a rotated vector lie on it, and take the negative level."""
     codec = Codec(CodecSpec.parse("k1v1", 64))
     x = torch.zeros(64)
     x[0] = x[1] = 1.0

@@ -35,7 +35,7 @@ def test_attention_in_rotated_space_is_attention_on_the_decoded_vectors(format, 
     plain = attend(q, codec.decode_key(key), codec.decode_value(value))
     inside = attend(codec.rotate_query(q), codec.decode_key(key, rotated=True), codec.decode_value(value, rotated=True))
     torch.testing.assert_close(codec.unrotate_output(inside), plain, rtol=1e-4, atol=1e-5)
-    if codec.spec.value.rotated:  # the rotation is not a no-op that would make this pass by itself
+    if codec.spec.value.rotated:  # without an effect of the rotation, the test would pass trivially
         assert (inside - plain).norm() > 0.5 * plain.norm()
 
 
@@ -71,7 +71,7 @@ def test_blocks_of_pages_decode_to_the_same_vectors():
 def test_compression_ratio_is_the_pages():
     codec = Codec.from_format("k4v4", 128)
     assert codec.compression_ratio() == PageLayout(codec.spec, 16).compression_ratio == 512 / 132
-    assert codec.compression_ratio(1) == 512 / 144  # a token row alone is padded to 16 bytes
+    assert codec.compression_ratio(1) == 512 / 144  # the bytes of a single token are padded to a multiple of 16
 
 
 def test_to_returns_itself_on_the_same_device():

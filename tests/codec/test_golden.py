@@ -1,7 +1,7 @@
 """The bytes of pages are fixed by a checked-in file: a change of the format must fail here.
 
-After a change that is meant run ``pytest tests/codec/test_golden.py --regenerate-golden``, and if pages written before
-become unreadable (anything but "encodings" changed) raise ``LAYOUT_VERSION`` in ``slimkv.spec`` first.
+After an intended change, run ``pytest tests/codec/test_golden.py --regenerate-golden``. If earlier pages become
+unreadable (anything but "encodings" changed), raise ``LAYOUT_VERSION`` in ``slimkv.spec`` first.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ CODEBOOK_DIMS = (16, 64, 80, 96, 112, 128, 192, 256, 512, 576, 1024)
 
 
 def integers(count: int, seed: int) -> np.ndarray:
-    """``count`` pseudo-random 32-bit integers from integer arithmetic that no library can change."""
+    """``count`` pseudo-random 32-bit integers, from integer arithmetic that does not depend on any library."""
     out, state = np.empty(count, dtype=np.int64), seed
     for i in range(count):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
@@ -55,12 +55,12 @@ POOL = integers(1 << 16, 2026)
 
 
 def numbers(shape: tuple[int, ...], offset: int) -> np.ndarray:
-    """Part of the pool, as integers of 0 .. 2^32 - 1."""
+    """Integers of 0 .. 2^32 - 1 from the pool."""
     return POOL[(np.arange(np.prod(shape)) * 3 + offset) % len(POOL)].reshape(shape)
 
 
 def heavy_vectors(tokens: int, dim: int, offset: int) -> torch.Tensor:
-    """Vectors of exact binary fractions with a few large coordinates, of very different norms."""
+    """Vectors of exact binary fractions with a few large coordinates and very different norms."""
     drawn = numbers((tokens, dim), offset)
     value = (drawn % 65536 - 32768) * np.where(drawn >> 16 & 15, 1, 16) * 2.0**-12
     return torch.tensor(value * 2.0 ** (np.arange(tokens) % 13 - 6)[:, None], dtype=torch.float32)
@@ -80,7 +80,7 @@ def arbitrary(side, tokens: int, offset: int) -> Encoded:
 
 
 def layout_entries() -> dict[str, str]:
-    """Where bytes sit: arbitrary codes and fields -> page."""
+    """The positions of bytes: digests of pages with arbitrary codes and fields."""
     out = {}
     for format in FORMATS:
         for key_dim, value_dim in DIMS:
@@ -93,7 +93,7 @@ def layout_entries() -> dict[str, str]:
 
 
 def encoding_entries() -> dict[str, str]:
-    """Which codes and fields vectors get, for every format and policy."""
+    """The codes and fields of vectors, for every format and policy."""
     out = {}
     for format in FORMATS:
         for key_dim, value_dim in DIMS:
@@ -118,7 +118,7 @@ def compressed(codec: Codec, spec: CodecSpec, side: str, dtype: torch.dtype = to
 
 
 def table_entries() -> dict[str, str]:
-    """Levels, units and rotations: without them the codes mean nothing."""
+    """Levels, units and rotations, which give the codes their meaning."""
     out = {}
     for dim in CODEBOOK_DIMS:
         out[f"rotation {dim}"] = digest(signed_hadamard(dim, DEFAULT_SEED))

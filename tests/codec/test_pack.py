@@ -1,4 +1,4 @@
-"""Packing is exactly undone by unpacking, and a token owns whole bytes."""
+"""Unpacking restores exactly what was packed, and every byte belongs to one token."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ layouts = st.builds(
 
 
 def random_encoded(side, shape, generator) -> Encoded:
-    """Codes and fields of every possible value, no matter what an encoder would write."""
+    """Codes and fields of every possible value, including those that no encoder writes."""
     bits = side.format.bits
     if bits == 32:
         codes = torch.randint(-(2**31), 2**31, (*shape, side.dim), generator=generator, dtype=torch.int64).to(

@@ -1,4 +1,4 @@
-"""Vectors to codes and back: the same bytes everywhere, for every format, however ugly the vector."""
+"""Encoding and decoding: the same bytes everywhere and for every format, even for extreme vectors."""
 
 from fractions import Fraction
 
@@ -73,7 +73,7 @@ def test_summation_order_does_not_matter(bits, policy):
 @pytest.mark.parametrize("format", LOSSY)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_inputs_encode_like_their_float32_values(format, dtype):
-    """Up to 4 bits by the rules of short integers, and else as if they were given in float32."""
+    """Up to 4 bits, 16-bit floats are encoded as short integers; with more bits, exactly as in float32."""
     codec = Codec.from_format(format, 64)
     x = vectors(50, 64).clamp(-6e4, 6e4).to(dtype)
     sides = (
@@ -92,7 +92,7 @@ def test_half_inputs_encode_like_their_float32_values(format, dtype):
 def test_both_halves_encode_alike(format):
     codec = Codec.from_format(format, 64)
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    x = torch.where(x.abs() > 1e-3, x, 0)  # the same numbers in fp16
+    x = torch.where(x.abs() > 1e-3, x, 0)  # exactly representable in fp16, too
     assert same(codec.encode_key(x), codec.encode_key(x.half()))
 
 
@@ -104,7 +104,7 @@ def test_short_integers_are_for_16_bit_floats_and_few_bits():
 
 
 def test_products_of_short_integers_are_compared_as_they_are():
-    """A norm and a sum whose product is above a boundary by less than float32 holds, and one that is below."""
+    """Tests a product above and one below a boundary, both closer to it than float32 can represent."""
     codec = Codec.from_format("k4v4", 64)
     tables, g = codec.key_tables, torch.Generator().manual_seed(3)
     seen = set()
@@ -153,7 +153,7 @@ def test_zero_vectors_decode_to_zero(format, dim):
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_norms_from_1e_minus_6_to_beyond_fp16(bits, policy):
-    """The relative error does not depend on the norm, far below and far above what an fp16 scale could hold."""
+    """The relative error does not depend on the norm, even far below and far above the range of an fp16 scale."""
     codec = Codec(CodecSpec.parse(f"k{bits}v{bits}", 128, key_policy=policy))
     direction = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
     direction = direction / direction.norm(dim=-1, keepdim=True)
@@ -230,7 +230,7 @@ def test_uniform_errors_stay_within_half_a_step(bits, rotated):
     out = codec.decode_key(codec.encode_key(x), rotated=True)
     span = seen.amax(-1, keepdim=True) - seen.amin(-1, keepdim=True)
     largest = seen.abs().amax(-1, keepdim=True)
-    # Half a step, plus what rounding step and zero to 11 and 10 bits can add.
+    # Half a step, plus the largest errors of rounding the step to 11 bits and the zero point to 10 bits.
     allowed = span / (2**bits - 1) / 2 * 1.001 + span * 2**-11 + largest * 2**-10 + 1e-6 * largest
     assert ((out - seen).abs() <= allowed).all()
 
@@ -270,7 +270,7 @@ def test_norm_policy_keeps_norms_and_unbiased_keeps_projections():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_sum_is_exact(policy):
-    """The encoder's arithmetic once more, in numpy integers. Enough values that a sum rounded on the way would show."""
+    """Repeats the encoder's arithmetic in numpy integers, for enough values to expose intermediate rounding."""
     count, dim, bits = 8192, 128, 8
     codec = Codec(CodecSpec.parse(f"k{bits}v{bits}", dim, key_policy=policy))
     x = vectors(count, dim, seed=4)
@@ -301,7 +301,7 @@ def test_every_sum_is_exact(policy):
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("largest", [1.0, 30.0])
 def test_short_integers_do_not_show(bits, largest):
-    """The error is that of 21 bits and an exact norm, with and without an outlier."""
+    """The error is nearly that of 21-bit integers and an exact norm, with and without an outlier."""
     codec, x = Codec(CodecSpec.parse(f"k{bits}v{bits}", 128)), vectors(2048, 128, seed=5).bfloat16()
     x[:, 3] *= largest
 
@@ -315,7 +315,7 @@ def test_short_integers_do_not_show(bits, largest):
 
 
 def test_sums_are_integers_rounded_once():
-    """Against Python integers; float32 sums of the same numbers differ, so this would notice them."""
+    """Compares with Python integers. float32 sums of the same numbers differ, so the test would detect them."""
     codec = Codec(CodecSpec.parse("k4v4", 128))
     fixed, _, _ = quantize._fixed_point(vectors(64, 128, seed=4), quantize.FIXED_POINT_BITS)
     matrix = codec.key_tables.hadamard

@@ -1,4 +1,4 @@
-"""Query-aware rounding: less error where queries look, the same codes and decoder, a stated price elsewhere."""
+"""Query-aware rounding: less error in the directions of queries, at a known cost in others, with the same decoder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIM = 64
 
 
 def skewed_moment(seed: int, heads: int | None = None, dim: int = DIM) -> torch.Tensor:
-    """Second moments of queries that live in a few directions: eigenvalues falling from 1 to 1e-3."""
+    """Second moments of queries concentrated in a few directions: eigenvalues fall from 1 to 1e-3."""
     generator = torch.Generator().manual_seed(seed)
     shape = (dim, dim) if heads is None else (heads, dim, dim)
     basis = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))[0]
@@ -47,9 +47,9 @@ def test_the_error_that_queries_see_falls(bits):
 
 
 def isotropic_cost(query_aware: torch.Tensor) -> torch.Tensor:
-    """The factor by which a rounding matrix increases the squared error of a key: what isotropic queries would see.
+    """The factor by which a rounding matrix increases the squared error of a key, as isotropic queries see it.
 
-    The errors e solve L' e = w, where w is as large as the errors of plain rounding, so the factor is the mean squared
+    The errors e solve L' e = w, where w has the size of plain rounding errors, so the factor is the mean squared
     norm of the columns of the inverse of L. int8 [..., dim, dim] -> float64 [...].
     """
     identity = torch.eye(query_aware.shape[-1], dtype=torch.float64, device=query_aware.device).expand(
@@ -102,7 +102,7 @@ def test_a_vector_is_rounded_alike_in_any_batch():
 
 
 def test_the_corrections_are_those_of_the_formula():
-    """Against the sums of the formula, in float64: as close to a level as the steps of errors and weights allow."""
+    """Compares with the formula in float64: each level is the nearest one, up to the rounding of errors to steps."""
     generator = torch.Generator().manual_seed(4)
     levels, boundaries, steps = torch.tensor([-3.0, -1.0, 1.0, 3.0]), torch.tensor([-2.0, 0.0, 2.0]), 32.0
     y = torch.randn(5, 8, generator=generator)

@@ -5,7 +5,7 @@ import torch
 from slimkv import Codec
 from slimkv.codec.rotation import block_size, core_size, core_words, sign_bits, signed_hadamard
 
-GOLDEN_SIGNS = [-1, 1, -1, 1, -1, 1, -1, -1, -1, 1, -1, -1, 1, 1, 1, -1]  # of 16 dimensions and the default seed
+GOLDEN_SIGNS = [-1, 1, -1, 1, -1, 1, -1, -1, -1, 1, -1, -1, 1, 1, 1, -1]  # for 16 dimensions and the default seed
 NAMED_DIMS = (64, 80, 96, 112, 128, 192, 256, 512, 576)
 
 
@@ -55,7 +55,7 @@ def test_words_of_the_core(dim, size):
         words = core_words(dim, columns)
         entries = [[-1 if word >> i & 1 else 1 for i in range(size)] for word in words]
         assert np.array_equal(entries, core.T if columns else core)
-    assert core_words(144, True) == ()  # 36 do not fit a word
+    assert core_words(144, True) == ()  # 36 entries do not fit a word
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 688])

@@ -21,7 +21,7 @@ def signed_value(code: int) -> Fraction:
 
 
 def test_every_unsigned_code_round_trips():
-    codes = torch.cat([torch.zeros(1, dtype=torch.int32), ALL[1 << 10 :]])  # below are no numbers an encoder writes
+    codes = torch.cat([torch.zeros(1, dtype=torch.int32), ALL[1 << 10 :]])  # encoders write no codes in between
     values = scale16.decode_unsigned(codes)
     assert torch.equal(scale16.encode_unsigned(values), codes)
     assert values[0] == 0
@@ -43,7 +43,7 @@ def test_every_signed_code_round_trips():
 
 
 def nearest_even(x: Fraction, value, codes) -> int:
-    """The code whose value is nearest to x; of two equally near the even one."""
+    """The code whose value is nearest to x; the even one in a tie."""
     return min(codes, key=lambda code: (abs(value(code) - x), code & 1))
 
 

@@ -15,7 +15,7 @@ def count(cases: int) -> int:
 
 
 def fuzz(cases: int, **more) -> settings:
-    """Settings of a hypothesis test of so many cases. A failure is told as it was drawn: shrinking takes minutes."""
+    """Settings of a hypothesis test with this many cases. Failures are not shrunk, because that takes minutes."""
     return settings(
         max_examples=count(cases), deadline=None, derandomize=SCALE == 1, database=None,
         suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate), report_multiple_bugs=False,

@@ -1,4 +1,4 @@
-"""Fuzzing. ``SLIMKV_FUZZ=10`` asks for ten times as many cases, drawn anew; without it the cases are always the same.
+"""Fuzz tests. ``SLIMKV_FUZZ=10`` runs ten times as many cases, new ones each time. By default, cases are fixed.
 
 ``make test`` runs the short tests here, ``make test-slow`` the long ones.
 """

@@ -1,10 +1,10 @@
-// Random calls of the compiled CPU kernels, in a process of its own and usually under sanitizers.
+// Random calls of the compiled CPU kernels, in a separate process and usually under sanitizers.
 //
 //   cpu_driver LAYOUTS FIRST COUNT [THREADS]
 //
-// LAYOUTS holds tables as tests/fuzz/cpu_driver.py writes them. Case i depends on i alone, so a failure is repeated by
-// `cpu_driver LAYOUTS i 1`. Every buffer is allocated with exactly the bytes that the call may touch: the address
-// sanitizer sees the first one beside it. Bytes between pages (their strides are padded) must stay as they were.
+// LAYOUTS is a file of tables that tests/fuzz/cpu_driver.py writes. Case i depends on i alone: `cpu_driver LAYOUTS i 1`
+// repeats a failure. Every buffer has exactly the bytes that the call may touch, so that the address sanitizer reports
+// the first byte outside. Page strides are padded, and the bytes between pages must not change.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -27,7 +27,7 @@ struct Random {
   i64 below(i64 n) { return (i64)(next() % (u64)n); }
   i64 range(i64 low, i64 high) { return low + below(high - low + 1); }
   bool chance(double p) { return (double)(next() >> 11) * 0x1p-53 < p; }
-  float number() {  // of mean 0 and variance 1; two uniform numbers are like a normal one where it matters here
+  float number() {  // mean 0, variance 1; the sum of two uniform numbers is close enough to a normal one here
     const u64 x = next();
     return ((float)(u32)x * 0x1p-32f + (float)(x >> 32) * 0x1p-32f - 1.0f) * 2.4494897f;
   }
@@ -98,7 +98,7 @@ struct Pool {
   Buffer memory{0};
   const Layout* layout;
 
-  // One in a hundred is large.
+  // One pool in a hundred has six blocks, whatever their size.
   Pool(Random& r, const Layout& of, const Buffer& samples, bool sane)
       : Pool(r, of, r.range(1, 3), r.chance(0.01) ? 6 : r.range(1, 1 + 48 / of.block_size)) {
     const size_t size = (size_t)of.page_bytes;
@@ -124,7 +124,7 @@ struct Pool {
     return pages.data + slot / layout->block_size * pages.block_stride + head * pages.head_stride;
   }
   const i32* offsets(i64 slot) const { return layout->byte_offsets + slot % layout->block_size * layout->row_bytes; }
-  // Every byte of a token.
+  // Overwrites every byte of a token.
   void fill(i64 slot, u8 byte) {
     for (i64 head = 0; head < pages.heads; head++)
       for (int i = 0; i < layout->row_bytes; i++) page(slot, head)[offsets(slot)[i]] = byte;
@@ -160,7 +160,7 @@ struct Matrix {
   }
   void set(i64 token, i64 head, const float* x) { store_row(vectors, token, head, dim, x); }
   void get(i64 token, i64 head, float* x) const { load_row(vectors, token, head, dim, x); }
-  // Numbers as models have them; with `special` also zeros, subnormals, huge ones, infinities and NaN.
+  // Ordinary numbers; with `special` also zeros, subnormals, huge numbers, infinities and NaN.
   void fill(Random& r, bool special) {
     std::vector<float> x((size_t)dim);
     for (i64 t = 0; t < tokens; t++)
@@ -188,7 +188,7 @@ static std::vector<u8> slot_bytes(const std::vector<i64>& slots, bool wide) {
   return out;
 }
 
-// Slots of a call: in range, negative, and with `bad` one beyond the pages. `distinct` slots are written by threads.
+// Slots of a call: in range, negative and, with `bad`, one beyond the pages. Stores by several threads need `distinct`.
 static std::vector<i64> random_slots(Random& r, i64 tokens, i64 limit, bool wide, bool distinct, bool bad) {
   std::vector<i64> out((size_t)tokens), order((size_t)limit);
   for (i64 i = 0; i < limit; i++) order[(size_t)i] = i;
@@ -236,7 +236,7 @@ static i32 call_gather(const Pool& pool, Matrix& key, Matrix& value, const std::
   return slimkv_gather(&call);
 }
 
-// Pages as the kernels write them, made once for a layout: most cases begin with copies.
+// Makes pages of stored tokens, once per layout. Most cases begin with copies of them.
 static void make_samples(LoadedLayout& loaded) {
   const Layout& layout = loaded.layout;
   Random r(7);
@@ -264,7 +264,7 @@ static void fuzz_store(Random& r, const LoadedLayout& loaded, int threads) {
   Matrix value(r, tokens, pool.pages.heads, layout.value.dim, dtype_for(r, layout.value));
   key.fill(r, true);
   value.fill(r, true);
-  // Query-aware rounding, by any number of matrices and with any index: those beyond the last take the last.
+  // Query-aware rounding with one to three matrices and any index: the kernel clamps it to the first and the last.
   const i64 count = r.range(1, 3), dim = layout.key.dim;
   const bool aware = layout.key.kind == LLOYD && r.chance(0.3);
   Buffer matrices((size_t)(aware ? count * pool.pages.heads * dim * dim : 0)), index((size_t)(aware ? 4 * tokens : 0));
@@ -281,7 +281,7 @@ static void fuzz_store(Random& r, const LoadedLayout& loaded, int threads) {
     return;
   }
   require(status == OK, "a store in range was refused");
-  // Only bytes of the slots may differ.
+  // Only bytes of the given slots may differ.
   std::vector<u8> may(pool.memory.bytes, 0);
   for (i64 slot : slots)
     for (i64 head = 0; slot >= 0 && head < pool.pages.heads; head++)
@@ -289,7 +289,7 @@ static void fuzz_store(Random& r, const LoadedLayout& loaded, int threads) {
         may[(size_t)(pool.page(slot, head) + pool.offsets(slot)[i] - pool.pages.data)] = 1;
   for (size_t i = 0; i < may.size(); i++)
     require(may[i] || pool.pages.data[i] == before.data.get()[i], "a store wrote to bytes of other tokens");
-  // A token is either what was stored (finite) or marked: a NaN in one vector leaves every other one finite.
+  // Finite vectors are stored and those with NaN or Inf are marked, which affects no other vector.
   if (!distinct) return;
   Matrix out_key(r, tokens, pool.pages.heads, layout.key.dim, F32),
       out_value(r, tokens, pool.pages.heads, layout.value.dim, F32);
@@ -346,7 +346,7 @@ static void fuzz_gather(Random& r, const LoadedLayout& loaded, int threads) {
     }
 }
 
-// Attention of one case.
+// One random call of attention.
 struct AttendCase {
   Random& r;
   const Layout& layout;
@@ -356,7 +356,7 @@ struct AttendCase {
   std::unique_ptr<Matrix> query, fresh_key, fresh_value;
   Buffer sinks{0};
   AttendCall call{};
-  const bool sane;  // pages and numbers whose attention a plain sum can repeat
+  const bool sane;  // ordinary pages and queries, for which a plain sum gives the same attention
 
   AttendCase(Random& random, const LoadedLayout& loaded, bool sane_)
       : r(random), layout(loaded.layout), pool(random, loaded.layout, loaded.samples, sane_), sane(sane_) {
@@ -406,7 +406,7 @@ struct AttendCase {
     return (i64)table[(size_t)(s * width + token / layout.block_size)] * layout.block_size + token % layout.block_size;
   }
 
-  // Table entries that no query needs hold anything.
+  // Overwrites table entries that no query needs.
   void spoil_table() {
     for (i64 s = 0; s < sequences; s++) {
       i64 first = width, last = -1;
@@ -416,14 +416,14 @@ struct AttendCase {
           last = std::max(last, t / layout.block_size);
         }
       const i64 reach = lens[(size_t)s] - 1 >= 0 ? (fresh_from(s) - 1) / layout.block_size : -1;
-      // The queries' own tokens are in the cache, whether or not they are read from there.
+      // The first query's own token counts as needed, even if it is not read from the pages.
       first = call.window ? std::min(first, std::max<i64>(position(s, 0), 0) / layout.block_size) : 0;
       for (i64 j = 0; j < width; j++)
         if (queries(s) == 0 || j < first || j > std::max(last, fresh_from(s) > 0 ? reach : -1))
           table[(size_t)(s * width + j)] = r.chance(0.5) ? (i32)r.next() : -1;
     }
   }
-  // What no query sees is overwritten.
+  // Overwrites the tokens that no query sees.
   void poison(Pool& copy) {
     std::vector<u8> seen((size_t)pool.slots(), 0);
     for (i64 s = 0; s < sequences; s++)
@@ -451,7 +451,7 @@ struct AttendCase {
   }
 };
 
-// One row in doubles, from what gather gives -> the largest error allowed is a share of the largest value.
+// Computes one row in double precision from gathered keys and values. The tolerance is relative to the largest value.
 static void check_row(AttendCase& c, Matrix& key, Matrix& value, const std::vector<i64>& first, i64 s, i64 q, i64 head,
     const Matrix& out, const Buffer& lse) {
   const int key_dim = c.layout.key.dim, value_dim = c.layout.value.dim;
@@ -504,7 +504,7 @@ static void check_values(AttendCase& c, const Matrix& out, const Buffer& lse) {
     first.push_back((i64)slots.size());
     for (i64 t = 0; t < c.lens[(size_t)s]; t++) {
       const i64 at = c.slot(s, t);
-      slots.push_back(at >= 0 && at < c.pool.slots() ? at : -1);  // a spoiled entry that nobody needs
+      slots.push_back(at >= 0 && at < c.pool.slots() ? at : -1);  // an overwritten entry that no query needs
     }
   }
   Matrix key(c.r, (i64)slots.size(), c.pool.pages.heads, c.layout.key.dim, F32),
@@ -517,7 +517,7 @@ static void check_values(AttendCase& c, const Matrix& out, const Buffer& lse) {
   }
 }
 
-// A token that no vector could be encoded for makes NaN of the rows that see it, and changes no bit of the others.
+// A token that is marked invalid gives NaN in the rows that see it, and changes no bit of the others.
 static void check_isolation(AttendCase& c, const Matrix& out, int threads) {
   const i64 s = c.r.below(c.sequences);
   if (c.fresh_from(s) < 1 || c.queries(s) == 0) return;
@@ -556,11 +556,11 @@ static void fuzz_attend(Random& r, const LoadedLayout& loaded, int threads) {
   Matrix out(r, c.total, c.heads, layout.value.dim, (i32)r.below(3));
   Buffer lse(r.chance(0.5) ? sizeof(float) * (size_t)(c.total * c.heads) : 0);
   if (lse.bytes) memset(lse.data.get(), 0xA5, lse.bytes);
-  if (r.chance(0.15) && c.sequences) {  // something out of range that a query needs
+  if (r.chance(0.15) && c.sequences) {  // something that a query needs is out of range
     const i64 s = r.below(c.sequences);
     const int what = (int)r.below(4);
     i32 wanted = OK;
-    bool seen = false;  // the last token that is read from pages, by any query
+    bool seen = false;  // whether a query sees the last token of the pages
     for (i64 q = 0; q < c.queries(s); q++)
       seen |= c.sees_from(s, q) < c.fresh_from(s) && c.sees_to(s, q) >= c.fresh_from(s);
     if (what == 0 && seen && c.fresh_from(s) > 0) {
@@ -594,7 +594,7 @@ static void fuzz_attend(Random& r, const LoadedLayout& loaded, int threads) {
   require(status == OK, "an attend in range was refused");
   require(c.pool.memory == before, "attend wrote to the pages");
   std::vector<float> x(MAX_DIM);
-  // Rows of no sequence keep what they held.
+  // Rows that belong to no sequence are unchanged.
   for (i64 q = c.starts.back(); q < c.total; q++)
     for (i64 h = 0; h < c.heads; h++) {
       const u8* bytes = (const u8*)out.vectors.data +
@@ -603,7 +603,7 @@ static void fuzz_attend(Random& r, const LoadedLayout& loaded, int threads) {
         require(bytes[i] == 0xA5, "attend wrote to a row of no sequence");
     }
   if (c.sane) check_values(c, out, lse);
-  // What nobody sees does not matter, to the last bit.
+  // Tokens that no query sees do not change a bit of the result.
   c.poison(c.pool);
   Matrix again(r, c.total, c.heads, layout.value.dim, out.vectors.dtype);
   Buffer none(0);

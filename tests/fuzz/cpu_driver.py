@@ -1,4 +1,4 @@
-"""The native fuzz driver: layouts it draws from, its builds, and running it.
+"""Builds the native fuzz driver, draws layouts for it, and runs it.
 
 python tests/fuzz/cpu_driver.py --cases 1000000 --sanitize
 """
@@ -29,13 +29,13 @@ from slimkv.spec import CodecSpec, PageLayout
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 SIDES = ("1", "2", "3", "4", "5", "6", "7", "8", "u2", "u3", "u4", "u8", "ur4", "fp8", "rawbf16", "rawfp16", "rawfp32")
-DIMS = (16, 16, 32, 32, 48, 48, 64, 64, 80, 96, 112, 128, 160, 256)  # small ones more often: they are quick
+DIMS = (16, 16, 32, 32, 48, 48, 64, 64, 80, 96, 112, 128, 160, 256)  # small ones more often, because they are fast
 BLOCKS = (1, 16, 32, 64, 128)
 SANITIZERS = "-fsanitize=address,undefined"
 
 
 def random_layouts(count: int, seed: int) -> list[PageLayout]:
-    """Layouts of every kind of side, head size and block size."""
+    """Random layouts over all kinds of keys and values, head sizes and block sizes."""
     chance, out = random.Random(seed), []
     while len(out) < count:
         format = f"k{chance.choice(SIDES)}v{chance.choice(SIDES)}"
@@ -50,7 +50,7 @@ def random_layouts(count: int, seed: int) -> list[PageLayout]:
 
 
 def write_layouts(layouts: list[PageLayout], path: Path) -> None:
-    """Structures and the tables they point to, as ``load_layouts`` reads them."""
+    """Writes the structures and the tables that they point to, for ``load_layouts`` of the driver."""
     parts = [struct.pack("<I", len(layouts))]
     for layout in layouts:
         tables = layout_tables(layout)
@@ -76,7 +76,7 @@ def _pointers(x: Any, base: int):
 
 
 def build(folder: Path, sanitize: bool, name: str | None = None) -> Path:
-    """The driver for an instruction set, with or without sanitizers; compiled in ``folder``, kept for later runs."""
+    """Compiles the driver for an instruction set in ``folder``, with or without sanitizers. The binary is cached."""
     compiler = find_compiler()
     assert compiler is not None
     flags = [f for f in FLAGS if f not in ("-shared", "-fvisibility=hidden", "-O3")]
@@ -100,7 +100,7 @@ def build(folder: Path, sanitize: bool, name: str | None = None) -> Path:
 
 
 def run(driver: Path, layouts: Path, first: int, count: int, threads: int = 1, timeout: float = 3600) -> str:
-    """What the driver printed; raises with its output where it failed."""
+    """Runs the driver and returns its output; raises with that output if it fails."""
     done = subprocess.run(
         [str(driver), str(layouts), str(first), str(count), str(threads)], capture_output=True, text=True,
         check=False, timeout=timeout, env={**os.environ, "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"},
@@ -111,7 +111,7 @@ def run(driver: Path, layouts: Path, first: int, count: int, threads: int = 1, t
 
 
 def main() -> None:
-    """Any number of cases, in one process."""
+    """Runs any number of cases in one process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0)

@@ -1,7 +1,7 @@
-"""Random calls of the CUDA kernels on the emulated GPU: formats, head sizes, groups, queries, masks and ways to cut.
+"""Random calls of the CUDA kernels on the emulated GPU: formats, head sizes, groups, queries, masks and partitions.
 
-A case depends on its kind and number alone. Results are compared with the definition, as in ``tests/ops/cuda``; bytes
-of tokens before every query's window are then replaced, which must change no bit.
+A case depends on its kind and number alone. Results are compared with exact attention, as in ``tests/ops/cuda``. Then
+the tokens before every query's window are overwritten, which must not change a bit.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SIDES = (
 )
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 128, 144, 160, 192, 224, 256)
 GROUPS = (1, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 12, 14, 16, 20, 32)
-SMALL_WORKSPACE = 1 << 18  # several passes over a few hundred tokens
+SMALL_WORKSPACE = 1 << 18  # forces several passes over a few hundred tokens
 
 
 def draw_format(chance: random.Random, dims: tuple[int, ...], sides: tuple[str, ...]) -> dict:
-    """A format that there is, half of the time with the same codes for keys and values."""
+    """A valid format and its head sizes; half of the time, keys and values have the same codes."""
     while True:
         key, value = chance.choice(sides), chance.choice(sides)
         value = key if chance.random() < 0.5 else value
@@ -73,7 +73,7 @@ def draw_options(chance: random.Random) -> dict:
 
 
 def poison_unseen(built: Built) -> bool:
-    """Overwrites what lies before every query's window; whether there is any."""
+    """Overwrites the tokens before every query's window. Returns whether there are any."""
     case, found = built.case, False
     for sequence, (length, count) in enumerate(zip(case.lens, case.queries, strict=True)):
         unseen = 0 if case.window is None or not count else max(length - count - case.window + 1, 0)
@@ -98,7 +98,7 @@ def decode_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
         for _ in range(chance.randint(1, 5))
     ]
     queries = [min(chance.choice((most, chance.randint(1, most), 1)), max(length, 1)) for length in lens]
-    if chance.random() < 0.1:  # a prompt beside them, which is not this kernel's
+    if chance.random() < 0.1:  # also a prompt, which this kernel must skip
         lens, queries = [*lens, 60], [*queries, 40]
     case = Case(
         **draw_format(chance, DIMS, SIDES), **draw_options(chance), group=chance.choice(GROUPS),
@@ -123,7 +123,7 @@ def decode_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
 
 
 def draw_prompts(chance: random.Random, longest: int, before: int) -> dict:
-    """Lengths and queries of which at least one is a prompt."""
+    """Lengths of sequences and numbers of queries, with at least one prompt."""
     queries = [chance.choice((1, 33, chance.randint(33, 70), chance.randint(33, longest))) for _ in range(2)]
     queries = [chance.randint(33, longest), *queries][: chance.randint(1, 3)]
     lens = [count + chance.choice((0, chance.randint(0, before))) for count in queries]
@@ -197,7 +197,7 @@ KINDS = {"decode": decode_case, "prefill": prefill_case, "eight_bit": eight_bit_
 
 
 def run_cases(kind: str, count: int) -> int:
-    """Runs the first so many cases of a kind; how many of them a kernel took."""
+    """Runs the first ``count`` cases of a kind. Returns how many of them a kernel supports."""
     taken = 0
     for number in range(count):
         chance = random.Random(f"{kind} {number}")

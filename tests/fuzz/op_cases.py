@@ -1,8 +1,8 @@
 """Random calls of store, gather and attend through the public functions, on any device and backend.
 
-Pages lie between guard blocks, which must stay as they are. Tokens that no query sees are poisoned, which must change
-no bit of a result. Slots are in range or negative, as kernels on a GPU demand; ``beyond`` asks for others as well,
-which backends of the CPU refuse.
+Pages lie between guard blocks, which must not change. Overwriting tokens that no query sees must not change a bit of
+the result. Slots are in range or negative, as GPU kernels require; ``beyond`` adds slots beyond the pages, which CPU
+backends refuse.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Fuzzer:
         self.calls: Counter[str] = Counter()
 
     def case(self, number: int) -> None:
-        """One case on every backend that takes it."""
+        """Runs one case on every backend that supports it."""
         self.chance = random.Random(number)
         self.generator = torch.Generator().manual_seed(number)
         self.layout = self._layout()
@@ -70,7 +70,7 @@ class Fuzzer:
         return torch.randn(*shape, generator=self.generator).to(dtype).to(self.device)
 
     def _each(self, run, *arguments, backends=None):
-        """Results by backend; those that do not take the request are left out."""
+        """The results of the backends that support the call."""
         out = {}
         for backend in backends or self.backends:
             try:
@@ -81,7 +81,7 @@ class Fuzzer:
         return out
 
     def _slots(self, count: int) -> tuple[Tensor, bool]:
-        """Distinct slots, some negative; whether one is beyond the pages."""
+        """Distinct slots, some of them negative, and whether one is beyond the pages."""
         limit = self.pages.shape[0] * self.layout.block_size
         slots = self.chance.sample(range(limit), min(count, limit))
         slots = [-self.chance.randint(1, 9) if self.chance.random() < 0.15 else s for s in slots]
@@ -131,7 +131,7 @@ class Fuzzer:
             assert torch.equal(memory, first), f"{backend} stores other bytes than {next(iter(results))}"
 
     def _bytes_of(self, slots: Tensor, target: Tensor, value) -> None:
-        """``target`` (like the memory) = value at the bytes of slots."""
+        """Sets the bytes of ``slots`` in ``target``, which has the shape of the memory, to ``value``."""
         size = self.layout.block_size
         offsets = page_tables(self.layout, self.device).byte_offsets[slots % size]
         heads = torch.arange(self.heads, device=self.device)
@@ -151,7 +151,7 @@ class Fuzzer:
                 assert bool((x[slots < 0] == 0).all()), f"{backend}: a negative slot did not give zeros"
 
     def _attend(self) -> None:
-        """Pages hold tokens that were stored: garbage has magnitudes that no sum is stable for."""
+        """Pages hold stored tokens, because random bytes would have magnitudes for which no sum is stable."""
         size, blocks = self.layout.block_size, self.pages.shape[0]
         self._fill()
         sequences = self.chance.randint(1, 3)

@@ -1,7 +1,7 @@
-"""Any sequence of operations on a packed cache equals the same sequence on transformers' own.
+"""Any sequence of operations gives the same results with a packed cache and with transformers' own.
 
-Pages are lossless here (``krawfp32vrawfp32``), so that results are equal bit for bit. Copies and pickles are further
-caches of the same machine: what happens to one must not happen to another.
+Pages are lossless here (``krawfp32vrawfp32``), so that results are equal bit for bit. Copies and unpickled caches take
+part as well: an operation on one cache must not affect another.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Caches(RuleBasedStateMachine):
     )  # fmt: skip
     def start(self, kind, block_size, recording):
         self.kind, self.sliding = kind, kind != "llama"
-        self.recording = recording and kind != "llama4"  # chunks cannot go back in the stock cache
+        self.recording = recording and kind != "llama4"  # the stock cache cannot crop chunked layers
         self.pairs = [Pair(kind, block_size, self.recording)]
         self.numbers = torch.Generator().manual_seed(0)
 
@@ -93,7 +93,7 @@ class Caches(RuleBasedStateMachine):
             ours, theirs = (one.update(key, value, index) for one in (pair.cache, pair.stock))
             for a, b in zip(ours, theirs, strict=True):
                 assert a.shape == b.shape
-                assert torch.equal(a + 0, b)  # any operation decodes
+                assert torch.equal(a + 0, b)  # any operation decodes a lazy tensor
         pair.tokens += count
         pair.since_crop += count
         pair.check()
@@ -121,7 +121,7 @@ class Caches(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2), repeats=st.integers(1, 3))
     def repeat(self, which, repeats):
         pair = self.pick(which)
-        if pair.tokens and pair.batch * repeats <= MOST_SEQUENCES:  # an empty stock cache stays as it is
+        if pair.tokens and pair.batch * repeats <= MOST_SEQUENCES:  # an empty stock cache ignores it
             pair.each(lambda one: one.batch_repeat_interleave(repeats))
             pair.batch *= repeats
             pair.check()
@@ -129,7 +129,7 @@ class Caches(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2), data=st.data())
     def select(self, which, data):
         pair = self.pick(which)
-        if pair.tokens:  # an empty stock cache stays as it is
+        if pair.tokens:  # an empty stock cache ignores it
             index = data.draw(st.lists(st.integers(0, pair.batch - 1), min_size=1, max_size=MOST_SEQUENCES))
             pair.each(lambda one: one.batch_select_indices(torch.tensor(index)))
             pair.batch = len(index)
@@ -139,7 +139,7 @@ class Caches(RuleBasedStateMachine):
     def reset(self, which, often):
         pair = self.pick(which)
         if often:
-            return  # a cache that is always new finds nothing
+            return  # caches that are reset more often expose fewer errors
         pair.cache.reset()
         pair.stock = DynamicCache(config=tiny(self.kind).config)
         if self.recording:
@@ -168,7 +168,7 @@ class Caches(RuleBasedStateMachine):
             for a, b in zip(ours[:2], theirs[:2], strict=True):
                 if b is None or not b.numel():
                     assert a is None or not a.numel()
-                else:  # while it records the past, the stock layer shows more than its window
+                else:  # while recording, the stock layer returns more than its window
                     assert torch.equal(a, b[:, :, b.shape[2] - a.shape[2] :] if self.recording else b)
 
 

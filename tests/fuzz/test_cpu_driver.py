@@ -1,4 +1,4 @@
-"""The compiled CPU kernels on random calls, by the native driver; at length under sanitizers."""
+"""Random calls of the compiled CPU kernels by the native driver; the slow tests also use sanitizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random calls of the CUDA kernels, lane by lane on a CPU."""
+"""Random calls of the CUDA kernels, emulated lane by lane on a CPU."""
 
 from __future__ import annotations
 

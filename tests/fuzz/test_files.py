@@ -1,4 +1,4 @@
-"""Calibration and prompt-cache files, damaged by chance and on purpose: a SlimKVError or what was written."""
+"""Damaged and hostile calibration and prompt-cache files: loading raises a SlimKVError or gives what was written."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def calibration_bytes(tmp_path_factory):
 
 
 def load_prompt(path):
-    """What a file says, and it must say it again when written anew."""
+    """The content of a file, which must be the same after saving and loading it again."""
     loaded = PromptCache.load(path)
     loaded.save(path)
     again = PromptCache.load(path)
@@ -74,7 +74,7 @@ LOADERS = {"prompt": load_prompt, "calibration": load_calibration}
 
 
 def damaged(whole: bytes, chance: random.Random) -> bytes:
-    """Bits flipped, bytes cut out, put in, exchanged or repeated; the first bytes (the header's length) more often."""
+    """Flips bits; deletes, inserts, overwrites or repeats bytes, mostly in the header and its length."""
     data = bytearray(whole)
     header = 8 + int.from_bytes(whole[:8], "little")
     for _ in range(chance.choice((1, 1, 1, 2, 8))):
@@ -100,7 +100,7 @@ def damaged(whole: bytes, chance: random.Random) -> bytes:
 
 
 def refused_or_same(kind: str, path: Path, wanted) -> bool:
-    """Whether the file was refused; if not, it holds ``wanted`` (None: anything that can be written again)."""
+    """Whether the file was refused. If not, it must hold ``wanted`` (None: anything that can be saved again)."""
     try:
         found = LOADERS[kind](path)
     except SlimKVError:
@@ -145,7 +145,7 @@ def replaced(value, at, new):
 
 
 def write_prompt(path: Path, whole: bytes, about, change_tensors=None) -> None:
-    """A prompt file that somebody made who knows how to sign."""
+    """Writes a prompt file with any header and a valid signature."""
     path.write_bytes(whole)
     tensors = load_file(path)
     if change_tensors:
@@ -155,7 +155,7 @@ def write_prompt(path: Path, whole: bytes, about, change_tensors=None) -> None:
         save_file(tensors, path, metadata={FORMAT: text.encode("utf-8", "replace").decode()})
         _sign(path)
     except SlimKVError:
-        pass  # it cannot be signed any more; it is as hostile without
+        pass  # it cannot be signed, but is hostile without a signature, too
 
 
 def write_calibration(path: Path, whole: bytes, about, change_tensors=None) -> None:
@@ -180,7 +180,7 @@ def about_of(kind: str, whole: bytes, path: Path):
 
 @pytest.mark.parametrize("kind", list(LOADERS))
 def test_hostile_headers(kind, request, tmp_path):
-    """Every value of the header in turn is replaced by every hostile one, and the file signed again."""
+    """Replaces one value of the header by a hostile one, for a sample of all pairs, and signs the file again."""
     whole, path = request.getfixturevalue(f"{kind}_bytes"), tmp_path / "x"
     about = about_of(kind, whole, path)
     every = [(at, new) for at in places(about) for new in HOSTILE]
@@ -206,7 +206,7 @@ def test_headers_that_once_broke(entry, request, tmp_path):
 
 @pytest.mark.parametrize("kind", list(LOADERS))
 def test_hostile_tensors(kind, request, tmp_path):
-    """Any tensor of any dtype and shape in the place of another, or none; and signed."""
+    """Removes a tensor or replaces it by one of another dtype and shape, and signs the file again."""
     whole, path = request.getfixturevalue(f"{kind}_bytes"), tmp_path / "x"
     about = about_of(kind, whole, path)
     for case in range(count(150)):
@@ -227,7 +227,7 @@ def test_hostile_tensors(kind, request, tmp_path):
 
 
 def test_safetensors_headers_of_any_shape(prompt_bytes, calibration_bytes, tmp_path):
-    """The container's own header: offsets, shapes and dtypes that lie."""
+    """Wrong offsets, shapes and dtypes in the header of the safetensors format itself."""
     path = tmp_path / "x"
     for kind, whole in (("prompt", prompt_bytes), ("calibration", calibration_bytes)):
         length = int.from_bytes(whole[:8], "little")

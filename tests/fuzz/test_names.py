@@ -1,4 +1,4 @@
-"""Names of formats, sizes and configurations of any kind: a SlimKVError, or something that can be used."""
+"""Arbitrary format names, sizes and configurations raise a SlimKVError or give something usable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random calls through the public functions, on every backend of the CPU; a sample in Triton's interpreter."""
+"""Random calls through the public functions on every CPU backend, and a sample in Triton's interpreter."""
 
 from __future__ import annotations
 

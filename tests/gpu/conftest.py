@@ -1,4 +1,4 @@
-"""Makes the kernels' cases importable. These tests need a GPU: what they check only exists there."""
+"""Makes the kernels' test cases importable. These tests check behaviour that only GPUs have."""
 
 from __future__ import annotations
 

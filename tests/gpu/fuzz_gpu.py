@@ -1,4 +1,4 @@
-"""Random calls of the GPU's kernels, with guard pages around the pool; each backend against the other.
+"""Random calls of the GPU kernels, with guard pages around the pool. Backends are compared with one another.
 
 python tests/gpu/fuzz_gpu.py --cases 100000
 compute-sanitizer --tool memcheck python tests/gpu/fuzz_gpu.py --cases 300
@@ -13,17 +13,17 @@ from pathlib import Path
 
 import torch
 
-# Run as a program, it has no conftest.
+# A program has no conftest.py that sets the import path.
 sys.path[:0] = [str(Path(__file__).parent.parent / "fuzz"), str(Path(__file__).parent.parent.parent / "src")]
 
 from op_cases import Fuzzer  # noqa: E402
 
-# Kernels are compiled for each format, head size and block size: few of them, many calls.
+# Few formats, head sizes and block sizes with many calls each, because kernels are compiled for each combination.
 FORMATS = ("k4v4", "k3v3", "k5v4", "k8v8", "fp8", "turboquant_k8v4", "turboquant_4bit_nc", "kur4vu2", "k2vrawbf16")
 
 
 def main() -> int:
-    """Runs the cases and says how many calls each backend took; 1 at the first that is wrong."""
+    """Runs the cases and prints the calls of each backend. Returns 1 at the first wrong result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--first", type=int, default=0)
@@ -43,7 +43,7 @@ def main() -> int:
     for number in range(options.first, options.first + options.cases):
         try:
             fuzzer.case(number)
-        except Exception as error:  # whatever it is, the case's number is what is needed
+        except Exception as error:  # whatever the error is, the case's number reproduces it
             print(f"case {number}: {type(error).__name__}: {error}")
             return 1
         if number % 200 == 199:

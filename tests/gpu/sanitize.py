@@ -2,11 +2,11 @@
 
 compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py [store attend prefill latent]
 
-All parts if none is named. Also --tool racecheck and --tool initcheck. In kernels of teams of two warps (verifying
-5 and more queries of little work) racecheck reports reads and writes that stand on two sides of a barrier of the whole
-block. Why is not known: it follows barriers of part of a block in small kernels. Other reports are what to look for.
+Without names, all parts run. The tools racecheck and initcheck work as well. In kernels with barriers for a team of
+warps (verification of 5 or more queries), racecheck may report a read and a write that a barrier of the whole block
+separates. The cause is unknown: in small kernels, it tracks barriers of a part of the block. Look for other reports.
 
-Exits with 1 where a result is wrong, so that a checker that changes nothing still says something.
+Exits with 1 if a result is wrong, so that a run without reports still tests something.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-# Run as a program, it has no conftest.
+# A program has no conftest.py that sets the import path.
 TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS.parent / at) for at in ("src", "tests", "tests/ops", "tests/ops/cuda")]
 
@@ -46,7 +46,7 @@ ATTEND = [
     replace(MIXED, fresh=True),
     Case(format="k5v5", dim=128, page=64, lens=(700, 40, 1), queries=(1, 1, 1)),
     Case(format="k6v4", dim=256, group=2, page=64, lens=(300, 70), queries=(2, 1), softcap=5.0),
-    Case(dim=128, page=64, lens=(900, 130, 16), queries=(8, 3, 1)),  # 32 columns: pairs of warpgroups
+    Case(dim=128, page=64, lens=(900, 130, 16), queries=(8, 3, 1)),  # 32 query rows: pairs of warpgroups
     Case(dim=128, page=64, lens=(900, 130, 16), queries=(16, 9, 1)),
 ]
 STORE = [
@@ -56,7 +56,7 @@ STORE = [
     StoreCase(format="kfp8v4", dim=112, value_dim=48, page=64, slots="unaligned"),
     StoreCase(tokens=2100, dim=64, heads=1, slots="aligned", page=128),
 ]
-LATENT = [  # few rows and many, whole tiles and less, several items of a block
+LATENT = [  # few and many rows, full and partial tiles, several work tiles per thread block
     LatentCase(format="c4", latent_dim=512, rope_dim=64, heads=16, lens=(300, 5, 64), queries=(1, 1, 1), page=64),
     LatentCase(format="c4r8", latent_dim=512, rope_dim=64, heads=25, lens=(300, 5, 64), queries=(2, 1, 1), page=16),
     LatentCase(format="c6r7", lens=(70, 0, 33), queries=(3, 1, 2)),
@@ -64,7 +64,7 @@ LATENT = [  # few rows and many, whole tiles and less, several items of a block
 
 
 def latent_errors(device: torch.device) -> list[float]:
-    """Largest relative error of every case of latents, where the device has their kernels."""
+    """The largest relative error of each latent case, with the CUDA kernels on sm_90 and Triton's elsewhere."""
     errors = []
     for case in LATENT:
         built = build_latent(case, device)
@@ -77,7 +77,7 @@ def latent_errors(device: torch.device) -> list[float]:
 
 
 def prefill_failures(device: torch.device) -> int:
-    """Cases of prefill, cut in every way there is, whose rows were wrong; none where the device has no such kernels."""
+    """The number of prefill calls with wrong rows, over all configurations; 0 on devices without these kernels."""
     if not device_of(device).warpgroups:
         return 0
     launch, tile, wrong = prefill.launcher(device), 1 << 20, 0
@@ -100,7 +100,7 @@ def prefill_failures(device: torch.device) -> int:
 
 
 def store_failures(device: torch.device) -> int:
-    """Cases of store whose bytes were wrong."""
+    """The number of stores that wrote wrong bytes."""
     wrong = 0
     for case in STORE:
         key, value, slots, pages, codec = build_store(case, device)
@@ -116,7 +116,7 @@ def store_failures(device: torch.device) -> int:
 
 
 def attend_failures(device: torch.device) -> int:
-    """Cases of attend whose rows were wrong."""
+    """The number of attention calls with wrong rows."""
     wrong = 0
     for case in ATTEND:
         built = build(case, device)
@@ -133,7 +133,7 @@ def attend_failures(device: torch.device) -> int:
 
 
 def latent_failures(device: torch.device) -> int:
-    """Cases of latents whose rows were wrong."""
+    """The number of latent cases with wrong rows."""
     return sum(not error < 2e-2 for error in latent_errors(device))
 
 
@@ -141,7 +141,7 @@ PARTS = {"store": store_failures, "attend": attend_failures, "prefill": prefill_
 
 
 def main() -> int:
-    """Runs the cases of the parts that are named; whether some were wrong."""
+    """Runs the named parts. Returns 1 if a result is wrong, and 2 if a name is unknown."""
     unknown = set(sys.argv[1:]) - set(PARTS)
     if unknown:
         print(f"{', '.join(sorted(unknown))}: parts are {', '.join(PARTS)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Every snippet of the documents that needs a GPU, on a small model."""
+"""Runs every command of the documentation that needs a GPU, with a small model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALLER = {
     "generate": "--context 256 --new-tokens 4 --rounds 1 --layers 2",
 }
 ANSWER_SECONDS = 300
-MEMORY = ("--gpu-memory-utilization", "0.03", "--kv-cache-memory-bytes", str(1 << 30))  # also beside other engines
+MEMORY = ("--gpu-memory-utilization", "0.03", "--kv-cache-memory-bytes", str(1 << 30))  # fits beside other engines
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -52,7 +52,7 @@ def test_commands_run(command, tmp_path):
 
 
 def _run_slimkv(words: list[str], folder: Path) -> None:
-    """A command of slimkv with a small model and small sizes."""
+    """Runs a command of slimkv with a small model and small sizes."""
     if words[1] == "serve":
         _need("sglang" if "sglang" in words else "vllm")
     small = SMALLER[words[1]].split()
@@ -64,7 +64,7 @@ def _run_slimkv(words: list[str], folder: Path) -> None:
 
 
 def _run_script(words: list[str], folder: Path) -> None:
-    """A script of ``benchmarks/`` on one short window of the shipped text."""
+    """Runs a script of ``benchmarks/`` on one short window of the shipped text."""
     words[words.index("--text") + 1] = "shipped"
     words[words.index("--json") + 1] = str(folder / "out.json")
     small = ["--model", "smollm2-135m-instruct", "--windows", "1", "--tokens", "64"]
@@ -74,7 +74,7 @@ def _run_script(words: list[str], folder: Path) -> None:
 
 
 def _serve(words: list[str], folder: Path) -> None:
-    """A server of SmolLM2, or of a small model with latents and SmolLM2's tokenizer, which answers nonsense."""
+    """Queries a server of SmolLM2, or of a small random model with latents, whose answers are nonsense."""
     import openai
 
     latents = any("deepseek" in word for word in words)
@@ -88,7 +88,7 @@ def _serve(words: list[str], folder: Path) -> None:
 
 
 def _latent_model(folder: Path) -> str:
-    model = saved(partial(deepseek_v2, qk_nope_head_dim=128, v_head_dim=128), folder)  # sizes that stock prefill has
+    model = saved(partial(deepseek_v2, qk_nope_head_dim=128, v_head_dim=128), folder)  # sizes for stock prefill
     models.load(models.DEFAULT).tokenizer.save_pretrained(folder)
     return model
 
@@ -108,7 +108,7 @@ def _vllm(words: list[str], model: str, folder: Path) -> Iterator[str]:
         calibrate_model(models.load(models.DEFAULT).model, file, windows=torch.arange(64).reshape(1, 64))
         options = [word.replace("model.safetensors", str(file)) for word in options]
     if model != model_folder():
-        options += ["--dtype", "bfloat16"]  # latents of float32 have no stock prefill on a GPU
+        options += ["--dtype", "bfloat16"]  # on GPUs, stock prefill of latents does not support float32
     with serving(folder, *options, *MEMORY, model=model, packed=False) as (address, _):
         yield address
 
@@ -127,7 +127,7 @@ def _sglang(words: list[str], model: str, folder: Path) -> Iterator[str]:
     small = f"--port {port} --host 127.0.0.1 --served-model-name smollm2 --context-length 1024 --disable-cuda-graph"
     command = [sys.executable, *words[1:], *small.split(), "--max-total-tokens", "4096"]
     if model != model_folder():
-        command.append("--skip-server-warmup")  # a sentence, whose tokens the small vocabulary does not have
+        command.append("--skip-server-warmup")  # its sentence has tokens outside the small vocabulary
     with running(command, environment(), port, folder / "log", signal.SIGTERM) as address:
         yield address
 

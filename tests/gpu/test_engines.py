@@ -1,10 +1,10 @@
 """vLLM on a GPU: deterministic serving; speculation, hybrid models and host offload with CUDA graphs.
 
-Each engine runs in a process of its own, those of a test at the same time.
+Each engine runs in its own process. The engines of a test run concurrently.
 
     python -m pytest tests/gpu/test_engines.py -s -k speculation
 
-``-s`` shows the prompts whose tokens part, with the gap between the two logits.
+``-s`` shows the prompts whose tokens diverge, and the gap between the log-probabilities of the two tokens.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from slimkv.ops.cuda.device import AS_DEVICE, NAMED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
-# A fixed size of the cache: engines that measure free memory cannot start beside each other.
+# A cache of fixed size, because engines that measure free memory cannot start concurrently.
 MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 << 30}
 GRAPHS = {"enforce_eager": False, "dtype": "bfloat16", "block_size": 64, **MEMORY}
-# Prompts come in chunks of 96 tokens, in batches with room for all: the steps of a draft model have one token a request
-# more than the target's, and vLLM compiles for no more than ``max_num_batched_tokens``.
+# Prompts come in chunks of 96 tokens, in batches with room for all of them: a step of the draft model has one token per
+# request more than the target's, and vLLM compiles for at most ``max_num_batched_tokens``.
 SPECULATING = {**GRAPHS, "max_num_batched_tokens": 2048, "long_prefill_token_threshold": 96}
-NEAR_TIE = 0.1  # nats between the two most likely tokens, within what bf16 products of another shape move
+NEAR_TIE = 0.1  # nats between the two most likely tokens; bf16 GEMMs of another shape can reverse their order
 
 
 def test_speculation_changes_no_more_than_another_batch_does():
-    """k4v4 with full CUDA graphs; a prompt counts where the stock cache itself gives the same tokens.
+    """k4v4 with full CUDA graphs, on prompts for which drafts do not change the tokens of the stock cache.
 
-    Products of another shape round otherwise in bf16, some numbers then fall on the other side of a code's boundary,
-    and each of those moves more numbers of the next layer across theirs: after a few tokens the codes' noise is another
-    one. So codes may part wherever they part when the same prompts are asked one by one, without any draft. A verified
-    token that attended wrong pages would part by nats, and at once.
+    bf16 GEMMs round differently for another shape, which moves some numbers across a code's boundary. One flipped code
+    perturbs the next layer and flips more codes, so after a few tokens the quantization noise is unrelated. Tokens may
+    therefore diverge at gaps as large as those between one batch and the same prompts one by one, without drafts. If a
+    verified token attended to wrong pages, tokens would diverge by nats, and at once.
     """
     speculations = {"n-gram": NGRAM, "draft model": draft_model()}
     prompts = [*ragged(), *long(), *repeating()]
@@ -82,7 +82,7 @@ def test_speculation_changes_no_more_than_another_batch_does():
 
 
 def test_deterministic_answers_depend_on_their_prompt_alone():
-    """32 prompts alone, together, from the cache, in chunks of 256, with n-gram drafts and a draft model."""
+    """32 prompts: one by one, together, from the cache, in chunks of 256, with n-gram drafts and a draft model."""
     together = {**run("together", various(), 40), "logprobs": 3}
     plain = [together, {**together, "name": "cached"}, {**together, "name": "alone", "one_by_one": True, "reset": True}]
     shared = {"dtype": "bfloat16", "block_size": 64, "max_num_batched_tokens": 8192, **MEMORY, **slimkv("k4v4")}
@@ -100,16 +100,16 @@ def test_deterministic_answers_depend_on_their_prompt_alone():
 
 
 def test_held_to_another_gpu(tmp_path):
-    """With the kernels of each GPU that ``SLIMKV_AS_DEVICE`` names, for prompts, drafts and hits.
+    """The kernels of each GPU that ``SLIMKV_AS_DEVICE`` can name, for prompts, drafts and prefix-cache hits.
 
-    Kernels of another record sum in another order, which moves codes as another batch does: a near tie may fall the
-    other way.
+    Kernels for another GPU sum in another order, which flips codes as another batch does, so near ties may be decided
+    differently.
     """
     prompts = [*ragged(), *long(), *repeating()]
     asked = {**engine(**SPECULATING), **slimkv("k4v4")}
     miss, alone = run("miss", prompts, 24), run("alone", prompts, 24, one_by_one=True, reset=True)
     drafting, records = [miss, {**miss, "name": "hit"}], ("", *sorted(NAMED))
-    # Gaps are those of an engine without drafts: with them, vLLM's probabilities of a token's rivals may be another's.
+    # Gaps come from an engine without drafts: with drafts, vLLM may report the alternatives of another token.
     plain, *answered = run_engines(
         (asked, [{**miss, "logprobs": 20}, alone]),
         *(({**asked, **NGRAM}, drafting) for _ in records),
@@ -156,7 +156,7 @@ def gpt_oss():
 
 
 def qwen3_next():
-    """Gated delta nets."""
+    """A hybrid with gated delta nets."""
     return transformers.Qwen3NextForCausalLM(
         transformers.Qwen3NextConfig(
             hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -173,9 +173,9 @@ def qwen3_next():
     [(falcon_h1, "float32"), (qwen3_next, "bfloat16"), (gpt_oss, "float32")],  # vLLM's gated delta nets: bf16 only
 )
 def test_hybrids(make, dtype, tmp_path):
-    """Lossless pages give the stock tokens; codes give the same three times, and a hit what the miss gave.
+    """Lossless pages give the stock tokens. Codes give equal tokens for a miss, a prefix-cache hit, and a new miss.
 
-    vLLM's own attention multiplies fp32 as TF32, so a near tie may fall the other way: such partings are printed.
+    vLLM's own attention multiplies fp32 as TF32, so near ties may be decided differently: such divergences are printed.
     """
     torch.manual_seed(0)
     make().save_pretrained(tmp_path)
@@ -184,7 +184,7 @@ def test_hybrids(make, dtype, tmp_path):
         "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_batched_tokens": 1024,
         "enable_prefix_caching": True, "block_size": None, "dtype": dtype, **MEMORY,
     }  # fmt: skip
-    if make is qwen3_next:  # FlashInfer's kernel, taken otherwise where it is installed, is compiled for minutes
+    if make is qwen3_next:  # the default, FlashInfer's kernel if it is installed, takes minutes to compile
         base["gdn_prefill_backend"] = "triton"
     thrice = [run("miss", prompts, 16), run("hit", prompts, 16), run("afresh", prompts, 16, reset=True)]
     stock, raw, codes = run_engines(
@@ -203,7 +203,7 @@ def test_hybrids(make, dtype, tmp_path):
 
 @pytest.mark.parametrize("layout", [None, "LBHNC"])
 def test_host_offload(layout):
-    """What comes back from host memory gives the tokens that it gave; blocks of all layers lie side by side."""
+    """Blocks from host memory give the same tokens, whether or not the blocks of all layers are adjacent."""
     host = {"kv_offloading_size": 2, "kv_offloading_backend": "native"}
     runs = [run("first", long(), 16), run("flush", ragged(), 4), run("back", long(), 16, reset=True)]
     extra = {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {}

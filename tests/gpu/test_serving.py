@@ -1,4 +1,4 @@
-"""What an engine relies on: graphs, no waiting for the device, no allocation, the same bits every time, large pools."""
+"""What engines rely on: CUDA graphs, no synchronization, no allocation, the same bits every time, large pools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPLITS = 4
 
 
 def splits(backend: str) -> int | None:
-    """What the caller may choose: the CUDA kernel partitions keys itself."""
+    """The caller's ``num_splits``; the CUDA kernel partitions keys itself."""
     return SPLITS if backend == "triton" else None
 
 
@@ -108,7 +108,7 @@ def test_the_same_bits_every_time(case, backend, device):
 
 @both
 def test_nothing_waits_for_the_device(backend, device):
-    """Decode, verification, prefill and store: no value is read back."""
+    """Decode, verification, prefill, store and gather read no value back to the host."""
     store_case = StoreCase(dim=128, heads=4, tokens=64)
     key, value, slots, pages, codec = build_store(store_case, device)
     cases = [build(case, device) for case in (
@@ -152,7 +152,7 @@ def test_decoding_allocates_nothing(backend, device):
     step()
     assert count() == before
     ops.attend(**built.arguments(), out=out, num_splits=splits(backend), backend=backend)
-    assert count() > before  # without a workspace it does
+    assert count() > before  # without a workspace, it allocates
 
 
 @both

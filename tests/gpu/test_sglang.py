@@ -1,4 +1,4 @@
-"""SGLang on a GPU: deterministic serving, the quality of codes, a cold tier. Each engine has processes of its own.
+"""SGLang on a GPU: deterministic serving, the quality of codes, a cold tier. Each engine runs in its own processes.
 
 python -m pytest tests/gpu/test_sglang.py -s
 """
@@ -22,8 +22,8 @@ from row_exact import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sglang, pytest.mark.slow]
 
-# A fixed size of the cache, because the engines of a test start beside each other. No sampler of FlashInfer and no
-# products of DeepGEMM: both are compiled for minutes.
+# A cache of fixed size, because the engines of a test start concurrently. FlashInfer's sampler and DeepGEMM are off,
+# because both take minutes to compile.
 GPU = {
     "device": "cuda", "dtype": "bfloat16", "page_size": 64, "disable_cuda_graph": False, "cuda_graph_max_bs_decode": 32,
     "disable_prefill_cuda_graph": True, "max_total_tokens": 1 << 16, "mem_fraction_static": 0.9,
@@ -34,13 +34,13 @@ ENVIRONMENT = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Key offsets that no other engine has learnt; the plugin, also where slimkv is not installed with pip."""
+    """Variables for an empty cache of key offsets, and for the plugin, even if slimkv is not installed with pip."""
     path = plugin_path(tmp_path_factory.mktemp("plugin"), "slimkv", "slimkv.integrations.sglang.plugin:register")
     return {**ENVIRONMENT, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
 
 def deterministic_engines(model: str) -> dict[str, tuple[dict, list[dict]]]:
-    """By name, an engine and its runs: 32 prompts alone, together, from the cache, in chunks, with drafts."""
+    """Engines and their runs, by name: 32 prompts one by one, together, from the cache, in chunks, with drafts."""
     together = run("together", various(), 40, logprobs=3)
     plain = [together, {**together, "name": "cached"}, {**together, "name": "alone", "one_by_one": True, "reset": True}]
     shared = {**GPU, "model_path": model, "enable_deterministic_inference": True, **slimkv("k4v4"), "page_size": 64}
@@ -53,7 +53,7 @@ def deterministic_engines(model: str) -> dict[str, tuple[dict, list[dict]]]:
 
 
 def assert_deterministic(found: dict[str, dict]) -> None:
-    """What the engines of ``deterministic_engines`` gave is the same to the last bit, and drafts were accepted."""
+    """The results of ``deterministic_engines`` are the same to the last bit, and drafts were accepted."""
     plain = found["plain"]
     for name in ("cached", "alone"):
         assert_same(plain, "together", plain, name)
@@ -69,13 +69,13 @@ def test_deterministic_answers_depend_on_their_prompt_alone(environment):
 
 
 def perplexity(found: dict, name: str) -> float:
-    """Of the prompts of a run that asked for ``prompt_logprobs``."""
+    """The perplexity of the prompts of a run with ``prompt_logprobs``."""
     each = [x for prompt in found["prompt_logprobs"][name] for x in prompt]
     return math.exp(-sum(each) / len(each))
 
 
 def test_a_text_is_about_as_likely_as_with_the_stock_cache(environment):
-    """k4v4 over English text in one prompt; the codec costs about 2%."""
+    """The perplexity of an English text in one prompt: k4v4 costs about 2%."""
     asked = run("text", [piece(0, 2000)], 1, prompt_logprobs=True)
     base = {**GPU, "model_path": model_folder()}
     stock, codes = run_engines(
@@ -93,9 +93,9 @@ COLD = {"page_size": 64, "attention_backend": "fa3", "context_length": 8192, "ma
 
 
 def cold_runs(lock: str) -> list[dict]:
-    """A few prompts, again from the cache, after long ones that push them out, and from host memory.
+    """A few prompts: computed, from the cache, and from host memory after long prompts have evicted them.
 
-    The long ones come in two sets in turn, each of which pushes out the other; they are timed.
+    The long prompts are two sets that alternate, each of which evicts the other; they are timed.
     """
     text = text_tokens() * (2 + SET_TOKENS // len(text_tokens()))
     prompts = [piece(300 * i, 1000) for i in range(4)]
@@ -106,9 +106,9 @@ def cold_runs(lock: str) -> list[dict]:
 
 
 def test_a_cold_tier_answers_like_stock_host_memory(environment, tmp_path):
-    """Prompts that left the GPU come back from host memory, packed or not; prints how long that takes."""
+    """Prompts evicted from the GPU are loaded from host memory, packed or not. Prints how long that takes."""
     base = {**GPU, "model_path": model_folder(), **COLD}
-    # Of logprobs, from pages that stayed and pages that came back. Logits of bf16 lie up to 0.1 apart.
+    # Differences of logprobs between pages that stayed and pages that came back. bf16 logits are up to 0.1 apart.
     bounds = {"stock": (0, 0.02), "raw": (0, 0.02), "k8v8": (1e-3, 0.5), "k4v4": (0.01, 2.0)}
     engines = {name: {**base, **cold(name, page_size=64)} for name in bounds}
     engines["stock"].pop("json_model_override_args")
@@ -126,7 +126,7 @@ def test_a_cold_tier_answers_like_stock_host_memory(environment, tmp_path):
     for name, (least, most) in bounds.items():
         of = found[name]
         assert of["cached"]["a0"] == [0] * SET_PROMPTS, name
-        for back in returned:  # whole pages, but the last token is computed
+        for back in returned:  # whole pages, without the last token, which is computed
             assert of["cached"][back] == [(SET_TOKENS - 1) // 64 * 64] * SET_PROMPTS, (name, back)
         assert of["cached"]["cold"] == of["cached"]["hot"] == [960] * 4, name
         assert least <= first_token_difference(of, "hot", "cold") <= most, name

@@ -1,4 +1,4 @@
-"""Two threads, each on a CUDA stream of its own, share kernels and give what they give alone."""
+"""Two threads, each on its own CUDA stream, share kernels and get the same results as alone."""
 
 from __future__ import annotations
 

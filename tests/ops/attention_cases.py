@@ -1,4 +1,4 @@
-"""Cases of attend: their tensors, and the float64 result they are compared with."""
+"""Test cases of ``attend``: their tensors, and the exact result in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_offset(key: Tensor, offset: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """What one call of attend gets. ``lens`` are the sequences' lengths, ``queries`` how many of those are queries."""
+    """The input of one ``attend`` call: sequences of ``lens`` tokens, whose last ``queries`` tokens have queries."""
 
     format: str = "k4v4"
     dim: int = 64
@@ -53,9 +53,9 @@ class Case:
     value_norm: float = 1.0
     query_norm: float = 1.0
     slack: bool = False  # host-side bounds beyond what the batch needs, as in a padded CUDA graph
-    peaked: bool = False  # queries equal to one of the keys, so that its score towers over the others
+    peaked: bool = False  # queries equal to one of the keys, whose score is far above all others
     strided: bool = False  # query and out are slices of wider tensors
-    offset_norm: float = 0.0  # of a vector that is part of every key of a KV head, and subtracted before it is stored
+    offset_norm: float = 0.0  # of a vector that all keys of a KV head contain, subtracted before they are stored
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in self.__dict__.items() if v != getattr(Case, k)]
@@ -69,13 +69,13 @@ class Case:
     def bound(self) -> float:
         """Largest relative error of an output row.
 
-        Probabilities and queries are rounded to fp16 inside, to bf16 beside raw bf16; a bf16 result is rounded once
-        more. Triton's interpreter truncates to bf16 instead of rounding, which is twice as far off.
+        Probabilities and queries are rounded to fp16, or to bf16 next to raw bf16 keys and values. A bf16 result is
+        rounded once more. Triton's interpreter truncates to bf16 instead of rounding, which doubles the error.
 
-        Prefill also rounds each key, once unpacked and scaled, to fp16. That moves a score by as much again as rounding
-        the query does, and more the larger the vectors are: the worst of 9,440 rows of 128 dimensions is 2.5e-3 off
-        (2.5e-3 with only the keys rounded, 1.2e-3 with only the queries, 3e-4 each with only the probabilities or only
-        the values), the median row 4e-4.
+        Prefill also rounds unpacked and scaled keys to fp16. This changes scores as much as rounding the queries does,
+        and more for larger vectors: of 9,440 rows of 128 dimensions, the worst has an error of 2.5e-3 (2.5e-3 if only
+        the keys are rounded, 1.2e-3 for only the queries, 3e-4 for only the probabilities or only the values), and the
+        median row one of 4e-4.
         """
         if self.spec.format == "krawfp32vrawfp32" and self.dtype == self.out_dtype == "fp32":
             return 1e-4
@@ -85,12 +85,12 @@ class Case:
             return 5e-3
         if max(self.queries) > MAX_DECODE_QUERIES:
             return 3e-3
-        # A softmax scale above 1 / sqrt(dim) multiplies what rounding the query does to its scores.
+        # A softmax scale above 1 / sqrt(dim) amplifies the score errors of rounded queries.
         return 2e-3 * max(1.0, (self.scale or 0.0) * math.sqrt(self.dim))
 
     @property
     def lse_bound(self) -> float:
-        """Largest error of the log-sum-exp over 1 + its magnitude: what rounding queries does to scores."""
+        """Largest error of the log-sum-exp relative to 1 + its magnitude, caused by rounded queries."""
         return 5e-3 if "krawbf16" in self.spec.format else 2e-3
 
 
@@ -120,7 +120,10 @@ class Built:
         return ops.PackedKV(self.pages, self.codec, self.layout, self.key_offset)
 
     def arguments(self, **changes) -> dict:
-        """For ``ops.attend``, all but out, lse, workspace, num_splits and backend; ``changes`` may be of any object."""
+        """Arguments of ``ops.attend``, except out, lse, workspace, num_splits and backend.
+
+        ``changes`` may name arguments, and fields of ``kv`` and ``batch``.
+        """
         own = {"query": self.query, "kv": self.kv, "batch": self.batch, "options": self.options, "fresh": self.fresh}
         for name in ("kv", "batch"):
             fields = vars(own[name])
@@ -140,14 +143,14 @@ class Built:
         return self.batch.block_table[sequence, position // tokens].long() * tokens + position % tokens
 
     def poison(self, slots: Tensor, byte: int) -> None:
-        """Writes ``byte`` to every byte of tokens, int64 [tokens], of all heads."""
+        """Writes ``byte`` to every byte of the tokens at ``slots`` (int64 [tokens]), in all heads."""
         size = self.layout.block_size
         offsets = page_tables(self.layout, self.pages.device).byte_offsets[slots % size]
         self.pages.transpose(0, 1)[:, (slots // size)[:, None], offsets] = byte
 
 
 def build(case: Case, device: torch.device, seed: int = 0) -> Built:
-    """Blocks in random order among poisoned ones, every token stored by the reference; nothing else is valid."""
+    """Builds a case. The reference stores every token, to blocks in random order; all other bytes are poisoned."""
     g = torch.Generator().manual_seed(seed)
     spec, dtype = case.spec, DTYPES[case.dtype]
     layout, codec = PageLayout(spec, case.page), Codec(spec, device)
@@ -192,7 +195,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
             towering = key[base + length - count].repeat_interleave(case.group, 0)  # a key that every query sees
             query[first : first + count] = (towering.float() * case.query_norm).to(dtype)
             first, base = first + count, base + length
-    query[rows - case.padding :] = torch.nan  # an engine does not clear what it pads with
+    query[rows - case.padding :] = torch.nan  # engines do not clear padding rows
     if case.strided:
         wide = torch.empty(rows, heads + 2, spec.key_dim + 16, dtype=dtype, device=device)
         wide[:, 1:-1, : spec.key_dim] = query
@@ -212,14 +215,14 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
 
 
 def _rotation(tables: SideTables, dim: int, rotated: bool, device: torch.device) -> Tensor:
-    """float64 [dim, dim]: from the original space to the stored one."""
+    """The rotation from the original space to the stored one, float64 [dim, dim]."""
     if rotated:
         return tables.hadamard / math.sqrt(block_size(dim))
     return torch.eye(dim, dtype=torch.float64, device=device)
 
 
 def exact(built: Built) -> tuple[Tensor, Tensor]:
-    """Output float64 [rows, heads, value_dim] and log-sum-exp [rows, heads] by definition; NaN in padding rows."""
+    """Exact attention: output float64 [rows, heads, value_dim], log-sum-exp [rows, heads]; NaN in padding rows."""
     case, codec, device = built.case, built.codec, built.pages.device
     spec, heads = case.spec, case.num_kv_heads * case.group
     rotations = (

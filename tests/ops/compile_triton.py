@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for an architecture that is not here: calls what launches them, with no device behind it.
+"""Compiles Triton kernels for a GPU that this machine does not have, by calling their launchers without a device.
 
 python tests/ops/compile_triton.py hip gfx942 64     # backend, architecture, lanes of a warp
 """
@@ -18,21 +18,21 @@ compiled: list[str] = []
 
 
 class NoDevice:
-    """A driver that knows its target only."""
+    """A driver that reports a target to compile for, and launches nothing."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
 
     def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
+        """The target to compile for."""
         return self.target
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """The only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Nothing is launched."""
+        """Any stream, since nothing is launched."""
         return 0
 
 
@@ -43,7 +43,7 @@ def _compile(function: JITFunction, grid, *args, **options) -> None:
 
 
 def main() -> None:
-    """Attention, store and gather of three formats, and attention on latents; prints the names of the kernels."""
+    """Compiles attention, store and gather for three formats, and latent attention; prints the kernels' names."""
     backend, architecture, lanes = sys.argv[1:]
     driver.set_active(
         NoDevice(GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, int(lanes)))

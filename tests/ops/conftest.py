@@ -1,4 +1,4 @@
-"""Makes the helpers beside these tests importable, and says where kernels run."""
+"""Makes the helper modules of these tests importable, and defines the device that kernels run on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the compiled CPU library as scripts that need nothing but ctypes: for processes under a sanitizer."""
+"""Records calls of the compiled CPU library as scripts that need only ctypes, to repeat them under a sanitizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimkv.ops.cpu.compiler import build_library
 from slimkv.ops.cpu.isa import InstructionSet
 from slimkv.ops.cpu.module import layout_tables
 
-# Recorded memory: every structure and array is written with its pointers as places to fill in.
+# Holds the bytes of every structure and array, and replaces their pointers by the addresses of its own copies.
 SCRIPT = """
 import ctypes
 blobs = {blobs!r}
@@ -41,7 +41,7 @@ def build_sanitized(isa: InstructionSet, sanitizer: str, folder: Path) -> Path:
 
 
 class _Recorder:
-    """Memory that calls point to, by the address it has here."""
+    """Records the memory that calls point to, by its address in this process."""
 
     def __init__(self) -> None:
         self.blobs: list[bytes] = []
@@ -59,7 +59,7 @@ class _Recorder:
         return len(self.blobs) - 1
 
     def structure(self, x: ctypes.Structure) -> int:
-        """The structure, with pointers to what has been recorded before."""
+        """Records a structure whose pointers lead to recorded memory. Returns its index."""
         index = self.bytes_at(ctypes.addressof(x), bytes(x))
         self._point(x, index, 0)
         return index
@@ -83,7 +83,7 @@ class _Recorder:
 
 
 def record(case: dict[str, Any], path: Path, threads: int) -> Path:
-    """A script that stores, attends and gathers what ``case`` describes."""
+    """Writes a script that attends, gathers, stores and attends again for ``case``."""
     built = attention_cases.build(attention_cases.Case(**{"dtype": "fp32", **case}), torch.device("cpu"))
     recorder = _Recorder()
     out = torch.zeros(*built.query.shape[:2], built.layout.spec.value_dim)
@@ -100,7 +100,7 @@ def record(case: dict[str, Any], path: Path, threads: int) -> Path:
         recorder.tensor(x)
     recorder.structure(tables.structure)
     attend_blob = recorder.structure(call)
-    # The tokens of the first sequence are gathered, and stored again as they came out.
+    # The tokens of the first sequence are gathered, and then stored to the same slots.
     slots = built.positions(0)
     spec = built.layout.spec
     dtypes = [getattr(torch, f.raw_dtype) if f.kind == "raw" else torch.float32 for f in (spec.key, spec.value)]

@@ -1,4 +1,4 @@
-"""Cases of attend_latent: what is stored and asked, and the answer in float64 on the same codes."""
+"""Test cases of ``attend_latent``: stored latents, queries, and the exact result in float64 on the same codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRECISION = 5e-3  # relative, against float64
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences of ``lens`` tokens with ``queries`` queries each, in blocks that lie anywhere among garbage."""
+    """Sequences of ``lens`` tokens with ``queries`` queries each, in blocks scattered among random bytes."""
 
     format: str = "c4r8"
     latent_dim: int = 128
@@ -31,9 +31,9 @@ class Case:
     out_dtype: str = "fp32"
     scale: float = 0.1
     padding: int = 0  # rows beyond the last query
-    peaked: bool = False  # one token has nearly all weight
+    peaked: bool = False  # one token gets nearly all attention
     heavy: bool = False  # heavy-tailed latents
-    rows: bool = False  # token rows, and a table of slots, of which every fifth and the first ten are skipped
+    rows: bool = False  # token rows, and a table of slots that skips every fifth and the first ten tokens
 
     def __str__(self) -> str:
         changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def layout(self) -> PageLayout:
-        """The pages."""
+        """The layout of the pages."""
         spec = LatentSpec.parse(self.format, self.latent_dim, self.rope_dim)
         return PageLayout(spec.with_raw_dtype(str(DTYPES[self.dtype]).removeprefix("torch.")), self.page, self.rows)
 
@@ -61,17 +61,17 @@ class Built:
     layout: PageLayout
     latent: Tensor
     rope: Tensor
-    pages: Tensor  # [blocks, page_bytes], garbage where no token is
-    table: Tensor  # garbage beyond the blocks of a sequence
+    pages: Tensor  # [blocks, page_bytes], random bytes where no token is stored
+    table: Tensor  # out of range beyond the blocks of a sequence
     seq_lens: Tensor
     starts: Tensor
     query_latent: Tensor
     query_rope: Tensor
 
-    blocks: Tensor  # the block table; ``table`` where it has no slots
+    blocks: Tensor  # the block table; the same as ``table``, unless that lists slots
 
     def slots(self, sequence: int) -> Tensor:
-        """Where the tokens of a sequence are."""
+        """The slots of the tokens of a sequence."""
         position = torch.arange(self.case.lens[sequence], device=self.pages.device)
         return self.blocks[sequence, position // self.case.page].long() * self.case.page + position % self.case.page
 
@@ -82,30 +82,30 @@ class Built:
 
     @property
     def batch(self) -> ops.AttentionBatch:
-        """The step."""
+        """The batch of all sequences."""
         bounds = max(self.case.queries), self.max_seq_len
         return ops.AttentionBatch(self.table, self.seq_lens, self.starts, *bounds)
 
     @property
     def max_seq_len(self) -> int:
-        """What the table has room for."""
+        """The number of tokens that the table has room for."""
         return self.table.shape[1] * (1 if self.case.rows else self.case.page)
 
     def request(self, out: Tensor, lse: Tensor | None = None) -> LatentRequest:
-        """What a backend gets: queries and output in the stored space."""
+        """The request that a backend gets, with queries and output in the stored space."""
         return checked_request(
             self.query_latent, self.query_rope, self.kv, self.batch, self.case.scale, out=out, lse=lse
         )
 
     def attend(self, **options) -> Tensor | tuple[Tensor, Tensor]:
-        """The public call."""
+        """The result of ``ops.attend_latent``."""
         return ops.attend_latent(
             self.query_latent, self.query_rope, self.kv, self.batch, softmax_scale=self.case.scale, **options
         )
 
     @cached_property
     def exact(self) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp in float64, with queries and output in the original space; NaN in rows of padding."""
+        """Output and log-sum-exp in float64, with queries and output in the original space; NaN in padding rows."""
         rows = self.query_latent.shape[0]
         out = torch.full((rows, self.case.heads, self.case.latent_dim), torch.nan, dtype=torch.float64)
         lse = torch.full((rows, self.case.heads), torch.nan, dtype=torch.float64)
@@ -131,7 +131,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
     per_sequence = [layout.blocks_for(length) for length in case.lens]
     blocks, width = sum(per_sequence) + 3, max(per_sequence) + 1
     order = torch.randperm(blocks, generator=generator).to(torch.int32)
-    table = torch.full((len(case.lens), width), 2**30, dtype=torch.int32)  # never to be followed
+    table = torch.full((len(case.lens), width), 2**30, dtype=torch.int32)  # out of range: must not be read
     for sequence, count in enumerate(per_sequence):
         table[sequence, :count], order = order[:count], order[count:]
     pages = torch.randint(0, 256, (blocks, layout.page_bytes), dtype=torch.uint8, generator=generator).to(device)
@@ -139,7 +139,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
     latent = torch.randn(tokens, case.latent_dim, generator=generator)
     if case.heavy:
         latent = latent * torch.randn(tokens, case.latent_dim, generator=generator).abs() ** 3
-    latent = latent / latent.square().mean(-1, keepdim=True).sqrt()  # RMS-normed, as models have it
+    latent = latent / latent.square().mean(-1, keepdim=True).sqrt()  # RMS-normalized, as in models
     rope = 3 * torch.randn(tokens, case.rope_dim, generator=generator)
     query_latent = torch.randn(rows, case.heads, case.latent_dim, generator=generator)
     query_rope = torch.randn(rows, case.heads, case.rope_dim, generator=generator)
@@ -164,7 +164,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
 
 
 def check(built: Built, out: Tensor, lse: Tensor | None = None, precision: float = PRECISION) -> None:
-    """Against float64; rows of padding must be as they were: NaN."""
+    """Compares with the exact result. Padding rows must still be NaN."""
     exact, exact_lse = built.exact
     count = sum(built.case.queries)
     assert out[count:].isnan().all()

@@ -1,4 +1,4 @@
-"""Vectors that are hard to encode, slots to put them in, and the bytes that must come out."""
+"""Test cases of ``store_kv``: vectors that are hard to encode, their slots, and the expected bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Case:
-    """``slots``: "aligned" runs of whole pages, an "unaligned" run, or "scattered" ones of which some are negative."""
+    """``slots``: "aligned" runs of whole pages, an "unaligned" run, or "scattered" slots, some of them negative."""
 
     format: str = "k4v4"
     dim: int = 64
@@ -114,14 +114,14 @@ def build(case: Case, device: torch.device, seed: int = 0) -> tuple[Tensor, Tens
     key = side(spec.key_dim, spec.key.raw_dtype if spec.key.kind == Kind.RAW else None)
     value = side(spec.value_dim, spec.value.raw_dtype if spec.value.kind == Kind.RAW else None)
     slots, blocks = case.slot_mapping(g)
-    key[slots < 0] = torch.nan  # rows that are skipped are rows that nobody cleared
+    key[slots < 0] = torch.nan  # engines do not clear the rows that a store skips
     value[slots < 0] = torch.nan
     pages = torch.full((blocks, case.heads, layout.page_bytes), POISON_BYTE, dtype=torch.uint8, device=device)
     return key, value, slots.to(device), pages, Codec(spec, device)
 
 
 def random_query_aware(heads: int, codec: Codec, seed: int = 0) -> Tensor:
-    """int8 [heads, dim, dim] for queries that live in a few directions, other ones for every head."""
+    """int8 [heads, dim, dim] for queries concentrated in a few directions, different ones for every head."""
     g = torch.Generator().manual_seed(seed)
     dim = codec.spec.key_dim
     queries = torch.randn(heads, 4 * dim, dim, generator=g) * torch.logspace(0, -2, dim)
@@ -138,7 +138,7 @@ def expected(
     layout: PageLayout,
     query_aware: Tensor | None = None,
 ) -> Tensor:
-    """The pages after the store, from the codec alone: vectors that cannot be encoded are marked."""
+    """The pages after the store, computed with the codec alone; vectors that cannot be encoded are marked."""
     keep = (slots >= 0).nonzero().flatten()
     rows = pack_rows(
         layout,
@@ -153,16 +153,16 @@ def expected(
 
 
 def standard(x: Tensor, tables: SideTables) -> Tensor:
-    """What the encoder compares with the boundaries, for rows of integers in [2^20, 2^21): float32 [rows, dim]."""
+    """float32 [rows, dim]: what the encoder compares with boundaries, for integers with a maximum in [2^20, 2^21)."""
     rotated = (x.double() @ tables.hadamard).float()
     norm = x.to(torch.int64).square().sum(-1, keepdim=True).float().sqrt()
     return rotated * (torch.tensor(tables.unit, dtype=torch.float32) / norm)
 
 
 def rows_on_boundaries(codec: Codec, per_boundary: int = 2) -> tuple[Tensor, int]:
-    """float32 [rows, dim] with a rotated coordinate on a boundary or one step beside it; and how many are on it.
+    """float32 [rows, dim] with a rotated coordinate on a boundary or just beside it, and the number of those on it.
 
-    From a random vector, the integer coordinates are shaken until float32 arithmetic hits the boundary.
+    Perturbs integer coordinates of random vectors until float32 arithmetic gives exactly the boundary.
     """
     g = torch.Generator().manual_seed(1)
     tables, dim = codec.to("cpu").key_tables, codec.spec.key_dim
@@ -191,9 +191,9 @@ def rows_on_boundaries(codec: Codec, per_boundary: int = 2) -> tuple[Tensor, int
 
 @lru_cache  # such rows are rare: the search takes seconds
 def short_rows_beside_boundaries(spec: CodecSpec, dtype: torch.dtype, count: int = 4) -> Tensor:
-    """16-bit floats [count, dim] with a rotated coordinate whose product lies on a boundary once it is rounded.
+    """16-bit floats [count, dim]: a rotated coordinate times its factor is a boundary after rounding to float32.
 
-    Before, half of them lie above it and half below.
+    Before rounding, half of the products lie above the boundary and half below.
     """
     g = torch.Generator().manual_seed(2)
     tables, dim = Codec(spec).key_tables, spec.key_dim
@@ -213,7 +213,7 @@ def short_rows_beside_boundaries(spec: CodecSpec, dtype: torch.dtype, count: int
 
 
 def build_beside_boundaries(dtype: str, device: torch.device) -> tuple[Case, Tensor, Tensor, Tensor, Codec, Tensor]:
-    """Such rows, for K and V alike: their case, rows, slots, pages, the codec and what the pages must hold."""
+    """Rows beside boundaries as K and V: case, rows, slots, pages, codec, and the expected pages."""
     case = Case(heads=1, dtype=dtype)
     codec = Codec(case.layout.spec, device)
     rows = short_rows_beside_boundaries(case.layout.spec, DTYPES[dtype])[:, None, :].to(device)

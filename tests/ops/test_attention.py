@@ -1,7 +1,7 @@
-"""attend in Triton against the definition in float64, on the same codes.
+"""``attend`` in Triton, compared with exact attention in float64 on the same codes.
 
-Pages hold 0xA5 wherever nothing was stored, outputs and workspaces are NaN before the call. The few cases that every
-run has cover each width, head size, group size and option; the full matrix runs on a GPU (or with --full).
+Before the call, outputs are NaN, and workspaces and unused pages hold 0xA5. The few cases of every run cover each
+width, head size, group size and option; the full matrix runs on a GPU (or with --full).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def always(cases: list[Case]) -> list:
     return [pytest.param(case, id=str(case)) for case in cases]
 
 
-# Of the interpreter's time most goes to programs times steps, so the cases of every run are tiny.
+# The interpreter's time grows with the number of programs times their KV blocks, so the cases of every run are tiny.
 TINY = replace(DECODE, num_kv_heads=1, lens=(37, 9), queries=(1, 1))
 WIDTHS = [
     *LLOYD,
@@ -185,7 +185,7 @@ def request_of(
 
 
 def check_rows(built: Built, out: torch.Tensor, lse: torch.Tensor, ours: Callable[[int], bool]) -> None:
-    """Compares the rows of sequences of ``ours`` many queries; others must be as ``poisoned_out`` made them."""
+    """Compares the rows of sequences for whose number of queries ``ours`` is true. All other rows must still be NaN."""
     case = built.case
     want, want_lse = exact(built)
     first = 0
@@ -244,7 +244,7 @@ def test_attend(case, device):
     "base", [VERIFY, MIXED, replace(MIXED, **EVERYTHING, fresh=True, format="turboquant_4bit_nc")], ids=str
 )
 def test_the_other_implementations_are_exact(backend, base, device):
-    """In float32 throughout, so that kernels may be compared with them as well."""
+    """They compute in float32 throughout, so kernels can be compared with them as well."""
     if backend == "cpu" and device.type != "cpu":
         pytest.skip("for CPUs")
     check(replace(base, dtype="fp32"), device, backend, bound=2e-5)
@@ -252,14 +252,14 @@ def test_the_other_implementations_are_exact(backend, base, device):
 
 @pytest.mark.parametrize("base", sample([replace(MIXED, **EVERYTHING, fresh=True), PREFILL], 2), ids=str)
 def test_prefill_in_several_passes(base, device, monkeypatch):
-    """As when the unpacked keys of a long context do not fit the workspace at once."""
+    """As if the unpacked keys of a long context did not fit the workspace at once."""
     monkeypatch.setattr(attend_triton, "prefill_chunk", lambda *_: 128)
     longer = tuple(n + 130 if q > 32 else n for n, q in zip(base.lens, base.queries, strict=True))
     check(replace(base, lens=longer, group=1), device)
 
 
 def test_results_do_not_depend_on_the_other_sequences(device):
-    """Bit for bit, with the same num_splits: a batch is only a way to run sequences side by side."""
+    """With the same ``num_splits``, a sequence gives the same bits alone and in a batch."""
     case = replace(DECODE, lens=(37, 9, 50), num_splits=2, num_kv_heads=1)
     built = build(case, device)
     together = ops.attend(**built.arguments(), num_splits=2, backend="triton")
@@ -275,7 +275,7 @@ def test_results_do_not_depend_on_the_other_sequences(device):
 
 
 def test_a_marked_token_gives_nan_to_its_own_sequence_only(device):
-    """What store cannot encode must not go unnoticed, nor spread."""
+    """A token that cannot be encoded must be noticed, but must not affect other sequences."""
     case = replace(DECODE, num_kv_heads=1, lens=(20, 20), queries=(1, 1))
     built = build(case, device)
     bad = torch.full((1, 1, 64), torch.nan, device=device)
@@ -343,7 +343,7 @@ def test_wrong_arguments_are_named(changes, message):
 
 
 def test_a_codec_of_another_spec_is_refused():
-    """Another seed is another rotation, which no shape shows."""
+    """Another seed means another rotation, which shapes do not reveal."""
     kv = build(TINY, torch.device("cpu")).arguments()["kv"]
     other = ops.PackedKV(kv.pages, Codec(replace(kv.codec.spec, seed=7)), kv.layout)
     slots, vectors = torch.arange(1), torch.zeros(1, kv.pages.shape[1], 64)

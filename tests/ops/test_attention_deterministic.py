@@ -1,4 +1,4 @@
-"""Deterministic attention: a query's result, to the last bit, whatever else is in the call and however it was cut."""
+"""Deterministic attention: a query gets the same bits in any batch and with any division of a prompt into chunks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from tail import sample
 
 KV_HEADS, GROUP, DIM, PAGE = 2, 3, 32, 16
-LENGTHS = (1100, 530, 70, 1)  # beyond two parts of 512 keys, one, none; a single token
+LENGTHS = (1100, 530, 70, 1)  # more than two parts of 512 keys, more than one, less than one; a single token
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a model asks of its attention."""
+    """The attention settings of a model."""
 
     format: str = "k4v4"
     window: int | None = None
@@ -69,7 +69,7 @@ class Cache:
         )
 
     def attend(self, calls: list[tuple[int, int, int]], backend: str) -> list[torch.Tensor]:
-        """One call: (sequence, first query, end) each -> output and log-sum-exp of each, side by side."""
+        """Attends in one call: (sequence, first query, end) each -> output and log-sum-exp of each, concatenated."""
         counts = [end - first for _, first, end in calls]
         starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         lens = torch.tensor([end for _, _, end in calls], dtype=torch.int32)
@@ -82,7 +82,7 @@ class Cache:
 
 
 def check(cache: Cache, backend: str, last: int) -> None:
-    """The last ``last`` queries of every sequence: one by one, as the end of a prefill, in chunks, and together."""
+    """Compares the last queries of every sequence: one by one, at the end of a prefill, in chunks, and in a batch."""
     for i, length in enumerate(cache.lengths):
         first = max(0, length - last)
         singly = torch.cat([cache.attend([(i, p, p + 1)], backend)[0] for p in range(first, length)])
@@ -113,7 +113,7 @@ def test_it_is_attention(variant):
     cache = Cache(variant, (600, 45))
     calls = [(0, 560, 600), (1, 0, 45)]
     for ours, reference in zip(cache.attend(calls, "cpu"), cache.attend(calls, "reference"), strict=True):
-        # Weights beside byte codes have 23 bits; sums of 600 terms in another order.
+        # Probabilities are rounded to 23 bits if codes are bytes, and sums of 600 terms have another order.
         torch.testing.assert_close(ours, reference, rtol=2e-2 if variant.dtype == torch.bfloat16 else 1e-4, atol=2e-5)
 
 

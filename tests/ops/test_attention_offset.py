@@ -1,10 +1,10 @@
-"""attend on centred keys: a vector of norm 1000 was subtracted from every key before it was stored.
+"""``attend`` on centred keys: a vector of norm 1000 was subtracted from every key before it was stored.
 
-Kernels see centred keys, and softmax does not see the difference. Soft caps, sinks and the log-sum-exp do: they are
-compared with the definition in float64 on decoded keys with the vector added back.
+Kernels read centred keys. Softmax ignores the resulting shift of the scores, but soft caps, sinks and the log-sum-exp
+do not. Results are compared with exact attention in float64 on decoded keys with the vector added back.
 
-Queries are short, so that the vector moves scores by about 6: soft caps and sinks of that size tell right from wrong,
-and nothing saturates. Errors are held to the bounds of the same cases without a vector.
+Queries have small norms, so that the vector shifts scores by about 6. Soft caps and sinks of that size expose a missing
+shift, and nothing saturates. The error bounds are those of the same cases without a vector.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def backend(request, device) -> str:
 
 
 def bound_of(backend: str, case: Case) -> float | None:
-    """Relative error of a row: reference and CPU multiply in float32, Triton rounds as ``Case.bound`` says."""
+    """The bound on a row's relative error. Reference and CPU compute in float32. None (Triton): ``Case.bound``."""
     return None if backend == "triton" else 2e-5
 
 
@@ -78,7 +78,7 @@ def test_formats(backend, format, device):
 @pytest.mark.parametrize("base", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize("window", sample([None, 19], 2))
 def test_outputs_have_the_bits_of_centred_keys(backend, base, window, device):
-    """Softmax does not see the vector; the log-sum-exp is exact up to float32 sums of the shift."""
+    """Softmax ignores the vector, and the log-sum-exp is exact up to float32 rounding of the shift."""
     built = build(replace(base, window=window), device)
     true_keys, centred = exact(built), exact(replace(built, key_offset=None))
     out, lse = built.attend_lse(backend)
@@ -92,7 +92,7 @@ def test_outputs_have_the_bits_of_centred_keys(backend, base, window, device):
 
 
 def test_parts_merge_by_true_log_sum_exps(backend, device):
-    """One half of the keys packed and centred, the other attended by definition with its true scores."""
+    """One half of the keys is packed and centred; the other is attended exactly, with its true scores."""
     case = replace(CENTRED, lens=(64,), queries=(1,), causal=False)
     built = build(case, device)
     want, _ = exact(built)

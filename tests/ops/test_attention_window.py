@@ -1,4 +1,4 @@
-"""Tokens before every query's window may be anything: their blocks may already belong to another sequence."""
+"""Tokens before every query's window may hold any bytes: their blocks may already belong to another sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tail import sample
 SIZE, LENGTH, WINDOW, DIM = 16, 61, 9, 32
 
 
-POISONS = (0xFF, 0xF0)  # scales that are not numbers, and large ones
+POISONS = (0xFF, 0xF0)  # invalid scales, and large ones
 CASES = product(["k4v4", "k8v5", "fp8", "ku4vu4", "raw"], (1, 3, 30), POISONS)
 
 

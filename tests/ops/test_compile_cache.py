@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: written by several processes at once, damaged, on a full disk, in a folder of others."""
+"""The cache of compiled kernels on disk: concurrent writers, damaged files, full disks, and unsafe folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAKE = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf "library of %s" 
 
 @pytest.fixture
 def fake_compiler(tmp_path, monkeypatch):
-    """A compiler that is quick and counts its calls."""
+    """A fake compiler that is fast. Returns a function that counts its calls."""
     program, calls = tmp_path / "cxx", tmp_path / "calls"
     program.write_text(FAKE + f'echo x >> "{calls}"\n')
     program.chmod(0o755)
@@ -119,7 +119,7 @@ def test_what_stands_above_is_looked_at_too(tmp_path):
 
 
 def write_with_little_space(folder: Path) -> None:
-    """In a process that may write 8 bytes to a file: as on a full disk, some of it goes through."""
+    """For a process of its own. Files are limited to 8 bytes, so that a part of a write succeeds, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8))
     try:

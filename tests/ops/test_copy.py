@@ -1,4 +1,4 @@
-"""copy of single tokens: the bytes that encoding into the target slot would have written, and no others."""
+"""``copy_tokens`` writes the bytes that encoding into the target slots would write, and no others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stored(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 def moved_by_encoding(case: Case, device: torch.device, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """What the pages become when the tokens of ``source`` are stored again at ``target``."""
+    """The pages after the tokens of ``source`` are encoded and stored again at ``target``."""
     key, value, slots, pages, codec = finite(case, device)
     ops.store_kv(key, value, PackedKV(pages, codec, case.layout), slots, backend="reference")
     where = [int((slots == s).nonzero()[0]) for s in source]

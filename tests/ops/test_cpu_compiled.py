@@ -61,7 +61,7 @@ BUILDS = [
 
 @pytest.fixture(params=BUILDS)
 def instruction_set(request, monkeypatch):
-    """Every build that runs on this machine, one after the other."""
+    """Runs a test with every build that this machine supports."""
     if request.param not in EMULATED:
         chosen = module.library(request.param)
     elif Path("/usr/include/simde").is_dir():
@@ -144,7 +144,7 @@ def test_query_aware_bytes(instruction_set, format, dtype):
         kv = PackedKV(pages, codec, case.layout)
         ops.store_kv(key, value, kv, slots, Rounding(matrices), backend="cpu")
         assert torch.equal(pages, expected)
-        matrices.neg_()  # the transposed copy must follow
+        matrices.neg_()  # a cached transposed copy must be updated
         ops.store_kv(key, value, kv, slots, Rounding(matrices), backend="cpu")
         assert torch.equal(pages, store_cases.expected(key, value, slots, pages, codec, case.layout, matrices))
 
@@ -345,7 +345,7 @@ def test_gather_equals_the_reference(format):
                 expected = ops.gather_kv(kv, slots, **how, backend="reference")
                 found = ops.gather_kv(kv, slots, **how, backend="cpu")
                 steps = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
-                least = 2**-24 if dtype == torch.float16 else 0.0  # of its subnormals
+                least = 2**-24 if dtype == torch.float16 else 0.0  # the spacing of its subnormals
                 for e, f in zip(expected, found, strict=True):
                     size = e.float().norm(dim=-1, keepdim=True)
                     assert ((f.float() - e.float()).abs() <= steps * size + least).all()
@@ -386,7 +386,7 @@ def test_tables_out_of_range_are_refused(name, index, value, match):
 
 
 def test_what_no_query_sees_may_be_anything():
-    """Blocks before the window and behind the length are not looked at."""
+    """Table entries before the window and beyond the length are not read."""
     built = attention_cases.build(attention_cases.Case(lens=(200,), queries=(1,), window=20, slack=True), CPU)
     expected = ops.attend(**built.arguments(), backend="cpu")
     built.batch.block_table[0, :10] = -7

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels under sanitizers, in a process of their own that brings the sanitizer's runtime along."""
+"""The compiled CPU kernels under sanitizers, in a separate process that preloads the sanitizer's runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of 8-bit prefill: its loss against exact attention on the same codes, and who refuses it."""
+"""The arithmetic of 8-bit prefill: its error against exact attention on the same codes, and calls that refuse it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attend(case: Case, backend: str | None = "reference", prefill: str = "8bit")
     ids=str,
 )
 def test_the_loss_on_the_same_codes(options):
-    """Against float64; docs/design/eight-bit-prefill.md states what it adds to the codes' own loss."""
+    """Compares with float64. docs/design/eight-bit-prefill.md states what it adds to the error of the codes."""
     built, out, lse = attend(replace(PREFILL, **options))
     want, want_lse = exact(built)
     rows = torch.cat([torch.arange(60), torch.arange(63, 96)])
@@ -47,10 +47,10 @@ def test_the_loss_on_the_same_codes(options):
 
 
 def test_a_single_visible_token_is_read_as_it_is():
-    """Weights sum to 1 whatever they were rounded to."""
+    """The denominator sums the rounded weights, so a single probability is 1."""
     built, out, _ = attend(replace(PREFILL, lens=(40,), queries=(40,)))
     want, _ = exact(built)
-    assert row_errors(out[:1], want[:1]).max() <= 0.02  # the levels of one value in e4m3, and bf16
+    assert row_errors(out[:1], want[:1]).max() <= 0.02  # from values as e4m3 and a bf16 output
 
 
 def test_zero_and_tiny_values():

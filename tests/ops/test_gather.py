@@ -1,4 +1,4 @@
-"""gather in Triton against the codec's decoding."""
+"""``gather_kv`` in Triton, compared with the codec's decoding."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_large_vectors(format, rotated, device):
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize(("format", "dim"), [("k4v4", 64), ("k3v5", 80), ("k4v4", 128), ("fp8", 64), ("k4v8", 512)])
 def test_offset_is_added_back(format, dim, rotated, device):
-    """Before the kernel rotates back, or after; a skipped token stays zero."""
+    """The kernel adds the offset before or after it rotates keys back. Skipped tokens stay zero."""
     case = Case(format=format, dim=dim, heads=2, tokens=24, page=32, dtype="fp32")
     pages, slots, codec = stored(case, device)
     offset = torch.randn(2, dim, generator=torch.Generator().manual_seed(0)).to(OFFSET_DTYPE).to(device)

@@ -1,4 +1,4 @@
-"""Latents: store and gather through every backend, attention against float64 on the same codes."""
+"""Latents: store and gather with every backend, and attention compared with float64 on the same codes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES = [
     *(replace(ONE, format="c4", dtype=d, out_dtype=d) for d in DTYPES),
     replace(ONE, latent_dim=96, rope_dim=48, format="c4"),
     Case(lens=(40, 0, 18), queries=(3, 2, 1), padding=2, heads=5),
-    Case(lens=(2,), queries=(4,)),  # two queries stand before the first token
+    Case(lens=(2,), queries=(4,)),  # two of the queries precede the first token
     *(replace(ONE, page=page, lens=(130,)) for page in (32, 64, 128)),
     replace(ONE, peaked=True, scale=1.0),
     replace(ONE, heavy=True, format="c4"),
@@ -55,7 +55,7 @@ def test_attend(case, backend, device):
     out, lse = out_of(built, case.out_dtype), torch.full(built.query_latent.shape[:2], torch.nan, device=device)
     built.attend(out=out, lse=lse, backend=backend)
     loose = case.format.startswith("craw") and case.dtype == "bf16" and backend == "triton"
-    check(built, out, lse, 2e-2 if loose or case.out_dtype == "bf16" else 5e-3)  # bf16 weights; bf16 results
+    check(built, out, lse, 2e-2 if loose or case.out_dtype == "bf16" else 5e-3)  # bf16 probabilities, or bf16 results
 
 
 ROWS = [
@@ -68,7 +68,7 @@ ROWS = [
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("case", ROWS, ids=str)
 def test_attend_single_tokens(case, backend, device):
-    """Sparse attention: a table of slots into token rows. A sequence of which all is skipped gives zeros."""
+    """Sparse attention, whose table lists slots of token rows. A sequence whose tokens are all skipped gives zeros."""
     if device.type != "cpu":
         pytest.skip("on GPUs: tests/ops/cuda/test_latent_cuda.py")
     skip_unless_it_runs(backend, device)
@@ -79,7 +79,7 @@ def test_attend_single_tokens(case, backend, device):
 
 
 def test_token_rows_hold_the_codes_of_tiles(device):
-    """The same latents in both layouts decode to the same numbers; one is not taken for the other."""
+    """The same latents decode to the same numbers in both layouts, and one layout is not mistaken for the other."""
     both = [build(Case(rows=rows, page=64), device) for rows in (False, True)]
     decoded = [torch.cat(ops.gather_latent(x.kv, x.slots(0), backend="reference"), 1) for x in both]
     assert torch.equal(*decoded)

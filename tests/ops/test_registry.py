@@ -1,4 +1,4 @@
-"""How an implementation is chosen: by name or not at all; never silently another one."""
+"""The choice of a backend: a named one runs or the call fails, and no other one silently takes its place."""
 
 from __future__ import annotations
 

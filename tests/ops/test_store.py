@@ -1,4 +1,4 @@
-"""store in Triton writes the reference's bytes, and no others."""
+"""``store_kv`` in Triton writes the reference's bytes, and no others."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_bytes_are_the_codecs(case, device):
     ["k2v2", "k4v4", pytest.param("k3v3", marks=pytest.mark.full), pytest.param("k6v6", marks=pytest.mark.full)],
 )
 def test_ties(format, device):
-    """Rotated coordinates exactly on a boundary, or one rounding beside it."""
+    """Rotated coordinates exactly on a boundary, or just beside it."""
     case = Case(format=format, heads=1)
     codec = Codec(case.layout.spec, device)
     rows, exact = rows_on_boundaries(codec)
@@ -124,7 +124,7 @@ def test_ties(format, device):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_products_are_compared_as_they_are(dtype, device):
-    """Beside a boundary by less than float32 holds."""
+    """Coordinates closer to a boundary than float32 can represent."""
     case, rows, slots, pages, codec, want = build_beside_boundaries(dtype, device)
     ops.store_kv(rows, rows, PackedKV(pages, codec, case.layout), slots, backend="triton")
     assert_same_bytes(pages, want, case.layout)

@@ -1,4 +1,4 @@
-"""Query-aware matrices by position on a CPU, whichever backend takes them."""
+"""Query-aware matrices by position, with every backend that supports them on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""store with query-aware rounding writes the codec's bytes in every implementation."""
+"""``store_kv`` with query-aware rounding writes the codec's bytes with every backend."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_other_implementations_write_the_same(format, backend, device):
 
 
 def test_ties(device):
-    """Coordinates on a boundary, or one rounding beside it, with corrections of zero: the lower level, as ever."""
+    """Coordinates on a boundary or just beside it. Without corrections, a tie takes the lower level as usual."""
     case = Case(heads=1)
     codec = Codec(case.layout.spec, device)
     rows, exact = rows_on_boundaries(codec, 1)
@@ -117,7 +117,7 @@ def test_matrices_that_do_not_fit_are_refused(format, query_aware, message):
 
 
 def test_everything_under_inference_mode():
-    """As engines run: the matrices, too, are then tensors that do not count their versions."""
+    """As in engines. The matrices, too, are then tensors without version counters."""
     with torch.inference_mode():
         key, value, slots, pages, codec = build(TINY, torch.device("cpu"))
         query_aware = random_query_aware(TINY.heads, codec)

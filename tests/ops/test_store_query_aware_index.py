@@ -1,4 +1,4 @@
-"""store with several query-aware matrices: every token's bytes are those of its own matrix alone."""
+"""``store_kv`` with several query-aware matrices: every token's bytes are those of its own matrix alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def several(case: Case, codec, count: int = 3):
 
 
 def with_each(case: Case, key, value, slots, pages, codec, matrices, index):
-    """Token by token groups: the reference with one matrix, on the slots of its tokens."""
+    """The expected pages: for each matrix, the codec's bytes of the tokens that use it."""
     want = pages.clone()
     for number in range(len(matrices)):
         mine = torch.where(index.clamp(0, len(matrices) - 1) == number, slots, -1)
@@ -54,7 +54,7 @@ def test_every_token_takes_its_own_matrix(case, kind, backend):
 
 @pytest.mark.parametrize("many", [False, True])
 def test_triton_does_so_at_once_and_one_after_the_other(many, device, monkeypatch):
-    """Each matrix has programs of its own; where tokens are many, a program takes those that its tokens need."""
+    """With few tokens, each matrix has its own programs. With many, a program uses several matrices."""
     if many:
         monkeypatch.setattr("slimkv.ops.store.triton.launch.FEW_VECTORS", 0)
     check(replace(CASES[0], tokens=8), "mixed", "triton", device)

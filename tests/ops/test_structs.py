@@ -1,4 +1,4 @@
-"""What Python hands to kernels has the names, offsets and sizes that their sources declare."""
+"""The structures that Python passes to kernels have the names, offsets and sizes that their sources declare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimkv.ops.structures import parse_structures
 
 
 def fields_of(structure: type[ctypes.Structure]) -> list[tuple[str, int, int]]:
-    """Names, offsets and sizes, in order."""
+    """Names, offsets and sizes of the fields, in order."""
     of = [(name, getattr(structure, name)) for name, *_ in structure._fields_]
     return [(name, field.offset, field.size) for name, field in of]
 
@@ -64,7 +64,7 @@ def test_a_compiler_lays_out_the_structures_of_the_cpu_library_alike(tmp_path):
 
 @pytest.mark.parametrize("kind", [StoreArgs, decode.Args, latent.Args, prefill.PrefillArgs], ids=str)
 def test_arguments_of_cuda_kernels(kind):
-    """Fields follow one another with no gap but that of the next one's alignment."""
+    """There are no gaps between fields, except for alignment."""
     end = 0
     for (name, offset, size), (_, field) in zip(fields_of(kind), kind._fields_, strict=True):
         assert 0 <= offset - end < ctypes.alignment(field), name

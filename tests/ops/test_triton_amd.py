@@ -1,4 +1,4 @@
-"""Triton kernels compile for AMD GPUs, of which none is here."""
+"""Triton kernels compile for AMD GPUs, without such a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("compile_triton.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "lanes"), [("gfx942", 64), ("gfx1100", 32)])
 def test_kernels_compile_for(architecture, lanes, tmp_path):
-    """In a process of its own: here the interpreter has taken the compiler's place."""
+    """Runs in its own process, because the interpreter replaces the compiler in this one."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, SCRIPT, "hip", architecture, str(lanes)], env=environment, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""The steps that engines run before they serve."""
+"""Warm-up: the steps that engines run before they serve."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_signatures_tell_kernels_apart():
 
 
 def test_prefill_of_any_length_asks_for_one_kernel_of_few_queries(monkeypatch):
-    """A prompt's second chunk must not meet a kernel that its first one did not."""
+    """A prompt's second chunk must not need a kernel that its first one did not load."""
     seen = set()
 
     def prepare(request):
@@ -65,7 +65,7 @@ def test_prefill_of_any_length_asks_for_one_kernel_of_few_queries(monkeypatch):
 
 @pytest.fixture
 def unpoisoned(monkeypatch):
-    """Memory as it comes. Nothing runs on it, and filling the workspaces of long prompts takes most of the time."""
+    """Leaves memory unfilled: no kernel reads it, and filling the workspaces of long prompts takes most of the time."""
     monkeypatch.setattr(torch, "empty", torch.empty.__wrapped__)
 
 
@@ -76,11 +76,11 @@ SMALL = Device(142, 102400, 101376)
 @pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "99 KB"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_request_runs_a_kernel_that_warm_up_compiles(format, device):
-    """Whatever the numbers and lengths of sequences and queries are, and whether some are prefilled."""
+    """For any numbers and lengths of sequences and queries, whether or not some are prefilled."""
     chance, ran = random.Random(format), 0
     for dim in (64, 80, 96, 112, 128, 192, 256):
         codec = Codec(parse_spec(format, dim))
-        for _ in range(4):  # layers, each with several requests: finding what a layer can reach takes most of the time
+        for _ in range(4):  # layers with several requests each: finding the kernels of a layer takes most of the time
             layout, group = (
                 PageLayout(codec.spec, chance.choice((16, 32, 64))),
                 chance.choice((1, 2, 3, 4, 7, 8, 12, 16, 32)),
@@ -117,7 +117,7 @@ def test_every_request_runs_a_kernel_that_warm_up_compiles(format, device):
     ("format", "prefill"), [("k4v4", "16bit"), ("k4v4", "8bit"), ("ku4vu4", "16bit"), ("k6v5", "16bit")]
 )
 def test_every_prompt_runs_kernels_that_warm_up_compiles(format, prefill, device, monkeypatch):
-    """Whatever the numbers and lengths of prompts are, beside others that decode or not, in one pass or several."""
+    """For any numbers and lengths of prompts, with or without sequences that decode, in one pass or several."""
     monkeypatch.setattr(prefill_config, "device_of", lambda _: device)
     monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda _: device.multiprocessors)
     chance, sources = random.Random(format), Counter()
@@ -163,7 +163,7 @@ def test_every_prompt_runs_kernels_that_warm_up_compiles(format, prefill, device
 @pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "99 KB"])
 @pytest.mark.parametrize("page", [16, 32, 64])
 def test_every_step_of_an_engine_runs_kernels_that_warm_up_compiles(page, device, monkeypatch):
-    """Any number of requests with any number of new tokens, up to 8,192 in a step, as prefix hits leave them."""
+    """Any number of requests with any number of new tokens, as after prefix-cache hits, up to 8,192 per step."""
     for module in (decode_cuda, prefill_config):
         monkeypatch.setattr(module, "device_of", lambda _: device)
     monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda _: device.multiprocessors)
@@ -197,7 +197,7 @@ def test_every_step_of_an_engine_runs_kernels_that_warm_up_compiles(page, device
 
 
 class Loaded:
-    """A backend that only looks at the request."""
+    """A backend that passes its requests to a function."""
 
     def __init__(self, run) -> None:
         self.run = run
@@ -208,7 +208,7 @@ class Loaded:
 
 @pytest.mark.parametrize(("verified", "steps"), [(1, 2), (4, 4)])
 def test_every_kind_of_step_of_latents_is_run_once(verified, steps):
-    """One query and four, short and long."""
+    """Steps of one query and of ``verified`` queries, with short and long sequences."""
     spec = LatentSpec.parse("c4r8", seed=100 + verified)
     kind = LatentKind(Codec(spec), page_layout(spec, 16), 4, 0.1, torch.float32, None)
     assert run_latent_steps(kind, decoding_steps(1000, verified)) == steps

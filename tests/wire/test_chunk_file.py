@@ -1,4 +1,4 @@
-"""Files of chunks: what comes back is what was stored, or nothing; random faults are in tests/lab/soak."""
+"""Chunk files: a load returns what was stored, or nothing. For random faults, see tests/test_store_faults.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chunk(seed: int, size: int = SIZE) -> memoryview:
 
 
 def load(path: Path, key: bytes, mark: str = MARK, size: int = SIZE) -> bytes | None:
-    """What a tier gets; None is a miss."""
+    """The bytes that a cold tier gets; None is a miss."""
     into = memoryview(bytearray(size))
     try:
         load_file(str(path), into, key, mark)
@@ -34,7 +34,7 @@ def test_a_chunk_comes_back(tmp_path):
     store_file(str(path), chunk(1), b"key", MARK)
     assert load(path, b"key") == bytes(chunk(1))
     assert path.stat().st_size == SIZE + TRAILER_BYTES
-    store_file(str(path), chunk(2), b"key", MARK)  # there already: the first one stays
+    store_file(str(path), chunk(2), b"key", MARK)  # it exists already: the first chunk stays
     assert load(path, b"key") == bytes(chunk(1))
 
 
@@ -49,7 +49,7 @@ def test_another_chunk_is_a_miss(tmp_path, other):
 def test_a_writer_that_is_killed_leaves_what_is_taken_away_later(tmp_path, monkeypatch):
     path = tmp_path / "chunk.bin"
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", lambda *names: os._exit(0))  # killed before the file has its name
+        patch.setattr(Path, "replace", lambda *names: os._exit(0))  # killed before the file gets its final name
         child = os.fork()
         if child == 0:
             store_file(str(path), chunk(1), b"key", MARK)
@@ -57,7 +57,7 @@ def test_a_writer_that_is_killed_leaves_what_is_taken_away_later(tmp_path, monke
     left = list(tmp_path.iterdir())
     assert len(left) == 1
     remove_unfinished(tmp_path)
-    assert list(tmp_path.iterdir()) == left  # a writer may be at it
+    assert list(tmp_path.iterdir()) == left  # it may still have a writer
     os.utime(left[0], (0, time.time() - STALE_SECONDS - 1))
     remove_unfinished(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""A fingerprint says what bytes mean: it survives a round trip and names every difference."""
+"""Fingerprints: they survive a round trip, and a comparison names every difference."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_rope_in_any_spelling_is_one_rope():
 
 
 def test_latents_belong_to_the_engine_that_orders_their_rope_part():
-    """Every engine orders that of DeepSeek V2 alike; vLLM renames its yarn."""
+    """All engines order the rope part of DeepSeek V2 alike (vLLM only renames its YaRN), but not that of V3."""
     v2, v3 = ({"model_type": name, "kv_lora_rank": 512} for name in ("deepseek_v2", "deepseek_v3"))
     yarn = (
         {"rope_parameters": {"rope_type": "yarn", "factor": 4}},

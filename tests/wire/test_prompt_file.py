@@ -97,7 +97,7 @@ def test_other_files_are_refused(tmp_path):
 
 
 def test_tokens_must_belong_to_the_block_hashes(saved):
-    """A file whose checksum is right but whose tokens were exchanged by somebody who can compute one."""
+    """The file has other tokens and a recomputed checksum."""
     from slimkv.wire.prompt_file import _raw_header, _sign
 
     _, path = saved

@@ -1,4 +1,4 @@
-"""A folder that several processes share: marked with a fingerprint, and searched by tokens."""
+"""The prompt store: a folder that several processes share, marked with a fingerprint and searched by tokens."""
 
 from __future__ import annotations
 

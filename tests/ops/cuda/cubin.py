@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 _SYMTAB = 2  # type of a section
-_FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes of .nv.info: a symbol and its number
-# Opcodes of sm_90a: those that start and await wgmmas; HGMMA with A in shared memory and in registers.
+_FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes of .nv.info, each with a symbol and a number
+# Opcodes of sm_90a: the one that starts and awaits wgmmas; HGMMA with A in shared memory and in registers.
 _WARPGROUP, _PRODUCTS = 0x9C5, (0x9F0, 0xDF0)
 
 
@@ -16,7 +16,7 @@ _WARPGROUP, _PRODUCTS = 0x9C5, (0x9F0, 0xDF0)
 class Resources:
     """Resources of a kernel: registers and bytes of local memory (spills, arrays) per thread, static shared memory.
 
-    ``serialized``: the compiler lacks registers and has every product of a warpgroup wait for the one before.
+    ``serialized``: for lack of registers, the compiler makes every wgmma wait for the previous one.
     """
 
     registers: int
@@ -64,7 +64,7 @@ def _symbols(sections) -> list[str]:
 
 
 def _attributes(data: bytes, wanted: int):
-    """(symbol, value) of each such attribute."""
+    """(symbol, value) of each attribute of the wanted kind."""
     at = 0
     while at + 4 <= len(data):
         form, attribute, size = struct.unpack_from("<BBH", data, at)

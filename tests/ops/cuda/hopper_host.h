@@ -94,7 +94,7 @@ static void byte_rows(Operands all, int g, u8 (&rows)[2][32]) {
 
 DEVICE void mbarrier_init(u64* barrier, int count) {
   *reinterpret_cast<host::Barrier*>(barrier) = {(u16)count, (u16)count, 0};
-  host::List<host::Landing>& all = host::landings;  // of a launch that failed
+  host::List<host::Landing>& all = host::landings;  // remains of a launch that failed
   for (size_t i = all.count; i-- > 0;)
     if (all.items[i].barrier == barrier) all.erase(i);
   for (host::Named& n : host::named) n = {0, 0};
@@ -164,7 +164,7 @@ template <int N, bool BF16> struct WgmmaOf {
   }
 
  private:
-  struct Operand { float rows[2][16]; };  // g and g + 8 of a warp's 16
+  struct Operand { float rows[2][16]; };  // rows g and g + 8 of a warp's 16
   static Operand shared_rows(u64 a, bool transposed) {
     const int first = 16 * (host::machine.current / 32 % 4) + host::lane() / 4;
     Operand x;
@@ -215,8 +215,8 @@ template <int N> struct WgmmaBytes {
       c[i] = sum;
     }
   }
-  // The tensor cores of sm_90 add up what they multiply as numbers of one exponent, that of the largest of them and of the sum so
-  // far, and drop what is below the 14th bit: of each product, not of the sum.
+  // The tensor cores of sm_90 align all products and the accumulator to the largest exponent among them, and drop all
+  // bits below the 14th of each before they add them up.
   static void e4m3(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
     each("e4m3", a0, a1, a2, a3, b, [&](int at, const u8* row, const u8* column) {
       float terms[33], largest = 0.0f;

@@ -3,7 +3,8 @@
 // meet at a collective are an error, shared memory starts as NaNs, and asynchronous copies land only when they are
 // awaited, so that missing waits and barriers have an effect.
 #pragma once
-// C's headers alone, and no containers: hundreds of libraries include this, and C++'s would take a third of the time to compile one.
+// Only C headers and no containers: hundreds of libraries include this file, and C++ headers would take a third of the
+// time to compile each.
 #define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
 #include <stdarg.h>
@@ -72,7 +73,7 @@ struct Thread {
   const char* where;  // the collective it waits at
   u64 meetings;       // warp collectives so far: operands of two consecutive ones are kept apart
   int groups;         // committed groups of asynchronous copies
-  bool waited;        // for the previous grid
+  bool waited;        // whether it waited for the previous grid
   List<Copy> copies;
 #ifdef HOST_SWITCH_WORDS
   void* stack_pointer;
@@ -100,8 +101,8 @@ struct Machine {
 #endif
 };
 static Machine machine;
-// One for all libraries of a process, which an inline variable is with g++: a test process loads hundreds of them, and a
-// fork() of it must find as much memory as all their stacks would take.
+// Shared by all libraries of a process, as inline variables are with g++. A test process loads hundreds of them. If
+// each had its own stacks, fork() would need as much memory as all of them.
 inline u8* stacks = nullptr;
 
 static void choose(int i) { machine.current = i; }
@@ -115,8 +116,8 @@ static int refuse(const char* format, ...) {
 }
 extern "C" const char* host_error() { return machine.error; }
 
-// Switches stacks: what a called function must keep is pushed and popped. swapcontext() would ask the kernel for the
-// signal mask each time, which takes longer than all the rest.
+// Switches stacks, and pushes and pops the callee-saved registers. swapcontext() would also save the signal mask with a
+// system call, which takes longer than everything else.
 #if defined(__x86_64__)
 asm(R"(
 .text
@@ -509,7 +510,7 @@ DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {  // products of halves are exact in 
   auto one = [&](int i) { return f16_to_f32(a >> i & 0xFFFF) * f16_to_f32(b >> i & 0xFFFF) + f16_to_f32(c >> i & 0xFFFF); };
   return pack_f16x2(one(0), one(16));
 }
-DEVICE u32 sub_bf16x2(u32 a, u32 b) {  // the same holds for these
+DEVICE u32 sub_bf16x2(u32 a, u32 b) {  // a difference is exact in float32, or far from a tie
   return pack_bf16x2(bf16_to_f32(a & 0xFFFF) - bf16_to_f32(b & 0xFFFF), bf16_to_f32(a >> 16) - bf16_to_f32(b >> 16));
 }
 DEVICE u32 sub_f16x2(u32 a, u32 b) {  // a difference of two halves is exact in float32, or far from a tie
@@ -607,7 +608,7 @@ DEVICE void prefetch_l2(const void*) {}
 DEVICE u32 in_register(u32 x, int lane) { return x; }
 DEVICE void overwrite(float& x, float to) { x = to; }
 DEVICE void stay(bool always) { if (!always) host::fail("a way out was taken"); }
-// Products are exact; their sum is rounded once, where a device may round (or truncate) in between.
+// Products are exact, and their sum is rounded once; a device may round or truncate in between.
 template <class F> DEVICE void mma_floats(const char* name, F to_float, float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   u64 mine[6] = {a0, a1, a2, a3, b0, b1};
   host::Operands all = host::meet(name, mine, 6);

@@ -1,7 +1,7 @@
 """Compiles the CUDA kernels for the CPU (host.h) and launches them there, so that their logic is tested without a GPU.
 
-Every kernel takes one struct by value, mirrored here by a ``ctypes.Structure``; ``HOST_TESTABLE(name, Args)`` after it
-makes it callable.
+Every kernel takes one struct by value, mirrored here by a ``ctypes.Structure``. ``HOST_TESTABLE(name, Args)`` after the
+kernel makes it callable.
 """
 
 from __future__ import annotations

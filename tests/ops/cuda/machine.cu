@@ -64,13 +64,13 @@ KERNEL(64, 1) pairs(GRID_CONSTANT Args args) {
     u32 a = args.in[2 * i], b = args.in[2 * i + 1];
     args.out[4 * i] = mul_f16x2(a, b);
     args.out[4 * i + 1] = mul_bf16x2(a, b);
-    args.out[4 * i + 2] = max_abs_f16x2(a, b) & 0x7FFF7FFFu;  // signs are any
+    args.out[4 * i + 2] = max_abs_f16x2(a, b) & 0x7FFF7FFFu;  // any signs
     args.out[4 * i + 3] = max_abs_bf16x2(a, b) & 0x7FFF7FFFu;
   }
 }
 HOST_TESTABLE(pairs, Args)
 
-// in: a, b; out: the cells of their product.
+// in: a, b; out: their product in units of the smallest float, rounded up, plus mode.
 KERNEL(64, 1) cells(GRID_CONSTANT Args args) {
   for (int i = thread_index(); i < args.n; i += 64)
     args.out[i] = ceil_product(as_float(args.in[2 * i]), as_float(args.in[2 * i + 1]), args.mode);

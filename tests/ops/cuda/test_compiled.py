@@ -37,8 +37,8 @@ LAYOUTS = [
 ]
 BF16 = 1
 REGISTERS = 65536  # per multiprocessor
-MOST_LOCAL = 176  # bytes per thread: spills outside of loops; hardly any with mma.sync
-# Also row sums, which are read and written once per KV block.
+MOST_LOCAL = 176  # bytes per thread: spills outside of loops; kernels with mma.sync have hardly any
+# The limits of verification include row sums, which are read and written once per KV block.
 MOST_LOCAL_BY_SOURCE = {DECODE: MOST_LOCAL, VERIFY_WARPS: 320, VERIFY: 500}
 
 
@@ -62,7 +62,7 @@ ROWS = ((4, 1), (8, 1), (4, 4), (4, 8), (4, 16), (6, 8))  # query heads per KV h
 def _decode(device: Device, layout: PageLayout, name: str, rows: Iterable[tuple[int, int]] = ROWS) -> Iterator[Kernel]:
     for group, queries in rows:
         config = config_for(device, layout, group, queries)
-        if config is None:  # Triton takes it
+        if config is None:  # the Triton kernel is used instead
             continue
         defines = kernel_defines(layout, config, BF16, BF16, False, False)
         yield Kernel(
@@ -130,7 +130,7 @@ def check(kernel: Kernel, architecture: str, folder) -> None:
     """Compiles a kernel and checks its resources."""
     device = record_of(ARCHITECTURES[architecture], 100)
     used = resources(compile_kernels(kernel.source, kernel.defines, architecture, folder))[kernel.kernel]
-    shared = kernel.shared + (0 if device.copy_engine else used.shared_bytes)  # sm_90 and newer reserve 1 KB
+    shared = kernel.shared + (0 if device.copy_engine else used.shared_bytes)  # from sm_90 on, a reserved 1 KB
     assert shared <= device.shared_of_block
     assert (shared + 1024) * kernel.blocks_per_sm <= device.shared_of_multiprocessor
     assert -(-used.registers // 8) * 8 * kernel.threads * kernel.blocks_per_sm <= REGISTERS

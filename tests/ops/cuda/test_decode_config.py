@@ -49,7 +49,7 @@ def test_blocks_that_fit_only_twice_are_shorter(dim, tokens, stages):
         ("k4v4", 256, 4, 2, DecodeConfig(8, 32, 8, 2)),
         ("k4v4", 256, 4, 4, DecodeConfig(16, 128, 16, 3, source=PAIRS, bulk=True)),
         ("k4v4", 256, 6, 8, DecodeConfig(48, 64, 16, 3, source=PAIRS, bulk=True)),
-        ("k4v4", 256, 6, 10, DecodeConfig(32, 128, 16, 2, source=PAIRS, bulk=True)),  # twice
+        ("k4v4", 256, 6, 10, DecodeConfig(32, 128, 16, 2, source=PAIRS, bulk=True)),  # two work tiles
         ("k8v8", 256, 6, 4, DecodeConfig(24, 64, 16, 2, source=PAIRS, bulk=True)),
         ("k5v5", 128, 4, 1, DecodeConfig(4, 64, 12, 1, bulk=True)),
         ("k8v8", 128, 4, 1, DecodeConfig(4, 32, 8, 2)),

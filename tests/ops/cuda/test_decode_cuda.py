@@ -1,4 +1,4 @@
-"""CUDA attend against the definition in float64: lane by lane on a CPU, and on a GPU if available."""
+"""CUDA decode, compared with exact attention in float64: emulated lane by lane on a CPU, and on a GPU if available."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def launch(call: KernelCall) -> None:
 
 
 def captured(request: AttendRequest) -> AttendRequest:
-    """Splits keys, as in a captured graph, whose bound on lengths is that of the model."""
+    """Splits keys, as a captured graph does, because its bound on lengths is that of the model."""
     return replace(request, max_seq_len=1 << 20)
 
 
@@ -73,7 +73,7 @@ EMULATED = [
     replace(VERIFY, **EVERYTHING),
     replace(TINY, **EVERYTHING, lens=(700, 60)),
     replace(TINY, lens=(70, 20, 33, 0, 41), queries=(36, 1, 4, 1, 41)),
-    replace(TINY, lens=(30, 400, 0, 200, 7), queries=(5, 300, 1, 200, 7), padding=40),  # few of many rows are merged
+    replace(TINY, lens=(30, 400, 0, 200, 7), queries=(5, 300, 1, 200, 7), padding=40),  # of many rows, few are merged
     replace(TINY, lens=tuple(range(70)), queries=(1,) * 70),
     replace(TINY, lens=(0, 0), sinks=True),
     *(replace(case, query_norm=0.0) for case in (TINY, VERIFY)),  # a zero query gives all keys the same score
@@ -111,7 +111,7 @@ LONG_CASES = [
     replace(LONG, dim=96, queries=(8, 6, 1), **EVERYTHING),
     replace(LONG, dim=128, format="k6v6"),
     replace(LONG, format="k6v6", dim=80),
-    # Slices that do not fill words of a plane, and rotations without a free slot.
+    # Slices that do not fill words of a plane, and queries rotated without a free slot of the ring.
     *(replace(LONG, page=64, format=f, dim=dim) for dim in (80, 112) for f in ("k3v3", "k5v5", "k2v2")),
     *(replace(LONG, page=64, format=f, dim=96) for f in ("k3v5", "k7v1")),
     *(replace(LONG, page=64, format="k5v5", dim=dim) for dim in (16, 192)),
@@ -232,7 +232,7 @@ class Emulated:
         attend_cuda.attend_packed(request, self.device, launch)
 
 
-# Kernels that need the scores of uncentred keys: 4 rows as bytes and as halves, 16 rows, pairs of warpgroups.
+# Kernels that need the scores of uncentred keys: 4 rows with int8 and fp16 products, 16 rows, pairs of warpgroups.
 CENTRED = [
     *(replace(TINY, format=f, group=2, num_kv_heads=2, queries=(1, 2)) for f in ("k4v4", "k5v5")),
     replace(VERIFY, group=3, num_kv_heads=2),
@@ -266,7 +266,7 @@ def test_centred_keys(case, change):
 
 @emulated
 def test_results_do_not_depend_on_the_other_sequences():
-    """Steps begin at fixed tokens, so only the order of a few additions may differ."""
+    """KV blocks begin at fixed tokens, so only the order of a few additions may differ."""
     built, together, _ = run_emulated(replace(TINY, lens=(300, 9, 150), queries=(1, 1, 1)))
     batch = built.batch
     for i in range(3):

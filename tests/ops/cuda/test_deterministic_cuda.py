@@ -65,7 +65,7 @@ class Cache:
         )
 
     def request(self, calls, prompt: bool | None) -> AttendRequest:
-        """The request of ``calls``, each (sequence, first query, end)."""
+        """One request of all ``calls``, each a (sequence, first query, end)."""
         counts, lens = [end - first for _, first, end in calls], [end for _, _, end in calls]
         query = torch.cat([self.queries[i][first:end] for i, first, end in calls])
         batch = AttentionBatch(
@@ -100,7 +100,7 @@ def rows_of(request, calls) -> list[torch.Tensor]:
 
 
 def is_exact(cache: Cache) -> bool:
-    """Tokens around the end of a split: one by one, verified in pairs, at once, in a batch, and on other GPUs."""
+    """Whether tokens around the end of a split get equal bits singly, in pairs, at once, in a batch, on other GPUs."""
     others, found = [(2, 59, 60), (3, 0, 1)], []
     for sequence, length in ((0, 258), (1, 131)):
         first = length - 4
@@ -174,7 +174,8 @@ def test_a_row_of_a_prompt_gets_one_result(case):
     """A prompt in one chunk, in chunks of any size, after a cached prefix, in a batch, and in several passes."""
     cache, first, length = Cache(**case, lengths=(140, 170, 1)), 100, 170
     whole, want = cache.prompts((1, first, length))[0], cache.exact((1, first, length))[0]
-    assert ((whole - want).norm(dim=-1) / want.norm(dim=-1)).max() < 1e-2  # for long keys; as large by default
+    # Keys are long; the default kernel's errors are as large.
+    assert ((whole - want).norm(dim=-1) / want.norm(dim=-1)).max() < 1e-2
     for chunk in (24, 41):  # the tile of token 127 is complete in some calls only
         cut = [cache.prompts((1, at, min(at + chunk, length)))[0] for at in range(first, length, chunk)]
         assert torch.equal(torch.cat(cut), whole)

@@ -131,10 +131,10 @@ def test_pairs_of_16_bit_floats(rng):
 
 
 def test_cells_of_products(rng):
-    """The unrounded product in units of the smallest float; on an edge it belongs to the cell below."""
+    """The exact product in units of the smallest float, rounded up to an integer."""
     a = rng.integers(-(2**23), 2**23, 5000).astype(np.float32)
     b = (rng.random(5000) * 100 / 2**23).astype(np.float32)
-    a[:100], b[:100] = np.arange(-50, 50), 1  # on edges
+    a[:100], b[:100] = np.arange(-50, 50), 1  # exact integers
     exact = a.astype(np.float64) * b.astype(np.float64)
     words = np.stack([a * np.float32(2.0**-69), b * np.float32(2.0**-80)], 1)
     found = run("cells", words, len(a), threads=64, mode=4096, n=len(a)).astype(np.int64) - 4096

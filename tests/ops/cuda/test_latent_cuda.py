@@ -1,4 +1,4 @@
-"""attend_latent in CUDA against float64 on the same codes: lane by lane on a CPU, and on a GPU if available."""
+"""``attend_latent`` in CUDA, compared with float64 on the same codes: emulated on a CPU, and on a GPU if available."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def stored_space(built: Built) -> Built:
 def attend_and_check(
     case: Case, device: Device = H200, workspace: torch.Tensor | None = None, apart: int = 0
 ) -> torch.Tensor:
-    """Attends on the emulated GPU, in float32 queries where the rope part allows it, with ``apart`` heads between rows
-    of two queries."""
+    """Attends on the emulated GPU, with latent queries in float32. ``apart`` unused heads separate the output rows of
+    queries."""
     built = build(case, CPU)
     rotation = ops.latent_rotation(built.codec)
     own = stored_space(replace(built, query_latent=built.query_latent.float()))
@@ -301,7 +301,7 @@ def test_rows_as_columns_stay_in_registers(format, rows, spilled):
     code = compile_kernels(config.kernel.source, latent_cuda.kernel_defines(layout, config, bf16, bf16, bf16), "sm_90a")
     lines = sass.instructions(code)
     products, waits = (sum(name in line for line in lines) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
-    assert products == 4 + 32 + 16  # of rope parts, latents, values
+    assert products == 4 + 32 + 16  # for rope parts, latents and values
     assert waits <= 16  # one per group of slices unpacked together
     assert cubin.resources(code)["attend"].local_bytes <= spilled
 

@@ -1,4 +1,4 @@
-"""Planned calls give the results of single calls, and know which calls they fit."""
+"""Planned calls give the results of single calls, and report which calls they fit."""
 
 from __future__ import annotations
 

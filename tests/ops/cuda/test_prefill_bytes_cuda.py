@@ -1,4 +1,4 @@
-"""Prefill on 8-bit tensor cores against the same arithmetic in torch: lane by lane on a CPU, and on a GPU."""
+"""Prefill on 8-bit tensor cores compared with the same arithmetic in torch: emulated on a CPU, and on a GPU."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_attend(case):
 
 @emulated
 def test_a_token_that_draws_nearly_all_attention_leaves_small_ones_their_share():
-    """The others are so small that e4m3 sums drop them and e4m3 has few bits for them."""
+    """The other probabilities are so small that sums of e4m3 products drop them and e4m3 has few bits for them."""
     case, token = replace(SHORT, group=1, lens=(600,)), 300
     built = build(case, CPU)
     kv = eight_bit.operands(built.codec, built.layout, built.pages, built.positions(0))

@@ -28,9 +28,9 @@ def test_sequences_and_tiles_of_a_pass():
     assert passes(1, 64, 1 << 20) == (1, 512)  # 256 MiB of 64 KiB tiles, for 8 heads
     assert passes(1 << 17, 1 << 17, 1 << 20) == (1 << 17, 1)
     assert passes(32, 64, 8192) == (8, 64)  # whole sequences, two blocks of each: 128 of 132 multiprocessors are busy
-    assert passes(16, 256, 8704) == (6, 68)  # three times rather than 7, 7 and 2
-    assert passes(16, 32, 32768) == (16, 32)  # two whole sequences would be 32 blocks
-    assert passes(10, 110, 8192) == (6, 64)  # 4 times 132 blocks and 352 rather than twice 440
+    assert passes(16, 256, 8704) == (6, 68)  # passes of 6, 6 and 4 sequences rather than 7, 7 and 2
+    assert passes(16, 32, 32768) == (16, 32)  # two whole sequences would have only 32 thread blocks
+    assert passes(10, 110, 8192) == (6, 64)  # 4 x 132 thread blocks and then 352, rather than twice 440
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
     [
         (16, 512, 8704, {}, True),
         (16, 256, 8192, {}, True),
-        (32, 128, 8192, {}, False),  # for four blocks, unpacking takes longer than attention
+        (32, 128, 8192, {}, False),  # unpacking takes longer than attention of four thread blocks
         (1, 2048, 131072, {}, True),
         (1, 8192, 8192, {}, True),
-        (16, 512, 131072, {}, False),  # the workspace holds 4 of 128 items
+        (16, 512, 131072, {}, False),  # the workspace holds 4 of the 128 KV heads of all sequences
         (16, 512, 8704, {"total": 6000}, False),  # sequences of different lengths
         (16, 512, 8704, {"total": 527}, True),  # all but one decode
         (16, 512, 8704, {"dim": 256}, False),
@@ -141,7 +141,7 @@ EIGHT_BIT = AttendOptions(prefill="8bit")
 
 @pytest.mark.parametrize("dim", [96, 128])
 def test_decode_keeps_its_queries_from_prefill_in_8_bits(dim):
-    """Also those of head sizes that have none."""
+    """Also for head sizes without 8-bit prefill."""
     case = replace(LONG, dim=dim, group=8, lens=(40, 40), queries=(24, 24))
     built = build(case, CPU)
     request = replace(request_of(built, *poisoned_out(case, built)), options=EIGHT_BIT)
@@ -161,7 +161,7 @@ def test_no_kernel_is_reachable_where_8_bits_are_refused(capability, format, dim
 
 
 def test_what_decode_leaves_to_it(monkeypatch):
-    """FUSED applies from 17 queries on, if they have more than 64 rows and take less time on both multiprocessors."""
+    """FUSED serves 17 queries and more with over 64 query rows, if it is faster on these two multiprocessors."""
 
     def most(**change):
         case = replace(LONG, **{"dim": 128, "group": 4, "lens": (40, 40), "queries": (24, 24), **change})
@@ -172,11 +172,11 @@ def test_what_decode_leaves_to_it(monkeypatch):
     assert most() == MAX_DECODE_QUERIES
     monkeypatch.undo()
     assert most() == 16
-    assert most(queries=(20, 20)) == MAX_DECODE_QUERIES  # 80 rows of 128
+    assert most(queries=(20, 20)) == MAX_DECODE_QUERIES  # 80 of a thread block's 128 rows
     assert most(group=2) == MAX_DECODE_QUERIES  # 48 rows
     assert most(group=8) == 16
     assert most(queries=(24, 1)) == MAX_DECODE_QUERIES
-    assert most(format="k6v4") == MAX_DECODE_QUERIES  # 96 rows of 256
+    assert most(format="k6v4") == MAX_DECODE_QUERIES  # 96 of a thread block's 256 rows
     assert most(format="k6v4", group=8) == 16
     assert most(format="k6v4", dim=256) == MAX_DECODE_QUERIES
     assert most(queries=(16, 16)) == MAX_DECODE_QUERIES

@@ -1,4 +1,4 @@
-"""Prefill in CUDA against the definition in float64: lane by lane on a CPU, and on a GPU if available."""
+"""Prefill in CUDA, compared with exact attention in float64: emulated on a CPU, and on a GPU if available."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ WINDOWED = replace(LONG, lens=(1500, 900, 60), queries=(40, 33, 60), window=150)
     ids=["first", "options", "dim_256", "passes", "ahead", "ring"],
 )
 def test_only_tokens_in_some_window_are_unpacked(change, unpack, budget):
-    """Whatever the length of contexts."""
+    """The number of unpacked tiles does not depend on the context length."""
     case, tiles = replace(WINDOWED, **change), 0
     config = config_of(case.format, case.dim, unpack)
 
@@ -209,7 +209,7 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only(side, format, dim, unpack)
 )
 @pytest.mark.parametrize("poison", [0xFF, 0xF0])  # invalid scales, and large ones
 def test_what_no_query_sees_changes_no_bit(format, softcap, unpack, poison):
-    """Not even through the tile's unit, a power of two that all its tokens share."""
+    """Not even through the power of two that all tokens of a tile share as a unit."""
     case = replace(LONG, format=format, softcap=softcap, window=9, lens=(140,), queries=(33,))
     outs = []
     for poisoned in (False, True):
@@ -268,7 +268,7 @@ WARP_CASES = [
 def test_attend_with_products_of_single_warps(case, config):
     attend_and_check(case, config=config)
     tile = 2 * config.tile_bytes(case.dim) * case.num_kv_heads
-    attend_and_check(case, config=config, budget=2 * tile)  # passes hand on the state of two row blocks
+    attend_and_check(case, config=config, budget=2 * tile)  # the state of two row blocks is kept between passes
 
 
 def test_products_of_single_warps_fit_every_device():

@@ -35,7 +35,7 @@ FUSED_CASES = [
 @emulated
 @pytest.mark.parametrize("case", sample(FUSED_CASES, 4), ids=str)
 def test_attend_fused(case):
-    """One producer and the consumer warpgroups."""
+    """One or two producer warpgroups, which unpack, and two consumer warpgroups."""
     attend_and_check(case, config=config_of(case.format, case.dim, FUSED))
 
 
@@ -178,7 +178,7 @@ AHEAD_ON_A_GPU = [
 @pytest.mark.parametrize("room", [prefill_cuda.WORKSPACE_BYTES, 1], ids=["all", "ring"])
 @pytest.mark.parametrize("case", AHEAD_ON_A_GPU, ids=str)
 def test_attend_ahead_on_a_gpu(case, room, hopper, monkeypatch):
-    """The lead is reduced to few blocks, so that these unpack most tiles."""
+    """With few multiprocessors, little is unpacked in advance, so that thread blocks unpack most tiles."""
     monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda device: 8)
     launch, config = prefill_cuda.launcher(hopper), config_of(case.format, case.dim, AHEAD)
     got = attend_and_check(case, hopper, launch, room, config)

@@ -51,8 +51,8 @@ def attend_and_check(
     for _, rows in rows_of_many_queries(case, out):
         errors = row_errors(out[rows], want[rows].double())
         assert errors.isfinite().all()
-        # Ties may be rounded either way: of a query's coordinate, which changes all probabilities of the row, or of a
-        # probability, on which the whole output depends if only one token is visible.
+        # Ties may be rounded either way: those of a query's coordinate, which changes all probabilities of the row, or
+        # those of a probability, on which the whole output depends if only one token is visible.
         bound = 3 * BOUND if case.peaked else BOUND
         assert (errors > bound).sum() <= 0.1 * errors.numel() + 1, f"worst {errors.max():.1e}"
         assert errors.max() < 6 * BOUND
@@ -85,12 +85,12 @@ def test_attend(case):
 
 @emulated
 def test_close_to_exact_arithmetic():
-    """The error that docs/design/eight-bit-prefill.md states."""
+    """The error relative to attention without 8-bit arithmetic, on the same codes."""
     case = replace(SHORT, dim=128, lens=(400,), queries=(100,), query_norm=1.0)
     out = attend_and_check(case)
     built = build(case, CPU)
     want, lse = poisoned_out(replace(case, out_dtype="fp32"), built)
-    ops.attend(**built.arguments(), out=want, lse=lse, backend="reference")  # in 16 bits and more
+    ops.attend(**built.arguments(), out=want, lse=lse, backend="reference")  # not in 8 bits
     assert float((out.float() - want).norm() / want.norm()) < 0.03
 
 
@@ -98,7 +98,7 @@ def test_close_to_exact_arithmetic():
 @pytest.mark.parametrize("small", [0, 6])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_tokens_that_tower_over_all_before_them(dim, small):
-    """By a little and by much, with values 2^``small`` times smaller, as in attention sinks."""
+    """Scores exceed all earlier ones by a little and by much; values are 2^``small`` smaller, as in attention sinks."""
     case = replace(SHORT, dim=dim, group=1, lens=(700,))
     built, towers = build(case, CPU), (0, 5, 70, 131, 200, 260, 390)
     slots = built.positions(0)

@@ -1,4 +1,4 @@
-"""The CUDA store writes the reference's bytes: lane by lane on a CPU, and on a GPU if available."""
+"""The CUDA store writes the reference's bytes: emulated lane by lane on a CPU, and on a GPU if available."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_warp_for_every_slice(case):
 @pytest.mark.parametrize("bits", [5, 6, 7, 8])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_squares_of_the_nearest_levels_fit_32_bits(bits, dim):
-    """Levels are at most as long as the vector and the maximum distance of coordinates to their levels."""
+    """The norm of the levels is at most that of the vector plus that of the largest distances to levels."""
     book, unit = codebook(bits, dim), Codec(CodecSpec.parse(f"k{bits}v{bits}", dim)).key_tables.unit
     levels = np.sort(book.levels_by_code)
     away = max(np.abs(book.boundaries - levels[1:]).max(), np.abs(book.boundaries - levels[:-1]).max())
@@ -226,7 +226,7 @@ def test_tokens_that_cannot_be_encoded_are_marked(format):
 @pytest.mark.parametrize("dim", [16, 80, 128, 256])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_cells_reach_as_far_as_a_norm_can_be_wrong(dim, bits):
-    """The largest coordinate of a vector whose norm, in steps, is as much too small as can be: all others are ties."""
+    """The largest coordinate of the vector whose norm, in steps, is most underestimated: all other ones are ties."""
     ties = torch.arange(0, 128, 2, dtype=torch.float64)  # steps of a coordinate; the largest has at least 128
     norms = (128**2 + (dim - 1) * (ties + 0.5) ** 2).sqrt(), (128**2 + (dim - 1) * ties**2).sqrt()
     largest = Codec.from_format(f"k{bits}v{bits}", dim).key_tables.unit * dim**0.5
@@ -256,7 +256,7 @@ def test_products_are_compared_as_they_are_on_a_gpu(dtype, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_many_vectors_of_any_size_on_a_gpu(dtype, device):
-    """Every exponent, and the full range of arguments of square roots and quotients."""
+    """Covers every exponent, and the full range of arguments of square roots and quotients."""
     case = Case(dim=128, heads=8, tokens=1 << 15, slots="aligned", dtype=dtype, page=64)
     check(case, run=store_cuda.run, device=device)
 

@@ -30,7 +30,7 @@ from slimkv.ops.cuda.device import Device
 from tail import sample
 
 NO_LENGTHS = {key: value for key, value in EVERYTHING.items() if key not in ("lens", "queries")}
-# Query heads per KV head, queries per sequence, columns of a thread block.
+# Query heads per KV head, queries per sequence, query rows of a thread block.
 GROUPS_QUERIES_COLUMNS = (
     *((2, 16, 32), (3, 16, 48), (5, 16, 40), (6, 16, 48), (7, 8, 64), (8, 8, 64)),
     *((12, 4, 48), (13, 4, 64), (16, 3, 48), (16, 4, 64), (40, 2, 40), (64, 1, 64)),
@@ -45,7 +45,7 @@ WARPGROUP_CASES = [
     replace(DRAFTS, dim=64, group=32, num_kv_heads=2, lens=(33, 300, 40, 1, 70), queries=(1,) * 5),
     replace(DRAFTS, dim=64, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"),
     replace(DRAFTS, dim=64, page=128, lens=(1300, 40), queries=(8, 7)),
-    *(replace(DRAFTS, format=f, page=64) for f in ("k5v5", "k4v3")),  # two of four warps share a word of the values
+    *(replace(DRAFTS, format=f, page=64) for f in ("k5v5", "k4v3")),  # every two warps share a word of the values
 ]
 
 
@@ -71,7 +71,7 @@ COLUMN_CASES = [
     (MANY, 64),
     (replace(MANY, page=128, lens=(1300, 40), dim=64), 64),
     (replace(RAGGED, dim=64, num_kv_heads=2), 64),
-    (replace(MANY, queries=(31, 20), dim=64), 64),  # twice
+    (replace(MANY, queries=(31, 20), dim=64), 64),  # two work tiles
     *((replace(MANY, group=g, queries=(q, q - 1), dim=64), n) for g, q, n in GROUPS_QUERIES_COLUMNS),
     (replace(MANY, format="k5v5", queries=(12, 7)), 48),
     (replace(MANY, format="ku4vur8", queries=(16, 7)), 64),
@@ -84,10 +84,10 @@ COLUMN_CASES = [
     (replace(MANY, **NO_LENGTHS, dim=256, group=6, queries=(8, 3), format="k5v5"), 48),
     (replace(MANY, dim=256, queries=(6, 5), format="ku4vur8", key_norm=1e3, query_norm=0.5, peaked=True), 24),
     (replace(MANY, dim=192, queries=(16, 9), format="k5v4"), 32),
-    (replace(MANY, dim=192, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block
+    (replace(MANY, dim=192, lens=(140,) * 5, queries=(8,) * 5), 32),  # most work tiles take one thread block
 ]
-# Value slices that four warps share unevenly: the last warps have fewer or none. One or two warps read slices that do
-# not fill a word of a plane from token rows.
+# Value slices that four warps share unevenly: the last warps have fewer or none. One or two warps read the slices that
+# do not fill a word of a plane, which are stored as token rows.
 UNEVEN_CASES = [
     *((replace(MANY, dim=d, queries=(q, 3), page=page), n) for d, q, page, n in ((80, 5, 16, 24), (96, 12, 64, 48))),
     (replace(MANY, dim=112), 64),
@@ -97,7 +97,7 @@ UNEVEN_CASES = [
     (replace(MANY, dim=80, queries=(13, 2), format="k4v1"), 64),
     (replace(MANY, dim=112, **NO_LENGTHS, queries=(9, 5), format="k4v3"), 40),
     (replace(RAGGED, dim=96, num_kv_heads=2, format="k1v4"), 64),
-    (replace(MANY, dim=80, lens=(140,) * 5, queries=(8,) * 5), 32),  # most are whole in one block
+    (replace(MANY, dim=80, lens=(140,) * 5, queries=(8,) * 5), 32),  # most work tiles take one thread block
     (replace(MANY, dim=80, value_dim=112, queries=(8, 5), sinks=True), 32),
     (replace(MANY, dim=128, value_dim=80, queries=(8, 5), format="k4v2"), 32),
     (replace(MANY, dim=64, value_dim=48, queries=(8, 5), format="k4v3"), 32),
@@ -128,7 +128,7 @@ def test_one_long_draft_or_prompt_does_not_widen_the_rows_of_all(longest, total,
     assert found[0] == rows
 
 
-# Without wgmma, more rows by a team of warps: cases, and rows per thread block.
+# Without wgmma, a team of warps processes more than 16 rows: cases, and query rows per thread block.
 TEAM = replace(DRAFTS, dim=256, group=6, lens=(300, 90, 7), queries=(4, 3, 1))
 TEAM_CASES = [
     (TEAM, 24),
@@ -137,8 +137,8 @@ TEAM_CASES = [
     (replace(TEAM, format="ku4vfp8", lens=(260, 0, 70), queries=(5, 2, 4), window=80, sinks=True, page=128), 32),
     (replace(TEAM, dim=128, group=2, queries=(30, 17, 1), softcap=3.0, dtype="fp32", strided=True, scale=-0.2), 64),
     (replace(TEAM, queries=(4, 4, 4), causal=False, key_norm=1e3, query_norm=0.5, peaked=True), 24),
-    (replace(TEAM, lens=(140,) * 7, queries=(4,) * 7), 24),  # most are whole in one block
-    (replace(TEAM, dim=192, format="k3v5", lens=(700, 33, 0), queries=(3, 3, 2)), 16),  # two tables
+    (replace(TEAM, lens=(140,) * 7, queries=(4,) * 7), 24),  # most work tiles take one thread block
+    (replace(TEAM, dim=192, format="k3v5", lens=(700, 33, 0), queries=(3, 3, 2)), 16),  # two LUTs
     (replace(TEAM, dim=128, value_dim=80, format="k4v2"), 24),
     (replace(TEAM, dim=112, format="k1v7", group=4, queries=(8, 5, 1)), 32),
     (replace(TEAM, dim=64, format="k8v8", group=20, queries=(1, 1, 1)), 24),

@@ -1,4 +1,4 @@
-"""Decode in CUDA: tokens before every query's window may have any bytes; lane by lane on a CPU."""
+"""Decode in CUDA, emulated on a CPU: tokens before every query's window may hold any bytes."""
 
 from __future__ import annotations
 
