@@ -21,7 +21,7 @@ from slimkv.ops.attention.eight_bit import format_refusal
 from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy, parse_size
 
 FRESH = ("auto", "codes", "raw")
-# The accepted values of fields with ``deterministic``.
+# The values that these fields may have with ``deterministic``.
 _DETERMINISTIC: dict[str, tuple[object, ...]] = {
     "sink_tokens": (0,), "recent_tokens": (0,), "fresh": (AUTO, "codes"), "prefill": (AUTO, SIXTEEN_BIT),
 }  # fmt: skip
@@ -41,21 +41,21 @@ class KVCacheConfig:
             of a model with latent attention, as in ``LatentSpec.parse`` (``c4``, ``c4r8``, ``craw``). ``auto``: 4 bits,
             for K and V or for latents. ``calibrated``: the widths that the calibration chose per layer.
         layers: formats of single layers. A key is a layer's number (``0``, ``"0"``), counted from the end when negative
-            (``-1``), a range with both ends (``"4-6"``, ``"-2--1"``), or ``"default"``, which is ``format``. Later
-            entries win over earlier ones.
+            (``-1``), a range that includes both ends (``"4-6"``, ``"-2--1"``), or ``"default"``, which means
+            ``format``. Later entries win over earlier ones.
         fresh: how the tokens of one forward pass see one another. ``codes``: as codes, as every later step sees them,
             so that a prefix-cache hit gives the same output as a miss. ``raw``: as unquantised K and V, which is closer
             to the stock cache, but the output depends on how the prompt was chunked. ``auto``: codes if pages are
             shared between requests, raw in a private cache.
-        prefill: the arithmetic of passes of more than 32 new tokens. ``16bit``. ``8bit``: 8-bit tensor cores; requires
-            Lloyd-Max codes of up to 4 bits on both sides and ``fresh`` other than raw. ``auto``: 16 bits, because a
-            prefix-cache hit with few remaining tokens is decoded, and with 8 bits it would differ from a miss.
+        prefill: the arithmetic of passes of more than 32 new tokens. ``16bit`` or ``8bit``, which uses 8-bit tensor
+            cores and requires Lloyd-Max keys and values of up to 4 bits and ``fresh`` other than raw. ``auto``: 16
+            bits. A prefix-cache hit with few remaining tokens is decoded in 16 bits, so a miss in 8 bits would differ.
         sink_tokens: the number of first tokens that are kept in the model's dtype.
         recent_tokens: the same for the last tokens.
         age: formats of older tokens, as in ``{512: "k6v6", 4096: "k4v4"}``: once 512 newer tokens follow a token, it is
             re-encoded as ``k6v6``, block by block. Younger tokens are stored in ``format``.
         memory: a limit on the bytes of the cache (a number, or ``"2GiB"``). The cache starts in ``format`` (``auto``:
-            the model's dtype) and re-encodes old tokens with fewer bits as it fills; the first and latest keep more.
+            the model's dtype). As it fills, it re-encodes old tokens with fewer bits; the first and latest keep more.
         calibration: query statistics for rounding keys: a file from ``slimkv calibrate`` or a loaded ``Calibration``.
             ``auto``: the cached calibration of exactly this model. None: keys are rounded to the nearest level.
         center_keys: subtract a constant vector per layer and KV head from keys before they are encoded. It comes from
@@ -227,10 +227,10 @@ class KVCacheConfig:
         return cls(**given)
 
     def format_of(self, layer: int | None, num_layers: int, *, latent: bool = False) -> str:
-        """The format of layer ``layer`` in a model of ``num_layers``; ``format`` if it is None or beyond them.
+        """The format of layer ``layer`` in a model of ``num_layers``; ``format`` if that is None or beyond them.
 
         ``latent``: whether the layer caches latents. A format of the other kind raises an error, except for a drafter's
-        layer, which is numbered after the model's layers: it then takes the default of its kind.
+        layer, which is numbered after the model's layers: that takes ``raw`` or the default of its kind.
         """
         if latent and self.deterministic and not (layer is not None and layer >= num_layers):
             raise UnsupportedError(f"{_LATENT_NOT_DETERMINISTIC}, and this model caches latents")

@@ -135,7 +135,7 @@ class _Engine:
     group: str  # the group of its entry points
     allowed: str  # the environment variable that lists allowed plugins
     empty_allows_all: bool
-    loads: str  # a program that fails if the plugin cannot load; lines it prints after "slimkv: " are notes
+    loads: str  # a program that fails if the plugin cannot load; its output lines with the prefix "slimkv: " are notes
     usage: str
 
 
@@ -162,7 +162,7 @@ _SGLANG = _Engine(
 
 
 def _plugin(engine: _Engine) -> Check:
-    """Checks that an engine loads the plugin, in a separate process because engines modify theirs."""
+    """Checks that an engine loads the plugin, in a separate process because importing one modifies the process."""
     found = _package(engine.package, "", engine.distributions)
     if not found.works:
         return found

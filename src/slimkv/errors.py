@@ -1,4 +1,4 @@
-"""The few errors slimkv raises. Each is also the builtin a caller would expect."""
+"""The few errors slimkv raises. Each also derives from the builtin that a caller would expect."""
 
 
 class SlimKVError(Exception):
@@ -6,11 +6,11 @@ class SlimKVError(Exception):
 
 
 class SpecError(SlimKVError, ValueError):
-    """A format name, width, head size or page size that slimkv does not know."""
+    """A format name, width, head size or page size that slimkv does not support."""
 
 
 class InputError(SlimKVError, ValueError):
-    """A tensor whose shape, dtype, device or contents an operation cannot take."""
+    """A tensor whose shape, dtype, device or contents an operation does not accept."""
 
 
 class UnsupportedError(SlimKVError, NotImplementedError):

@@ -27,9 +27,9 @@ class Kind(StrEnum):
 
 
 class ScalePolicy(StrEnum):
-    """Which scalar multiplies the levels of a ``lloyd`` vector x with reconstruction direction l."""
+    """The scale that multiplies the levels l of a ``lloyd`` vector x."""
 
-    PLAIN = "plain"  # |x| over the average norm of the levels, which is what Lloyd-Max assumes
+    PLAIN = "plain"  # |x| / sqrt(dim): the standard deviation that Lloyd-Max assumes
     NORM = "norm"  # |x| / |l|: the reconstruction has the norm of x
     UNBIASED = "unbiased"  # |x|^2 / <x, l>: <x, x_hat> = |x|^2
 
@@ -51,7 +51,7 @@ class TensorFormat:
     rotated: bool = False
     policy: ScalePolicy = ScalePolicy.NORM
     raw_dtype: str = "bfloat16"
-    dtype_of_model: bool = False  # raw: ``with_raw_dtype`` may replace raw_dtype by the dtype of the model
+    dtype_of_model: bool = False  # raw: ``with_raw_dtype`` may replace raw_dtype with the dtype of the model
 
     def __post_init__(self) -> None:
         allowed = {Kind.LLOYD: range(1, 9), Kind.UNIFORM: range(2, 9), Kind.FP8: (8,)}
@@ -112,7 +112,7 @@ def raw(dtype: str | None = None) -> TensorFormat:
     return TensorFormat(Kind.RAW, RAW_DTYPES.get(dtype, 16), raw_dtype=dtype)
 
 
-# vLLM's recipes, under vLLM's names only. Every name here is canonical: ``CodecSpec.format`` gives it back.
+# vLLM's recipes, under vLLM's names only. Every name here is canonical: ``CodecSpec.format`` returns it unchanged.
 _PRESETS: dict[str, tuple[TensorFormat, TensorFormat]] = {
     "turboquant_k8v4": (fp8(), uniform(4)),
     "turboquant_4bit_nc": (lloyd(4), uniform(4)),

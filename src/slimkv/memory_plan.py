@@ -18,7 +18,7 @@ from slimkv.spec import parse_size as parse_size
 
 FULL, SLIDING, LATENT, NO_KV = "full", "sliding", "latent", "no_kv"
 _STATE = "state"  # a recurrent or convolution state instead of K and V
-INDEXER = "indexer"  # keys of sparse attention's indexer, which no format packs; key_dim is their bytes
+INDEXER = "indexer"  # keys of sparse attention's indexer, which are never packed; key_dim is their size in bytes
 BASELINE = "raw"
 DEFAULT_FORMATS = ("raw", "fp8", "k4v4", "k3v3", "k2v2")
 DEFAULT_LATENT_FORMATS = ("raw", "c8r8", "c6r8", "c4", "c4r8")
@@ -33,7 +33,7 @@ _KIND_OF_TYPE = {
 }
 _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups")
-# Fields of models that cache other tensors than the fields read here describe.
+# Fields of models whose caches differ from what the fields read here describe.
 _UNCOUNTED = {
     "compress_ratios": "sparse attention on compressed tokens", "is_encoder_decoder": "cross-attention",
     "cross_attention_layers": "cross-attention", "use_cla": "layers that share caches",
@@ -50,7 +50,7 @@ _NOT_LISTED = (
     "model type {model!r} with {field} has several kinds of layers, and the configuration does not list them: give a "
     "config.json with layer_types, as AutoConfig.from_pretrained(MODEL).save_pretrained(DIR) writes it"
 )
-# The defaults of transformers for configurations that have a window and list no layers.
+# The defaults of transformers for configurations with a window and without a list of layers.
 _PERIODS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "olmo3": 4, "gemma3n_text": 5, "gemma3_text": 6, "gemma4_text": 6}
 _ALL_SLIDING = (
     "kyutai_speech_to_text", "ministral", "mistral", "mixtral", "moshi", "phi3", "phimoe", "starcoder2",
@@ -176,7 +176,7 @@ def _sizes(config: Mapping[str, Any], kind: str) -> tuple[int, int, int]:
     if config.get("kv_lora_rank"):
         return 1, _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
     heads, num_kv_heads = _number(config, *_HEADS), 1
-    one = config.get("multi_query") and not config.get("new_decoder_architecture")  # Falcon's two ways
+    one = config.get("multi_query") and not config.get("new_decoder_architecture")  # Falcon: one KV head
     if config.get("num_key_value_heads") is not None or not one:
         num_kv_heads = _number(config, *_KV_HEADS, *_HEADS)
     dims: tuple[str, ...] = ("head_dim", "attention_head_dim", "kv_channels")
@@ -247,7 +247,7 @@ def _layer_types(config: Mapping[str, Any], layers: int) -> list[tuple[str, int 
     if not window or config.get("use_sliding_window") is False:
         return [(FULL, None)] * layers
     sliding = _kind("sliding_attention", config)
-    if config.get("sliding_window_pattern") or model in _PERIODS:  # the last layer of each period attends everything
+    if config.get("sliding_window_pattern") or model in _PERIODS:  # the last layer of each period is full
         every = _number({"sliding_window_pattern": _PERIODS.get(model), **config}, "sliding_window_pattern")
         return [sliding if (i + 1) % every else (FULL, None) for i in range(layers)]
     if config.get("use_sliding_window") and config.get("max_window_layers") is not None:  # Qwen 2: the first are full
@@ -321,7 +321,7 @@ def make_plan(
 ) -> Plan:
     """Bytes and tokens of every format, compared with the bf16 cache (``raw``).
 
-    ``formats``: None is a selection for K and V or for latents.
+    ``formats``: None selects typical formats for K and V or for latents.
     """
     if formats is None:
         formats = DEFAULT_LATENT_FORMATS if shape.latent else DEFAULT_FORMATS

@@ -41,7 +41,7 @@ def unsafe_reason(folder: Path) -> str | None:
             return f"{path} is not a folder"
         if about.st_uid not in owners:
             return f"{path} belongs to user {about.st_uid}, not to the current user ({me})"
-        sticky = path != folder and about.st_mode & stat.S_ISVTX  # sticky, as /tmp: only owners can rename
+        sticky = path != folder and about.st_mode & stat.S_ISVTX  # sticky, like /tmp: only owners can rename
         if about.st_mode & _OTHERS and not sticky:
             return f"other users may write to {path} (mode {stat.S_IMODE(about.st_mode):o}); use: chmod go-w {path}"
     return None

@@ -25,7 +25,7 @@ class StateShape:
 
 
 def state_shape(config: Mapping[str, Any], layers: int) -> StateShape | None:
-    """The states of a model with states in ``layers`` layers; None without. Raises if their size is unknown."""
+    """The states of a model that has them in ``layers`` layers; None for 0. Raises if their size is unknown."""
     if not layers:
         return None
     numbers, dtype = _numbers(config), config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype") or "auto"
@@ -73,8 +73,8 @@ def _numbers(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def aligned_block_size(state_bytes: int, token_bytes: float, alignment: int) -> int:
-    """The block size, in tokens, at which a block of an attention layer is as large as one layer's state.
+    """The block size, in tokens, at which a block of an attention layer is at least as large as one layer's state.
 
-    vLLM stores states in blocks of the same pool, so its attention blocks are as large as a state.
+    vLLM stores states in blocks of the same pool, so a state must fit an attention block.
     """
     return max(1, -(-state_bytes // int(token_bytes * alignment))) * alignment

@@ -1,4 +1,4 @@
-"""Formats and sizes: what is stored for one K or V vector, and the place of each byte in a page.
+"""Formats and sizes: what is stored for one K or V vector, and the offset of each byte in a page.
 
 Every byte count and offset in the project is a property of the frozen dataclasses in this file.
 
@@ -12,14 +12,14 @@ Codes are laid out in tiles of 16 tokens, in the register order of the tensor-co
 * a *slice* is 16 dimensions; lane ``4 g + t`` (g < 8, t < 4) owns 8 values of every 16 x 16 slice;
 * keys:   tokens g and g + 8, dimensions 2t, 2t+1, 2t+8, 2t+9;
 * values: dimensions g and g + 8, tokens 2t, 2t+1, 2t+8, 2t+9;
-* the 8 values are numbered so that a token owns whole bytes: appending a token is plain byte stores.
+* the 8 values are numbered so that a token owns whole bytes: appending a token takes byte stores only.
 
 A width is stored as *planes* of 1, 2, 4, 8, 16 or 32 bits (3 = 2 + 1, 5 = 4 + 1, ...), low bits first.
-In a plane of w <= 4 bits one word holds 4 / w slices: value n of the j-th of them sits at bit
+In a plane of w <= 4 bits one word holds 4 / w slices: value n of the j-th slice is at bit
 ``4 n + w j``, so one shift and one mask align any plane to nibbles. Slices that do not fill a word
 (odd head sizes in 1- and 2-bit planes) follow as plain token rows. There is no padding.
 
-Latents that are attended token by token (sparse attention) are stored in *token rows* instead: the codes of a token's
+Latents that are read token by token (sparse attention) are stored in *token rows* instead: the codes of a token's
 latent and of its rope part side by side, dimension after dimension, one token after the other; then the fields.
 """
 
@@ -100,7 +100,7 @@ class CodecSpec:
     ) -> CodecSpec:
         """Reads a format's name, such as ``k4v4``, ``kfp8vu4`` or ``turboquant_4bit_nc``.
 
-        A number is the bits of Lloyd-Max codes: ``k8v4`` has Lloyd-Max keys of 8 bits and values of 4. vLLM's recipes
+        A number is the width of Lloyd-Max codes: ``k8v4`` has 8-bit keys and 4-bit values. vLLM's recipes
         keep their names: ``turboquant_k8v4`` has fp8 keys and uniform 4-bit values. A policy applies to Lloyd-Max
         sides only.
         """
@@ -157,7 +157,7 @@ class CodecSpec:
 class LatentSpec(CodecSpec):
     """The formats of a latent (MLA), which all heads share, and of its rope part.
 
-    In codecs, pages and operations the latent takes the place of K and the rope part that of V, with one KV head.
+    In codecs, pages and operations the latent replaces K and the rope part replaces V, with one KV head.
     Scores use both, and the values are the latent again.
     """
 
@@ -197,7 +197,7 @@ class PlaneLayout:
     """One bit plane of the codes of a tile (or of a token row)."""
 
     bits: int
-    low_bit: int  # the bit of the code that is the lowest of this plane
+    low_bit: int  # index of this plane's lowest bit in the code
     offset: int  # bytes from the start of the tile's codes of this side
     words: int  # 32-bit words per lane in fragment order
     tail_slices: int  # slices stored as token rows after them
@@ -209,7 +209,7 @@ class PlaneLayout:
 
     @property
     def tail_row_bytes(self) -> int:
-        """Bytes of one token in those rows."""
+        """Bytes of one token in the token rows."""
         return self.tail_slices * SLICE_DIMS * self.bits // 8
 
 
@@ -269,7 +269,7 @@ class SideLayout:
         return self.fields_offset + index * FIELD_BYTES * self.block_size
 
     def bit_positions(self, plane: PlaneLayout) -> np.ndarray:
-        """Bit offset in a tile's codes of the lowest plane bit of every value: int64 [tile_tokens, dim]."""
+        """The offset in bits, in a tile's codes, of every value's lowest bit of ``plane``: int64 [tile_tokens, dim]."""
         token = np.arange(self.tile_tokens)[:, None]
         dim = np.arange(self.dim)[None, :]
         row, col = (dim, token) if self.transposed else (token, dim)
@@ -394,7 +394,7 @@ class PageLayout:
 
 
 def page_layout(spec: CodecSpec, block_size: int, token_rows: bool = False) -> PageLayout:
-    """One object for equal layouts of one name (which decides on centred keys): look-ups compare identities."""
+    """One object per layout and format name, because look-ups compare identities; the name decides on centred keys."""
     return _page_layout(spec, spec.name, block_size, token_rows)
 
 

@@ -1,4 +1,4 @@
-"""``fake_quantize``: keys and values after a packed cache, with a straight-through gradient for training."""
+"""``fake_quantize``: keys and values as read from a packed cache, with a straight-through gradient for training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fake_quantize(
         calibration: statistics for rounding and centring keys; by default ``config.calibration``, if it is loaded.
         layer, num_layers: the layer's number, used by a calibration and by ``layers``, and the number of layers.
         key_offset: float [num_kv_heads, key_dim]: the offset that an engine subtracts from the keys of this layer.
-            None: the offset of the calibration, or one learnt from these keys, as from a first prompt.
+            None: the offset of the calibration, or one learnt from these keys, as engines learn it from a prompt.
         first_position: the position of the first token, for a calibration whose rounding depends on it.
     """
     settings = config if isinstance(config, KVCacheConfig) else KVCacheConfig(format=config)

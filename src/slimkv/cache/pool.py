@@ -26,8 +26,8 @@ class PagedPool:
     ``key_offset``: bfloat16 [num_kv_heads, key_dim] or None: subtracted from keys before they are encoded and added
     back by ``gather``; it must not change while tokens are stored.
 
-    ``query_aware``: rounding matrices of keys, int8 [num_kv_heads, key_dim, key_dim], or several of them by position,
-    or None; see ``slimkv.ops.store_kv``.
+    ``query_aware``: rounding matrices of keys, int8 [num_kv_heads, key_dim, key_dim], or one set of them per range of
+    positions, or None; see ``slimkv.ops.store_kv``.
     """
 
     @typed
@@ -54,7 +54,7 @@ class PagedPool:
         return f"PagedPool({self.layout.spec.format}, {blocks}, {self.num_kv_heads} KV heads, {self.nbytes:,} bytes)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plan": None}  # a copied pool does not share pages
+        return {**self.__dict__, "_plan": None}  # a plan refers to pages, which a copied pool does not share
 
     @property
     def kv(self) -> PackedKV:

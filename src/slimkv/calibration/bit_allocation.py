@@ -13,7 +13,7 @@ from slimkv.errors import InputError
 from slimkv.spec import CodecSpec, PageLayout
 
 WIDTHS = range(2, 9)
-# A profile has the byte budget of one format in all layers.
+# The budget of a profile is the size of this format in all layers.
 PROFILES = {"lossless": "k6v6", "balanced": "k4v4", "aggressive": "k3v3"}
 _BLOCK_TOKENS = 64
 # How much a prediction is trusted, on a logarithmic scale: single layers turn out several times better or worse than
@@ -77,7 +77,7 @@ def _numbers(calibration: Calibration) -> int:
 
 
 def _budgets(calibration: Calibration, budget: float) -> dict[int | None, float]:
-    """The share of ``budget`` of the layers of each sliding window (None: no window), as with equal widths."""
+    """``budget`` split between the layers of each sliding window (None: no window) as equal widths would split it."""
     typical: dict[int | None, float] = {}
     for layer in calibration.layers.values():
         size = layer_bytes(layer, format_of(_TYPICAL_BITS, _TYPICAL_BITS))
@@ -144,7 +144,7 @@ def solve_widths(calibration: Calibration, budget: float) -> Solution:
     while heap:
         _, layer, side, price = heapq.heappop(heap)
         if price > left[window[layer]] + 1e-6:
-            continue  # a smaller one may fit
+            continue  # a smaller offer may fit
         left[window[layer]] -= price
         spent += price
         bits[layer, side] += 1

@@ -1,4 +1,4 @@
-"""The on-disk cache of calibrations, by model files; shared by all engines."""
+"""The on-disk cache of calibrations, keyed by model files and shared by all engines."""
 
 from __future__ import annotations
 

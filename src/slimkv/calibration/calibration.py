@@ -38,11 +38,11 @@ class Calibration:
 
     identity: ModelIdentity
     layers: Mapping[int, LayerStatistics]
-    source: str  # the text that the model read
+    source: str  # a description of the tokens that the model read
     max_positions: int  # positions for which the statistics are valid
     seed: int = DEFAULT_SEED  # the codec's seed for which the widths were chosen
     formats: Mapping[int, str] | None = None
-    name: str = "the calibration"  # its source, for messages
+    name: str = "the calibration"  # its file, for messages
     _matrices: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
     _warned: list[int] = field(default_factory=list, repr=False, compare=False)
 
@@ -145,10 +145,10 @@ class Calibration:
             heads: the KV heads (of a tensor-parallel rank); None: all.
             positions: the longest context; fewer ranges of positions take less memory. None: all ranges.
 
-        Returns int8 [ranges, heads, key_dim, key_dim] for ``slimkv.ops.store_kv``, whose index is
-        ``slimkv.calibration.positions.matrix_index`` with ``position_edges(positions)``; [heads, key_dim, key_dim] in
-        layers with queries that do not depend on their position; None unless the codec has Lloyd-Max keys, because
-        other formats have no such rounding.
+        Returns int8 [ranges, heads, key_dim, key_dim] for ``slimkv.ops.store_kv``, to be indexed by
+        ``slimkv.calibration.positions.matrix_index`` with ``position_edges(positions)``; [heads, key_dim, key_dim] if
+        there is one range, or if the layer's queries do not depend on their position; None unless the codec has
+        Lloyd-Max keys, because other formats have no such rounding.
         """
         statistics = self.statistics(layer)
         if statistics.key_dim != codec.spec.key_dim:

@@ -1,4 +1,4 @@
-"""One safetensors file: versioned, with a checksum, written atomically."""
+"""Safetensors files with a version and a checksum, written atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT, VERSION = "slimkv-calibration", 3
 
 
 def write(path: Path, about: dict[str, Any], tensors: dict[str, Tensor], format: str = FORMAT) -> None:
-    """Writes the file atomically; ``about`` becomes JSON."""
+    """Writes the file atomically; ``about`` is stored as JSON."""
     save_file = of_safetensors("save_file")
     header = {"format": format, "version": str(VERSION), "about": json.dumps(about, sort_keys=True)}
     header["sha256"] = _checksum(header, tensors)

@@ -1,4 +1,4 @@
-"""Collecting statistics, as far as engines share it: the shifts of the probe, and sums over queries and keys.
+"""The part of collecting statistics that engines share: the shifts of the probe, and sums over queries and keys.
 
 An engine must expose the queries of each layer as attention receives them, and must read tokens at shifted positions.
 """
@@ -15,7 +15,7 @@ from slimkv.calibration.rotary import Rotary, measure_rotary
 from slimkv.errors import InputError
 
 PROBE_TOKENS = 64
-_STEP = 32  # from one shift to the next
+_STEP = 32  # each shift is at most this many times the previous one
 
 
 def probe_shifts(max_positions: int) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ def probe_shifts(max_positions: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MeasuredRotary:
-    """The rotary embedding of a layer's queries (None: another kind) and the last position where it was observed."""
+    """A layer's rotary embedding and the number of positions it was observed for (None: learned positions)."""
 
     rotary: Rotary
     max_positions: int | None
@@ -68,9 +68,9 @@ class LayerSums:
         self.first_total = torch.zeros_like(self.key_total)
 
     def add(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
-        """Query [tokens, num_heads, dim] and key [tokens, num_kv_heads, dim] at positions int [tokens].
+        """Adds query [tokens, num_heads, dim] and key [tokens, num_kv_heads, dim] at positions int [tokens].
 
-        Several sequences at the same positions may be concatenated within each head.
+        Several sequences at the same positions may be stacked along the head axis, each head's rows adjacent.
         """
         keys = self._grouped(key, positions)
         self.key_total += keys.sum(1)

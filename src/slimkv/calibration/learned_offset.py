@@ -94,10 +94,10 @@ class LayerOffset:
         count = int(stored.sum())
         if count == 0:
             return
-        if bool(pages.any()):  # a reduction: a copy of the cache would not fit the device
+        if bool(pages.any()):  # reduces without a copy, which might not fit on the device
             self.source = "a profiling step"
         else:
-            seen = key[stored].float()  # a prompt is stored from its first token on
+            seen = key[stored].float()  # the first row is position 0: prompts are stored from their first token on
             self.tensor.copy_(offset_of_keys(seen.mean(0), seen[0], self._codec))
             self.source = f"the first prompt, {count} tokens"
             if self._kept is not None and count >= MIN_TOKENS:

@@ -1,4 +1,4 @@
-"""The query-aware matrix of each token: one per range of positions.
+"""The index of each token's query-aware matrix; there is one matrix per range of positions.
 
 Rotary embedding rotates queries by their position. Planes of low frequency rotate slowly, so one matrix for all
 positions would be wrong there; planes of high frequency average out. Ranges may therefore grow with the position.
@@ -28,7 +28,7 @@ def position_edges(max_positions: int) -> tuple[int, ...]:
 
 
 def matrix_index(positions: Tensor, edges: tuple[int, ...]) -> Tensor:
-    """positions int [tokens] -> the index of their ranges, int32 [tokens]; the last range beyond all ranges."""
+    """positions int [tokens] -> the index of their ranges, int32 [tokens]; beyond all ranges, the last one."""
     return torch.bucketize(positions.long(), _boundaries(edges, positions.device), right=True, out_int32=True)
 
 

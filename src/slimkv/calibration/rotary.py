@@ -21,7 +21,7 @@ from slimkv.errors import InputError
 TOLERANCE = 0.02  # largest squared error, relative to the queries, at which a rotation counts as found
 # Context lengths that one mean vector must fit (docs/design/centring.md).
 CONTEXTS = (1024, 8192)
-_SURPRISE = 0.03  # allowed deviation of angles over a long shift from the prediction of shorter ones: a mean of 1 - cos
+_SURPRISE = 0.03  # allowed deviation of angles over a long shift from what shorter ones predict: a mean of 1 - cos
 _STILL = 1e-4  # squared change, relative to the queries, below which positions have no effect
 
 
@@ -61,7 +61,7 @@ class Rotary:
 
         Args:
             moment: S, float64 [..., dim, dim], symmetric: the second moment of queries at position 0.
-            ranges: of positions; R_t rotates by t positions.
+            ranges: (start, stop) positions; R_t rotates by t positions.
         """
         for start, stop in ranges:
             if not 0 <= start < stop:
@@ -155,7 +155,7 @@ def _pairings(dim: int, device: torch.device) -> Iterator[Tensor]:
     index = torch.arange(dim // 2 * 2, device=device)
     yield torch.stack(index.chunk(2), 1)  # halves, as in Llama
     yield index.view(-1, 2)  # neighbours, as in GPT-J
-    for size in (dim // 2, dim // 4, *range(dim - 2, 1, -2)):  # halves of a part, at either end
+    for size in (dim // 2, dim // 4, *range(dim - 2, 1, -2)):  # halves of a part of the head, at either end
         for first in (0, dim - size):
             if size % 2 == 0 and size:
                 yield torch.stack((first + torch.arange(size, device=device)).chunk(2), 1)
@@ -165,7 +165,7 @@ def _frequencies(before: Tensor, after: Mapping[int, Tensor], planes: Tensor) ->
     """The frequency of every plane, refined from the shortest shift to the longest (float64 [planes]), and the largest
     deviation from a predicted angle.
 
-    Some frequency fits any angle over a long shift, so only the deviation from the prediction shows a misfit.
+    For any angle over a long shift some frequency fits, so only the deviation from the prediction shows a misfit.
     """
     start = torch.complex(before[:, planes[:, 0]], before[:, planes[:, 1]])
     frequencies = torch.zeros(len(planes), dtype=torch.float64, device=before.device)

@@ -24,5 +24,5 @@ def main() -> None:
         sys.exit(130)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a locale without UTF-8 must not end a run at its last line
+            stream.reconfigure(errors="replace")  # without UTF-8, a run must not fail when it prints its result
     app()

@@ -45,7 +45,7 @@ def _facts(header: PromptHeader) -> dict[str, Any]:
         "bytes": size,
         "bytes_per_token": round(size / header.num_tokens, 1),
         "layers": len(mark.layers),
-        "formats": Counter(layer.format for layer in mark.layers),  # layers of each
+        "formats": Counter(layer.format for layer in mark.layers),  # number of layers by format
         "num_kv_heads": sorted({layer.num_kv_heads for layer in mark.layers}),
         "head_dims": sorted({(layer.key_dim, layer.value_dim) for layer in mark.layers}),
         "block_size": mark.block_size,

@@ -1,4 +1,4 @@
-"""``slimkv demo``: several caches answer side by side, then every format is measured."""
+"""``slimkv demo``: a model answers with several caches side by side, then every format is measured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def demo(
     with live, progress_bar() as progress:
 
         def advance(what: str, done: int, total: int) -> None:
-            live.stop()  # the answers stay; the bar takes their place
+            live.stop()  # the answers stay on the screen, and the bar follows
             progress(what, done, total)
 
         showcase = run_showcase(

@@ -1,4 +1,4 @@
-"""Errors on the command line are one line on standard error with exit code 2, never a traceback."""
+"""Errors of commands: one line on standard error and an exit code (2; 1 for a full disk or memory), no traceback."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class OneLineErrors(TyperGroup):
             code = _tell(str(error))
         except _ClickException as error:
             code = _tell_usage(error)
-        except (OSError, MemoryError, torch.OutOfMemoryError) as error:  # of the machine: a full disk, no memory left
+        except (OSError, MemoryError, torch.OutOfMemoryError) as error:  # such as a full disk, or no memory left
             code = _tell(str(error) or "out of memory", 1)
         except typer.Abort:
             code = INTERRUPTED
-        if code == INTERRUPTED:  # typer returns it without a word
+        if code == INTERRUPTED:  # typer returns it without a message
             _tell("interrupted")
         sys.exit(code or 0)
 
@@ -46,9 +46,9 @@ def _tell(message: str, code: int = USAGE) -> int:
 
 
 def _tell_usage(error: Any) -> int:
-    """An option or argument that cannot be read, with the command whose help explains it."""
+    """Reports an option or argument that cannot be parsed, and the command whose help explains it."""
     message = error.format_message()
-    if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: its help
+    if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: prints its help
         typer.echo(message, err=True)
         return int(error.exit_code)
     context = getattr(error, "ctx", None)

@@ -46,7 +46,7 @@ class Subject:
     tokenizer: Any
     text: str
     formats: list[str]
-    options: dict[str, Any]  # of every eval: ``harness.Common``
+    options: dict[str, Any]  # arguments of every eval: ``harness.Common``
 
     def windows(self, count: int, tokens: int, offset: int = 0) -> Tensor:
         """Windows of the text, int64 [count, tokens]."""
@@ -54,9 +54,9 @@ class Subject:
 
 
 def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable[[Callable[..., Result]], Any]:
-    """Turns a measurement into a command: shared options, loading the model and its calibration, printing.
+    """Turns a measurement into a command: adds shared options, loads model and calibration, prints the result.
 
-    ``formats``: the default of ``--format``. ``text``, ``plot``: whether it has these options.
+    ``formats``: the default of ``--format``. ``text``, ``plot``: whether the command has these options.
     """
 
     def decorate(measure: Callable[..., Result]) -> Any:
@@ -92,7 +92,7 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
 
 def _check_prefill(given: str) -> str:
     for way in comma_list("--prefill", given):
-        KVCacheConfig(prefill=way)  # raises with the known values
+        KVCacheConfig(prefill=way)  # raises and lists the known values
     return given
 
 

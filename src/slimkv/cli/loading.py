@@ -25,7 +25,7 @@ from slimkv.lab.models import Loaded
 def progress_bar(lines: bool = True) -> Iterator[Progress]:
     """A progress bar on standard error; it appears with the first step.
 
-    Without a terminal it prints a line for each stage, or nothing (``lines``).
+    Without a terminal it prints a line for each stage, or nothing if ``lines`` is false.
     """
     screen = console(stderr=True)
     if not screen.is_terminal:
@@ -46,7 +46,7 @@ def progress_bar(lines: bool = True) -> Iterator[Progress]:
 
 
 def _lines_of_progress() -> Progress:
-    """Progress without a terminal: a line for each stage after the first."""
+    """Progress without a terminal: a line for each stage, once its first step is done."""
     last = ""
 
     def tell(what: str, done: int, total: int) -> None:
@@ -77,7 +77,7 @@ def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> 
 def check_caches(formats: Sequence[str], source: str | None = None, budgets: bool = False) -> None:
     """Raises for formats and calibrations that a command cannot use, before it loads a model.
 
-    ``budgets``: whether the command takes shares of memory, such as ``memory=50%``.
+    ``budgets``: whether the command accepts shares of memory, such as ``memory=50%``.
     """
     check_formats(formats, calibrated=source is not None)
     if set(formats) <= {RAW}:

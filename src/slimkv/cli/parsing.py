@@ -150,15 +150,15 @@ def option_parameters(options: dict[str, tuple[Any, Any]]) -> list[inspect.Param
 
 
 def takes(*kinds: type[Any], unset: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the options of settings dataclasses (``slimkv.lab.settings``): the fields that have a help.
+    """Gives a command the options of settings dataclasses (``slimkv.lab.settings``): the fields with a help text.
 
     The command's first argument is a dict of the given values and of defaults. Fields without a default, and those in
-    ``unset``, are only in it if they are given. A tuple is written as a comma-separated list.
+    ``unset``, are in it only if they are given. A tuple is written as a comma-separated list.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         _, *rest = inspect.signature(function, eval_str=True).parameters.values()
-        options, lists = dict[str, tuple[Any, Any]](), dict[str, tuple[str, type]]()  # ``lists``: type of an item
+        options, lists = dict[str, tuple[Any, Any]](), dict[str, tuple[str, type]]()  # ``lists``: flag, element type
         for one, hint in ((one, get_type_hints(kind)[one.name]) for kind in kinds for one in fields(kind)):
             help, known = one.metadata.get("help"), one.metadata.get("known")
             if not help:

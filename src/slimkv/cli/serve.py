@@ -112,7 +112,7 @@ def _launcher(engine: str) -> list[str] | None:
 
 
 def _named(engine: str, options: list[str]) -> dict[str, Any]:
-    """The engine's options by name, in underscores; a flag is True. Values are parsed as JSON if possible."""
+    """The engine's options by name, with underscores; a flag is True. Values are parsed as JSON if possible."""
     out: dict[str, Any] = {}
     for number, word in enumerate(options):
         if not word.startswith("-") or _is_number(word):
@@ -182,7 +182,7 @@ def _caches_latents(source: str) -> bool:
 
             path = Path(hf_hub_download(source, "config.json"))
         config = json.loads(path.read_text(encoding="utf-8"))
-    except Exception:  # the hub's client raises many kinds
+    except Exception:  # the hub's client raises many kinds of errors
         return False
     return (config.get("text_config") or config).get("kv_lora_rank") is not None
 

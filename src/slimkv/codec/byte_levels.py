@@ -1,8 +1,8 @@
 """Lloyd-Max levels of up to 4 bits as operands of 8-bit tensor cores: keys as int8, values as e4m3.
 
-* Keys: levels are odd multiples of 1/2, at most 63.5. Twice a level is a signed byte, exactly.
-* Values: e4m3 has four significant bits. One factor per codebook minimises the rounding error. It adds 1.3% to the
-  squared error of 4-bit codes, and less for narrower codes.
+* Keys: levels are odd multiples of 1/2, at most 63.5. Twice a level fits a signed byte exactly.
+* Values: e4m3 has four significant bits. One factor per codebook minimises the rounding error, which
+  increases the squared error of 4-bit codes by 1.3%, and that of narrower codes by less.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from slimkv.errors import SpecError
 
 MOST_BITS = 4
 E4M3_LARGEST = 448.0
-_LARGEST_LEVEL = 240.0  # in e4m3; below half of it, the mantissas repeat
+_LARGEST_LEVEL = 240.0  # scaled to e4m3; halving the factor would repeat the same mantissas
 
 
 def e4m3(x: np.ndarray) -> np.ndarray:
-    """Numbers of at most 448, rounded to e4m3 (ties to even), as float64."""
+    """``x``, of magnitudes up to 448, rounded to e4m3 (ties to even), as float64."""
     return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).to(torch.float8_e4m3fn).double().numpy()
 
 
@@ -31,7 +31,7 @@ class ByteLevels:
     """The levels of one codebook, by code."""
 
     key: np.ndarray  # int64 [2 ** bits]: twice the level, odd, -127..127
-    value: np.ndarray  # float64 [2 ** bits]: numbers of e4m3
+    value: np.ndarray  # float64 [2 ** bits]: exact in e4m3
     value_factor: float  # float32: a level is approximately ``value / value_factor``
     value_distortion: float  # mean squared error of the e4m3 levels for a coordinate of variance 1
 
@@ -48,6 +48,6 @@ def byte_levels(bits: int, dim: int) -> ByteLevels:
     factors = (tops / positive[-1]).astype(np.float32).astype(np.float64)
     errors = (e4m3(positive * factors[:, None]) / factors[:, None] - positive) / book.unit
     distortions = (mass * errors**2).sum(1)
-    best = int(np.argmax(distortions < distortions.min() + 1e-10))  # the first one within the rounding of libm
+    best = int(np.argmax(distortions < distortions.min() + 1e-10))  # the first, up to the rounding of libm
     levels, factor = book.levels_by_code, float(factors[best])
     return ByteLevels(np.rint(2 * levels).astype(np.int64), e4m3(levels * factor), factor, float(distortions[best]))

@@ -3,16 +3,16 @@
 The density of that coordinate in d dimensions is proportional to (1 - x^2 / d)^((d - 3) / 2). The optimal levels are
 computed in float64 and then rounded to a grid that every implementation represents exactly:
 
-* up to 4 bits the levels are odd multiples of 1/2, at most 63.5: seven bits, which a kernel looks up with a byte
-  permutation and negates with an exclusive or. The grid unit minimises the loss (at most 0.4% of the error from head
-  size 64 on);
-* from 5 bits on they are fp16 numbers that are multiples of 1/128.
+* up to 4 bits, levels are odd multiples of 1/2 up to 63.5, so twice a level fits seven bits: kernels look it up with a
+  byte permutation and negate it with an exclusive or. The grid unit minimises the loss, which is at most 0.4% of the
+  error for head sizes of 64 or more;
+* from 5 bits on, levels are fp16 numbers that are multiples of 1/128.
 
 ``unit`` is the number of grid units in one standard deviation. Levels times ``LEVEL_DENOMINATOR`` are integers.
 
 Tie rule, for every implementation: a value exactly on a boundary takes the lower of the two levels.
 
-Codes are sign and magnitude: the top bit is set for positive levels, the low bits count magnitudes upwards.
+Codes are sign and magnitude: the top bit is set for positive levels, the low bits number magnitudes in ascending order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Codebook:
 
 def _density(x: np.ndarray, dim: int) -> np.ndarray:
     outside = np.clip(x * x / dim, 0.0, 1.0 - 1e-16)
-    return np.exp((dim - 3) / 2 * np.log1p(-outside))  # log1p stays exact in many dimensions
+    return np.exp((dim - 3) / 2 * np.log1p(-outside))  # log1p stays accurate in many dimensions
 
 
 @cache
@@ -85,7 +85,7 @@ def _solve_positive(bits: int, dim: int) -> np.ndarray:
         mass, first, _ = _cell_moments(edges, dim)
         mean = first / mass
         at_edge = _density(edges, dim)
-        by_low = at_edge[:-1] * (mean - edges[:-1]) / mass  # derivatives of the cell mean by its edges
+        by_low = at_edge[:-1] * (mean - edges[:-1]) / mass  # derivatives of the cell mean with respect to its edges
         by_high = at_edge[1:] * (edges[1:] - mean) / mass
         by_low[0] = by_high[-1] = 0.0  # those two edges are fixed
         jacobian = np.diag(1 - (by_low + by_high) / 2)
@@ -99,7 +99,7 @@ def _solve_positive(bits: int, dim: int) -> np.ndarray:
 
 
 def positive_moments(levels: np.ndarray, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``_cell_moments`` of the cells around positive ``levels``, as fractions of the positive half."""
+    """``_cell_moments`` of the cells around positive ``levels``, divided by the mass of the positive half."""
     edges = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [min(np.sqrt(dim), 9.0)]])
     mass, first, second = _cell_moments(edges, dim)
     return mass / mass.sum(), first / mass.sum(), second / mass.sum()
@@ -120,7 +120,7 @@ def _on_byte_grid(levels: np.ndarray, dim: int) -> tuple[float, np.ndarray]:
         distortion = _distortion(rounded / unit, dim)
         if distortion < best[0] - 1e-10:  # by more than the rounding of libm, which differs between machines
             best = (distortion, rounded)
-    # The unit with the least error for these levels, rounded so that text and float32 represent it exactly.
+    # The unit with the least error for these levels, rounded so that float32 and decimal text represent it exactly.
     mass, first, _ = positive_moments(best[1] * levels[-1] / best[1][-1], dim)
     unit = float((mass * best[1] ** 2).sum() / (best[1] * first).sum())
     return float(np.float32(round(unit * 1024) / 1024)), best[1]
@@ -134,7 +134,7 @@ def codebook(bits: int, dim: int) -> Codebook:
     positive = _solve_positive(bits, dim)
     if bits <= _GRID_BITS:
         unit, grid = _on_byte_grid(positive, dim)
-    else:  # halves
+    else:  # fp16
         halves = (positive * _FINE_UNIT).astype(np.float16).astype(np.float64)
         unit, grid = _FINE_UNIT, np.round(halves * LEVEL_DENOMINATOR) / LEVEL_DENOMINATOR
     if np.any(np.diff(grid) <= 0):

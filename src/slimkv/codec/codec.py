@@ -66,7 +66,7 @@ class Codec:
 
     Shapes are ``[..., dim]`` with any batch shape; inputs are float16, bfloat16 or float32. A rotation acts on the last
     axis: ``rotated = x @ rotation``. Attention on rotated queries and keys, with the output rotated back, equals
-    attention on the vectors themselves.
+    attention on the original vectors.
     """
 
     @typed
@@ -107,11 +107,11 @@ class Codec:
         """[..., key_dim] -> ``Encoded``.
 
         ``query_aware``: from ``slimkv.codec.query_aware.query_aware_matrix``, int8 broadcastable to
-        [..., key_dim, key_dim] (one matrix per KV head beside x [..., num_kv_heads, key_dim]); for ``lloyd`` keys.
-        Decoding does not need it.
+        [..., key_dim, key_dim] (one matrix per KV head if x is [..., num_kv_heads, key_dim]), for ``lloyd`` keys
+        only. Decoding does not need it.
 
         Raises ``InputError`` for vectors with NaN, Inf or a norm beyond the range of scales. With ``mark_invalid``,
-        they are marked as kernels mark them.
+        such vectors are marked instead, as kernels do.
         """
         return self._encode(x, self.spec.key, self.key_tables, "key", mark_invalid, query_aware)
 

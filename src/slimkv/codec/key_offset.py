@@ -5,9 +5,9 @@ vector's norm, so a large constant hides the differences between keys. Softmax i
 every score of a query changes by the same softmax_scale * q.c. Soft caps, sinks and a returned log-sum-exp depend on
 absolute scores; for those, this shift per query and head is added back (``score_shift``).
 
-Only keys are centred, never values, and only those stored as Lloyd-Max codes or fp8. Offsets are bfloat16: any constant
-works, and subtracting two bfloat16 numbers directly rounds as through float32, so kernels subtract two at a time.
-Subtraction is one float32 operation and one rounding to the dtype of the keys, so every backend stores the same bytes.
+Only keys are centred, never values, and only those stored as Lloyd-Max codes or fp8. Any constant works, so offsets are
+bfloat16. Every backend stores the same bytes: a difference is computed in float32 and rounded once to the keys' dtype.
+For bfloat16 keys, kernels subtract two numbers at a time in bfloat16, which rounds the same.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def wants_offset(spec: CodecSpec) -> bool:
 
 
 def offset_of_keys(mean: Tensor, first: Tensor, codec: Codec) -> Tensor:
-    """The offset for keys with this mean and this key at position 0: bfloat16 [heads, key_dim] on the CPU.
+    """The offset for keys with mean ``mean`` and with ``first`` at position 0: bfloat16 [heads, key_dim] on the CPU.
 
     Most queries attend to the first key, so its error matters most. The offset is the mean, moved by that error: the
-    first key minus the offset is then a vector that codes represent exactly, and every rounding keeps it. The other
-    keys hardly change, because the offset moves by a fraction of its distance from the first key.
+    first key minus the offset is then a vector that codes represent exactly, however keys are rounded. The other keys
+    hardly change, because the offset moves by a fraction of its distance from the first key.
 
     Args:
         mean, first: float [heads, key_dim], any device.
@@ -60,7 +60,7 @@ def score_shift(query: Tensor, offset: Tensor, softmax_scale: float, determinist
     """How much centring lowers every score of a query.
 
     query [queries, num_heads, key_dim], offset bfloat16 [num_kv_heads, key_dim] -> float32 [queries, num_heads].
-    ``deterministic``: the shift of a query does not depend on the number of queries, as in a GEMM.
+    ``deterministic``: the shift of a query does not depend on the number of queries, as it could in a GEMM.
     """
     grouped, offset = query.float().unflatten(1, (offset.shape[0], -1)), offset.float()
     if not deterministic:

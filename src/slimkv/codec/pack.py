@@ -1,7 +1,7 @@
-"""Codes and fields to the bytes of a page and back, for every width, in ``PageLayout``'s order.
+"""Packs codes and fields into the bytes of a page and unpacks them, for every width, in ``PageLayout``'s order.
 
 A token owns whole bytes of its block's page. So a page is a rearrangement of token *rows* (key code bytes, value
-code bytes, fields), and storing a token is writing its row through ``byte_offsets``.
+code bytes, fields), and a token is stored by writing its row through ``byte_offsets``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Piece:
 
     width: int
     low_bit: int
-    row_byte: Tensor  # int64 [dim]: the byte of the token's row
-    shift: Tensor  # uint8 [dim]: the bit of that byte
-    position: Tensor  # int64 [block_size, dim]: the byte of the page
+    row_byte: Tensor  # int64 [dim]: index of the byte in the token's row
+    shift: Tensor  # uint8 [dim]: index of the lowest bit in that byte
+    position: Tensor  # int64 [block_size, dim]: index of the byte in the page
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def unpack_vectors(side: SideLayout, rows: Tensor) -> Encoded:
 @lru_cache(maxsize=256)
 def _vector_pieces(side: SideLayout, device: torch.device) -> tuple[tuple[Piece, ...], int]:
     alone = replace(side, block_size=1, codes_offset=0, row_stride=0)
-    pieces = (replace(p, row_byte=p.position[0]) for p in _side_pieces(alone, 0, device)[0])  # a page is a row
+    pieces = (replace(p, row_byte=p.position[0]) for p in _side_pieces(alone, 0, device)[0])  # its page is one row
     return tuple(pieces), alone.codes_bytes + FIELD_BYTES * side.format.field_count
 
 
@@ -151,7 +151,7 @@ def _unpacked(rows: Tensor, pieces: tuple[Piece, ...], fields: slice, side: Side
 
 
 def token_bytes(layout: PageLayout, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The index of the rows of the tokens in ``slots`` (int64 [tokens], >= 0).
+    """Index tensors of the rows of the tokens in ``slots`` (int64 [tokens], >= 0).
 
     ``pages[token_bytes(...)]`` is uint8 [tokens, num_kv_heads, row_bytes].
     """

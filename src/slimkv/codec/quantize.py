@@ -20,8 +20,8 @@ from slimkv.errors import InputError
 from slimkv.spec import Kind, ScalePolicy, TensorFormat
 
 FIXED_POINT_BITS = 21
-SHORT_FIXED_POINT_BITS = 16  # bits of 16-bit floats: their sums are exact in float32
-SHORT_NORM_STEP = 256  # the norm is computed from multiples of this step, which fit a byte
+SHORT_FIXED_POINT_BITS = 16  # for 16-bit inputs: sums of such integers are exact in float32
+SHORT_NORM_STEP = 256  # the norm is computed from multiples of this step, at most 256 steps each
 LARGEST_SHORT_DIM = 256  # the sum of this many short integers stays within 2^24
 ROUND_MAGIC = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer, ties to even
 LEAST_EXPONENT = 67  # biased float32 exponent below which a vector counts as zero (2^-60)
@@ -160,14 +160,14 @@ def encode_uniform(x: Tensor, fmt: TensorFormat, tables: SideTables) -> Encoded:
 
 
 def decode_uniform(encoded: Encoded) -> Tensor:
-    """-> float32 [..., dim] in the space in which it was encoded."""
+    """-> float32 [..., dim] in the space in which the vectors were encoded."""
     step = scale16.decode_unsigned(encoded.fields[..., :1])
     zero = scale16.decode_signed(encoded.fields[..., 1:])
     return encoded.codes.float() * step + zero
 
 
 def encode_fp8(x: Tensor) -> Encoded:
-    """float32 [..., dim] (finite) -> e4m3 codes, with the largest scaled by a power of two into (224, 448]."""
+    """float32 [..., dim] (finite) -> e4m3 codes, scaled by a power of two so that the largest is in (224, 448]."""
     largest, exponent, zero = _largest(x)
     over = ((largest & 0x7FFFFF) > 0x600000).to(torch.int32)  # mantissa beyond 1.75, which is 448 / 256
     down = _power_of_two(exponent - 8 + over)

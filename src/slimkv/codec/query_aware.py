@@ -6,7 +6,7 @@ moment. With M = R' S R in rotated space and M = L D L' (L unit lower triangular
 corrected for the errors made so far. Decoding does not change.
 
 The corrections are sums, and the bytes must not depend on the order in which a device adds. So, as everywhere in
-encoding, only integers are summed: L is stored in steps of 1/64 and errors in steps that suit the codebook, both as
+encoding, only integers are summed: L is stored in steps of 1/64 and errors in steps chosen for the codebook, both as
 signed bytes. A sum of ``dim`` such products is below 2^24, so float32 (fused or not), int32 and tensor cores agree.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from slimkv.errors import InputError
 
 DAMPING = 0.2
-WEIGHT_STEPS = 64.0  # steps per 1.0 of a rounding matrix's entry
+WEIGHT_STEPS = 64.0  # entries of a rounding matrix are stored in steps of 1 / 64
 LARGEST_BYTE = 127
 
 

@@ -70,7 +70,7 @@ def block_size(dim: int) -> int:
 
 
 def core_size(dim: int) -> int:
-    """Size of the matrix that is doubled to a block of the rotation: 1 for powers of two, 12 for 96."""
+    """Size of the matrix that is doubled repeatedly to form a block of the rotation: 1 for powers of two, 12 for 96."""
     size = block_size(dim)
     while size % 2 == 0 and _hadamard(size // 2) is not None:
         size //= 2
@@ -88,7 +88,7 @@ def signed_hadamard(dim: int, seed: int) -> np.ndarray:
     block = block_size(dim)
     core = _hadamard(block)
     assert core is not None
-    as_float = core.astype(np.float64)  # exact for these integers and much faster
+    as_float = core.astype(np.float64)  # float64 products are exact for these integers, and much faster
     if not np.array_equal(as_float @ as_float.T, block * np.eye(block)):
         raise AssertionError(f"the Hadamard construction of order {block} is wrong")
     matrix = np.kron(np.eye(dim // block, dtype=np.int64), core)
@@ -116,7 +116,7 @@ def sign_words(dim: int, seed: int) -> tuple[int, ...]:
 
 
 def core_matrix(dim: int) -> np.ndarray:
-    """The matrix that is doubled to a block of the rotation: int64 [core_size, core_size] of +-1."""
+    """The matrix that is doubled repeatedly to form a block of the rotation: int64 [core_size, core_size] of +-1."""
     core = _hadamard(core_size(dim))
     assert core is not None
     return core

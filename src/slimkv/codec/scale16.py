@@ -1,11 +1,11 @@
 """The two 16-bit number formats that pages store beside the codes.
 
-* ``unsigned``: 6 exponent and 10 mantissa bits, no sign, bias 40: 1.8e-12 to 1.7e7 at fp16's precision. Scales.
-* ``signed``: sign, 6 exponent and 9 mantissa bits, same bias. Zeros of the uniform format.
+* ``unsigned``: 6 exponent and 10 mantissa bits, no sign, bias 40: 1.8e-12 to 1.7e7 at fp16's precision. For scales.
+* ``signed``: sign, 6 exponent and 9 mantissa bits, same bias. For zeros of the uniform format.
 
-fp16 loses small scales (a key of norm 1e-6) and large ones (65504); bf16 keeps them but its 8 bits of precision add
-7% to the squared error of 8-bit codes. Six exponent bits cover this range and decode with a shift and a multiplication.
-0 means zero. 0xFFFF marks a vector that could not be encoded (NaN, Inf or out of range) and decodes to NaN.
+fp16 loses small scales (a key of norm 1e-6) and large ones (above 65504); bf16 keeps them, but its 8-bit
+precision adds 7% to the squared error of 8-bit codes. Six exponent bits cover this range and decode with a shift and a
+multiplication. 0 means zero. 0xFFFF marks a vector that could not be encoded (NaN, Inf, overflow) and decodes to NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines in separate processes: their environment, their log, and the end of all their children."""
+"""Engines in separate processes: their environment and log, and ending them with all their children."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def require_engine(engine: str) -> None:
 
 
 def import_package(name: str, use: str, install: str) -> Any:
-    """The package; raises with the command that installs it."""
+    """Imports a package; if that fails, the error names the command that installs it."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -49,7 +49,7 @@ def log_tail(log: Path, characters: int = 3000) -> str:
 
 @contextmanager
 def running(command: list[str], log: Path, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a command in its own session, and kills its children with it: the next engine needs their memory."""
+    """Runs a command in its own session and finally kills the session, because the next engine needs its memory."""
     with (
         _ends_when_asked(),
         log.open("wb") as out,

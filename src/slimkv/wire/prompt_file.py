@@ -32,7 +32,7 @@ _safetensors = partial(of_safetensors, files="prompt-cache files")
 FORMAT, VERSION = "slimkv-prompt-cache", 2
 _TOKENS = "tokens"
 _CHECKSUM, _UNSIGNED = "sha256", "0" * 64
-_MOST_HEADER_BYTES = 100 << 20  # as safetensors
+_MOST_HEADER_BYTES = 100 << 20  # the limit of safetensors
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class PromptCache:
             "writer": writer,
             _CHECKSUM: _UNSIGNED,
         }
-        header = {FORMAT: json.dumps(about, sort_keys=True, separators=(",", ":"))}  # one entry: its order is fixed
+        header = {FORMAT: json.dumps(about, sort_keys=True, separators=(",", ":"))}  # one entry, so the order is fixed
         tensors = {_name(n): x.pages.detach().cpu().contiguous() for n, x in self.layers.items()}
         for number, layer in self.layers.items():
             if layer.key_offset is not None:
@@ -156,7 +156,7 @@ def _offset_name(layer: int) -> str:
 
 
 def block_hashes(fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[str, ...]:
-    """One sha256 per block, of the previous block's hash (first: the fingerprint's) and the block's tokens."""
+    """A sha256 per block, of the previous block's hash (the fingerprint's for the first one) and the block's tokens."""
     ids = np.asarray(tokens, dtype="<i8")
     last, out = bytes.fromhex(fingerprint.hash), []
     for start in range(0, len(ids), fingerprint.block_size):
@@ -224,7 +224,7 @@ def read_offsets(header: PromptHeader) -> dict[int, Tensor]:
 
 
 def _tensors(path: Path, names: Sequence[str], heads: slice | None) -> list[Tensor]:
-    """Tensors of a file; of all but the tokens, the slice ``heads``."""
+    """Tensors of a file; all but the tokens are sliced to ``heads``."""
     try:
         with _safetensors("safe_open")(path, framework="pt") as file:
             return [
@@ -272,7 +272,7 @@ def _raw_header(path: Path) -> tuple[bytes, dict[str, Any]]:
         about = json.loads(metadata[FORMAT])
         if not isinstance(about, dict):
             raise ValueError(f"{FORMAT} is a {type(about).__name__}")
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:  # deeply nested brackets
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:  # RecursionError: deeply nested brackets
         raise CorruptDataError(f"{path} is not a complete prompt cache (its header is damaged: {error})") from error
     return length.to_bytes(8, "little") + text, about
 

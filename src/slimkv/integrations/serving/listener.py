@@ -23,9 +23,9 @@ from slimkv.errors import InputError
 from slimkv.integrations.serving.model import rank_heads
 
 FRAGMENT = 128  # consecutive sampled tokens
-STEPS = 4  # reported as progress
+STEPS = 4  # stages that are reported as progress
 Progress = Callable[[str, int, int], None]  # stage, steps done, steps in total
-_BY_HEAD = ("query_moment", "key_mean", "first_key")  # fields of ``LayerStatistics`` that ranks share by heads
+_BY_HEAD = ("query_moment", "key_mean", "first_key")  # fields of ``LayerStatistics`` that ranks hold by heads
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -55,7 +55,7 @@ class QueryListener:
         self._probing = True
 
     def probe(self, shift: int, tokens: int = gather.PROBE_TOKENS) -> None:
-        """Moves a pass of ``tokens`` tokens by ``shift`` positions and keeps its queries."""
+        """Shifts the next pass, of ``tokens`` tokens, by ``shift`` positions and keeps its queries."""
         self._shift, self._probe_tokens = shift, tokens
         self._probes[shift] = {}
 
@@ -67,7 +67,7 @@ class QueryListener:
         self._probes, self._probing, self._shift = {}, False, 0
 
     def shifted(self, positions: Tensor) -> Tensor:
-        """Adds the probe's shift to positions, int [tokens], or [3, tokens] with three equal axes."""
+        """Adds the probe's shift to positions, int [tokens], or [3, tokens] with three equal rows."""
         positions = positions + self._shift
         self.positions = positions if positions.ndim == 1 else positions[0]
         return positions
@@ -118,7 +118,7 @@ class ListeningPlan:
 
     config: Any  # of the text model
     probe: list[int]
-    shifts: tuple[int, ...]  # positions by which the probe is moved, 0 first
+    shifts: tuple[int, ...]  # positions by which the probe is shifted, 0 first
     first: list[int]  # first token of each fragment, from which the model continues
     fragment: int  # tokens of each fragment, the first included
     seeds: list[int]  # sampling seed of each fragment
@@ -149,9 +149,9 @@ class ListeningPlan:
         Args:
             engine: the name to record as the source.
             total_heads: KV heads per layer, over all ranks.
-            max_positions: the longest context of the statistics; None: the model's.
+            max_positions: the longest context that the statistics must cover; None: the model's.
             progress: called with a description of each stage.
-            ask: calls a method, by name, of the listener in every process.
+            ask: calls the named method of the listener in every process.
             read: runs the probe through the engine.
             say: generates every fragment from its first token.
             collect: returns the results of ``QueryListener.collect`` in all processes.

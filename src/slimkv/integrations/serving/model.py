@@ -48,7 +48,7 @@ def parse_cold_settings(given: object) -> KVCacheConfig:
 
 @lru_cache(maxsize=8)
 def _load(path: str, model: str) -> Calibration:
-    """The calibration in a file, loaded once per process."""
+    """The calibration in a file, or the cached one with ``auto``, loaded once per process."""
     return cached_calibration(model) if path == AUTO else Calibration.load(path)
 
 
@@ -59,7 +59,7 @@ def shared_codec(spec: CodecSpec, device: torch.device) -> Codec:
 
 
 def rank_heads(total: int, held: int, rank: int, ranks: int) -> slice:
-    """The KV heads, of a layer's ``total``, that a rank holds: its share, or one head that several ranks replicate."""
+    """The KV heads that a rank holds of a layer's ``total``: its share, or one head that several ranks replicate."""
     first = rank * held if total >= ranks else rank * total // ranks
     return slice(first, first + held)
 
@@ -70,7 +70,7 @@ class ServedModel:
 
     settings: KVCacheConfig
     name: str  # the folder or hub name that the engine loads
-    config: Any  # of transformers, of the text model
+    config: Any  # the text model's transformers configuration
     max_positions: int  # the longest context
     ranks: Callable[[], tuple[int, int]]  # this process's tensor-parallel rank, and the number of ranks
     random_weights: bool = False  # if so, offsets are not saved for later processes

@@ -87,7 +87,7 @@ class SlimKVAttnBackend(PackedBackend):
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, batch: Any, save_kv_cache: bool,
         sinks: Tensor | None = None, **others: Any,
     ) -> Tensor:  # fmt: skip
-        """Stores k, v [tokens, num_kv_heads, dim]; attends q [tokens, heads * dim] -> [tokens, heads * value_dim]."""
+        """Stores k, v [tokens, num_kv_heads, dim]. Maps q [tokens, heads * dim] to [tokens, heads * value_dim]."""
         refuse_unknown(others)
         step = self.forward_metadata
         assert step is not None
@@ -104,7 +104,7 @@ class SlimKVAttnBackend(PackedBackend):
     def _store(self, query: Tensor, key: Tensor, value: Tensor, layer: Any, step: Step, slots: Tensor) -> None:
         """Stores the new tokens and checks their scores (``ServedLayer.check_scores``).
 
-        When prefill runs in pieces, ``slots`` has those of the first tokens only.
+        When prefill runs in pieces, ``slots`` has only those of the first tokens.
         """
         pool, index, windowed = self._pool_of(layer.layer_id)
         if windowed:

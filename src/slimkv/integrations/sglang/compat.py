@@ -54,13 +54,13 @@ def attention_tp() -> tuple[int, int]:
 
 
 def window_of(layer: Any) -> int | None:
-    """The tokens that a layer's queries attend, their own included, which SGLang does not count; None: all."""
+    """The number of tokens that a query attends to, including its own, which SGLang does not count; None: all."""
     window = layer.sliding_window_size
     return window + 1 if window is not None and window > -1 else None
 
 
 def full_attention_layers(kvc: Any) -> list[int] | None:
-    """This stage's layers with a cache, where others are linear attention; None for a model without such layers."""
+    """This stage's full-attention layers in a model that also has linear attention; None for other models."""
     mambaish = mambaish_config(kvc.model_config)
     if mambaish is None:
         return None

@@ -1,7 +1,7 @@
 """Step metadata, shared by all layers: block tables from SGLang's slot table, lengths, and bounds on the host.
 
-It needs no device-to-host copy and no loop over requests. SGLang orders decode requests after prefill requests. Such a
-batch is attended in two calls, because split-KV needs the decode requests in one call.
+Building it takes no device-to-host copy and no loop over requests. SGLang orders decode requests after prefill
+requests. Attention on such a batch takes two calls, because split-KV needs the decode requests in one call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slimkv.ops import AttentionBatch
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive requests attended in one call."""
+    """Consecutive requests that share one attention call."""
 
     rows: slice  # within the step's queries
     batch: AttentionBatch

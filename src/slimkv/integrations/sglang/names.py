@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-BACKEND = "slimkv"  # of the attention backend
-LISTENING = "SLIMKV_SGLANG_LISTENS"  # in the environment while ``slimkv calibrate`` runs an engine
+BACKEND = "slimkv"  # the name of the attention backend
+LISTENING = "SLIMKV_SGLANG_LISTENS"  # set in the environment while ``slimkv calibrate`` runs an engine
 # The function that builds the host pool of the hierarchical cache
 HOST_POOL = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.build_kv_host_pool"
 
@@ -23,7 +23,7 @@ def has_settings(server_args: Any) -> bool:
 
 
 def cold_settings(server_args: Any) -> Any:
-    """``settings.cold``."""
+    """``settings.cold``, without importing it if the arguments do not mention slimkv."""
     if not has_settings(server_args):
         return None
     from slimkv.integrations.sglang import settings

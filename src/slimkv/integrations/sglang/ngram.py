@@ -18,7 +18,7 @@ _DRAFTS = "sglang.srt.speculative.ngram_worker.NGRAMWorker._prepare_draft_tokens
 
 
 def install() -> None:
-    """Makes this process's n-gram drafts chains."""
+    """Turns this process's n-gram drafts into chains."""
 
     def around(original: Callable[..., Any], worker: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
         tokens, mask = original(worker, batch)
@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def chains(tokens: np.ndarray, mask: np.ndarray, each: int) -> tuple[np.ndarray, np.ndarray]:
-    """Replaces drafted trees by their longest paths.
+    """Replaces drafted trees with their longest paths.
 
     Args:
         tokens: int [requests * each]; each request's first one is its last accepted token, the root of the tree.

@@ -87,15 +87,15 @@ def gather_calibration(
     model: str, *, samples: tuple[int, int] = (3, 1024), seed: int = 0, max_positions: int | None = None,
     progress: Progress = lambda what, done, total: None, **engine_options: Any,
 ) -> Calibration:  # fmt: skip
-    """Collects statistics in SGLang while it generates windows x ids tokens (``samples``) with ``model``.
+    """Collects statistics while SGLang generates tokens with ``model``.
 
     Call it from a module that SGLang's processes can import (``if __name__ == "__main__"``).
 
     Args:
         model: a folder or a hub name.
         samples: the number of windows, and of ids per window; they are generated in fragments with ``seed``.
-        max_positions: the longest context of the statistics; None: the model's.
-        engine_options: options of ``sglang.Engine``, including ``tp_size``, as the model is served with.
+        max_positions: the longest context that the statistics must cover; None: the model's.
+        engine_options: options of ``sglang.Engine``, such as ``tp_size``, the same that the model is served with.
     """
     fixed = {
         "model_path": model, "disable_cuda_graph": True, "disable_radix_cache": True, "disable_overlap_schedule": True,

@@ -64,7 +64,7 @@ def register() -> None:
 
 
 def _defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Hook of SGLang's argument resolution: sets the default page size, and prefill graphs of latent attention."""
+    """Hook of SGLang's argument resolution: sets the default page size, and disables prefill graphs of latents."""
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolved_view
     from sglang.srt.configs.model_config import AttentionArch
 
@@ -78,7 +78,7 @@ def _defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def _prefill_without_graphs(server_args: Any) -> None:
-    """Disables prefill graphs unless the user asked for them: the number of latents that prefill expands varies."""
+    """Disables prefill graphs unless the user requested them: the number of latents that prefill expands varies."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 

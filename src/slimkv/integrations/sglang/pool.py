@@ -23,7 +23,7 @@ from slimkv.ops import PackedKV
 
 
 class PackedPool(compat.KVCache):
-    """The common part of pools of K and V and of latents: the slab, and copies of its tokens.
+    """The common part of the pools for K and V and for latents: the slab, and copies of its tokens.
 
     Each model gets a subclass with its plan (``bind``).
     """
@@ -43,7 +43,7 @@ class PackedPool(compat.KVCache):
 
     def _create_buffers(self) -> None:
         """Allocates the slab; SGLang calls it while it constructs the pool."""
-        # Some models bypass set_kv_buffer and write K and V into pools of their own dtype; uint8 prevents that.
+        # Some models bypass set_kv_buffer and write K and V into a pool of the model's dtype; uint8 prevents that.
         self.dtype = self.store_dtype = torch.uint8
         self.layers: tuple[LayerPages, ...] = self.plan.groups[self.allocation_label]
         self._check_shapes()

@@ -2,7 +2,7 @@
 
 {"slimkv": {"format": "k4v4", "layers": {"0-1": "fp8", "-1": "raw"}}}
 
-Under SGLang's own attention, ``cold`` holds those of host memory: {"slimkv": {"cold": "k4v4"}}
+Under SGLang's own attention, ``cold`` holds the fields for host memory: {"slimkv": {"cold": "k4v4"}}
 """
 
 from __future__ import annotations

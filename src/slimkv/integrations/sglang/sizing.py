@@ -1,6 +1,6 @@
 """The formats of a model's layers, and the bytes per token that SGLang's configurators use.
 
-SGLang sizes the cache from the same plan that the pool allocates by, so the two agree.
+SGLang sizes the cache by the same plan that the pool allocates by, so the two agree.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def sized_plan(kvc: Any) -> CachePlan:
 
 
 def cell_size(original: Callable[..., int], configurator: Any, kvc: Any, num_layers: int) -> int:
-    """Around ``DefaultPoolConfigurator._compute_cell_size``: bytes of a token in all layers."""
+    """Wraps ``DefaultPoolConfigurator._compute_cell_size``: bytes of a token in all layers."""
     if not packs(kvc):
         return original(configurator, kvc, num_layers)
     plan = plan_of(kvc)
@@ -163,7 +163,7 @@ def cell_size(original: Callable[..., int], configurator: Any, kvc: Any, num_lay
 
 
 def default_init(original: Callable[..., None], configurator: Any, kvc: Any) -> None:
-    """Around ``DefaultPoolConfigurator.__init__``: adds the bytes of a draft's cache, which is not packed."""
+    """Wraps ``DefaultPoolConfigurator.__init__``: adds the bytes of a drafter's cache, which is not packed."""
     original(configurator, kvc)
     if packs(kvc) and _draft_layers(kvc):
         configurator._cell_size = plan_of(kvc).token_bytes(None) + _draft_layers(kvc) * _unpacked_bytes(kvc)
@@ -187,13 +187,13 @@ def _unpacked_bytes(kvc: Any) -> int:
 
 
 def windowed_init(original: Callable[..., None], configurator: Any, kvc: Any) -> None:
-    """Around ``HybridSWAPoolConfigurator.__init__``: keeps the plan for the methods below."""
+    """Wraps ``HybridSWAPoolConfigurator.__init__``: keeps the plan for the methods below."""
     configurator.slimkv_plan = plan_of(kvc) if packs(kvc) else None
     original(configurator, kvc)
 
 
 def full_cell_bytes(original: Callable[..., int], configurator: Any) -> int:
-    """Around ``HybridSWAPoolConfigurator._full_cell_bytes``: bytes of a token, a draft's unpacked layers included."""
+    """Wraps ``HybridSWAPoolConfigurator._full_cell_bytes``: bytes per token, with a drafter's unpacked layers."""
     if configurator.slimkv_plan is None:
         return original(configurator)
     draft: int = configurator._full_per_token * configurator._draft_full_layers_num
@@ -201,7 +201,7 @@ def full_cell_bytes(original: Callable[..., int], configurator: Any) -> int:
 
 
 def window_cell_bytes(original: Callable[..., int], configurator: Any) -> int:
-    """Around ``HybridSWAPoolConfigurator._swa_cell_bytes``."""
+    """Wraps ``HybridSWAPoolConfigurator._swa_cell_bytes``."""
     if configurator.slimkv_plan is None:
         return original(configurator)
     draft: int = configurator._swa_per_token * configurator._draft_swa_layers_num
@@ -209,7 +209,7 @@ def window_cell_bytes(original: Callable[..., int], configurator: Any) -> int:
 
 
 def recompute_cell_size(original: Callable[..., None], configurator: Any) -> None:
-    """Around ``HybridSWAPoolConfigurator._recompute_cell_size``: without full layers it calls neither of the above."""
+    """Wraps ``HybridSWAPoolConfigurator._recompute_cell_size``, which calls neither of them without full layers."""
     original(configurator)
     plan = configurator.slimkv_plan
     if plan is not None and not plan.groups[FULL]:

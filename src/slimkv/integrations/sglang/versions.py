@@ -8,5 +8,5 @@ TESTED = (0, 5, 23)
 
 
 def installed_version() -> str:
-    """The version of SGLang; raises if it is missing or another one than the tested."""
+    """The version of SGLang; raises if it is missing or not the tested release."""
     return check_tested("SGLang", "sglang.version", TESTED)

@@ -44,10 +44,10 @@ class SlimKVCache(compat.Cache):
             layer number. None: from the calibration; otherwise from a pass of 256 random ids, which runs once per model
             and is saved; otherwise, if only a config is given, from the first tokens of each layer.
         fields: the other fields of ``KVCacheConfig``. ``raw`` layers are stock layers. ``fresh="auto"`` is ``raw``: a
-            forward pass of more than 8 new tokens attends those tokens raw, and only later passes read their codes.
+            forward pass of more than 8 new tokens attends to these unquantised, and only later passes read their codes.
             ``calibration="auto"`` calibrates the model on first use, which runs it (so it needs the model, not only its
-            config), and saves the result. ``memory`` is for models with full attention in every layer; left padding is
-            masked on decoded keys and values.
+            config), and saves the result. ``memory`` is for models with full attention in every layer; with left
+            padding, attention then reads decoded keys and values.
     """
 
     encoder_decoder_class: ClassVar[type[SlimKVCache]]  # set in ``encoder_decoder``
@@ -158,7 +158,7 @@ class SlimKVCache(compat.Cache):
                 tables.crop(max(tables.tokens - failed.tokens, 0))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
-        """Keys, values (decoded) and the window of every layer, as ``DynamicCache`` gives them."""
+        """Keys, values (decoded) and the window of every layer, as ``DynamicCache`` yields them."""
         for layer in self.layers:
             pair = [getattr(layer, name, None) for name in ("keys", "values")]
             key, value = (x.decoded() if isinstance(x, PackedStates) else x for x in pair)
@@ -182,7 +182,7 @@ class SlimKVCache(compat.Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys and values (and the states of other layer kinds), wherever they are."""
+        """Bytes allocated for keys and values (and the states of other layer kinds), on any device."""
         return self.size().allocated_bytes
 
     def size(self) -> CacheSize:

@@ -1,4 +1,4 @@
-"""The parts of a cache: its settings, the layers and their formats, key offsets, and the guard."""
+"""Helpers that build a cache: settings, layers and their formats, key offsets, and the guard."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from slimkv.integrations.transformers.stateful_layers import (
 from slimkv.integrations.transformers.tiers import TieredLayer
 from slimkv.spec import PageLayout, parse_spec
 
-STOCK_FORMATS = (RAW, RAW_LATENT)  # of stock layers
+STOCK_FORMATS = (RAW, RAW_LATENT)  # the formats of stock layers
 
-# Shared by all caches of a model with the same key format; without a model, of equal configurations.
+# One guard for all caches of a model with the same settings; without a model, for equal configurations.
 _guards: WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], Guard]] = WeakKeyDictionary()
 _guards_of_configs: dict[tuple[Any, ...], Guard] = {}
 
@@ -82,7 +82,7 @@ def formats_of(settings: KVCacheConfig, calibration: Calibration | None, num_lay
 
 
 def check_formats(config: Any, formats: list[str], block_size: int) -> None:
-    """Raises for impossible head sizes now rather than in the first forward pass."""
+    """Raises for unsupported head sizes now rather than in the first forward pass."""
     text = config.get_text_config(decoder=True)
     try:
         head_dim = getattr(text, "head_dim", None)
@@ -118,7 +118,7 @@ def make_layer(kind: str, arguments: dict[str, Any], format: str, settings: Laye
         return PackedHybridLayer(states, format, settings, number)
     if type(stock) is compat.DynamicSlidingWindowLayer:
         return PackedSlidingLayer(format, settings, arguments["sliding_window"], kind == "chunked_attention", number)
-    # It must treat keys and values as a full-attention layer does, whatever other state it keeps.
+    # The stock layer must handle keys and values as a full-attention layer does, whatever other state it keeps.
     methods = ("update", "lazy_initialization", "get_mask_sizes", "get_seq_length", "get_max_length")
     if any(getattr(type(stock), name) is not getattr(compat.DynamicLayer, name) for name in methods):
         return stock

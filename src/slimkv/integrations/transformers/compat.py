@@ -45,7 +45,7 @@ _OTHER_MEMORIES = ("cache_params", "state", "mems", "cache", "past_buckets_state
 def layer_kinds(config: Any) -> list[tuple[str, dict[str, Any]]]:
     """(layer type, arguments of its stock cache layer) per layer that has a cache, from a model's config.
 
-    Layers that attend another sequence (an image, in mllama) are ``cross_attention``.
+    Layers that attend to another sequence (an image, in mllama) are ``cross_attention``.
     """
     text = config.get_text_config(decoder=True)
     kinds, arguments = get_layer_types_and_kwargs(text)
@@ -57,14 +57,14 @@ def layer_kinds(config: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def stock_layer(kind: str, arguments: dict[str, Any]) -> Any:
-    """The layer that ``DynamicCache`` has for ``kind``."""
+    """The layer that ``DynamicCache`` creates for ``kind``."""
     return DynamicLayer() if kind == "cross_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**arguments)
 
 
 def caches_latents(config: Any) -> bool:
     """Whether a model caches one latent and one rope part per token instead of K and V of its heads.
 
-    Models with ``kv_lora_rank`` hand them to their cache in place of K and V; those with an indexer since 5.19.
+    Models with ``kv_lora_rank`` pass them to their cache instead of K and V; those with an indexer only since 5.19.
     """
     text = config.get_text_config(decoder=True)
     indexed = getattr(text, "index_topk", None) is not None

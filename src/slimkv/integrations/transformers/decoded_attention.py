@@ -1,4 +1,4 @@
-"""Attention on decoded keys and values with the options of the fused one: soft cap, sinks, any boolean mask."""
+"""Attention on decoded keys and values with the options of fused attention: soft cap, sinks, any boolean mask."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def probabilities(
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, kwargs: dict[str, Any]
 ) -> Tensor:
-    """[batch, queries, heads, value_dim]; torch's own attention unless there is a soft cap or sinks.
+    """Returns [batch, queries, heads, value_dim]; calls torch's own attention unless there is a soft cap or sinks.
 
-    ``causal`` applies without a mask: the last query then sees the last key. ``kwargs``: of an attention function.
+    ``causal`` applies without a mask: the last query then sees the last key. ``kwargs``: the options of the call.
     """
     scale, softcap = kwargs.get("scaling"), kwargs.get("softcap") or 0.0
     sinks, bias = kwargs.get("s_aux"), kwargs.get("position_bias")

@@ -40,9 +40,9 @@ class Enabled:
 
 
 class _Placed(partial[Any]):
-    """What ``enable`` sets on a model object. It is not in ``Enabled``, which would keep the model alive."""
+    """A method that ``enable`` sets on a model object. Holding it in ``Enabled`` would keep the model alive."""
 
-    own: Any = None  # the model object's own attribute that it replaced; None: one of its class
+    own: Any = None  # the instance attribute that it replaced; None: the attribute was the class's
 
 
 _enabled: WeakKeyDictionary[torch.nn.Module, Enabled] = WeakKeyDictionary()
@@ -50,13 +50,13 @@ _enabled: WeakKeyDictionary[torch.nn.Module, Enabled] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Status:
-    """How a model stores and attends its keys and values; printable."""
+    """How a model stores its keys and values and attends to them; printable."""
 
     enabled: bool  # whether ``generate`` uses a packed cache
     formats: dict[str, int] = field(default_factory=dict)  # layers by format
     calibration: str | None = None  # the tokens of the calibration; None: no calibration
     fused: bool = False  # attention reads packed codes; otherwise the model's own attention gets decoded tensors
-    calls: Counts | None = None  # how attention ran in the last ``generate``, in calls of a layer
+    calls: Counts | None = None  # how attention ran in the last ``generate``, per layer call
     size: CacheSize | None = None  # the cache size after the last ``generate``
 
     @property
@@ -133,7 +133,7 @@ def disable(model: Any) -> Any:
             record.switched()
             record.noting.remove()
             for name in _REPLACED:
-                if isinstance(vars(model).get(name), _Placed):  # not what has wrapped it since
+                if isinstance(vars(model).get(name), _Placed):  # not a wrapper that replaced it since
                     placed = vars(model).pop(name)
                     vars(model).update({name: placed.own} if placed.own is not None else {})
     return given

@@ -34,7 +34,7 @@ class EncoderDecoderSlimKVCache(SlimKVCache, EncoderDecoderCache):
             yield own + next(cross, (None, None, None))
 
     def reset(self) -> None:
-        """Empties both."""
+        """Empties both caches."""
         SlimKVCache.reset(self)
         self.cross_attention_cache = DynamicCache()
         self.is_updated = {}

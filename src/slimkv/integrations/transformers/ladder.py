@@ -18,15 +18,15 @@ from slimkv.spec import BF16_BYTES, PageLayout, parse_spec
 if TYPE_CHECKING:
     from slimkv.integrations.transformers.tiers import TieredLayer
 
-# The formats for a memory budget, finest first. Errors of keys cost more than errors of values: on SmolLM2 k8v6 has
-# 0.55 of the KL divergence of k7v7, and k5v3 0.73 of that of k4v4. Wider steps would cost more than they save.
+# The formats for a memory budget, finest first. Errors in keys cost more than errors in values: on SmolLM2 k8v6 has
+# 0.55 times the KL divergence of k7v7, and k5v3 0.73 times that of k4v4. Larger steps would lose more than they save.
 RUNGS = (RAW, "krawbf16vrawbf16", "k8v8", "k8v6", "k7v5", "k6v4", "k5v3", "k4v2", "k3v2", "k2v2")
-KEY_WEIGHT = 8.0  # the cost of an error of keys over that of an equal error of values
+KEY_WEIGHT = 8.0  # the cost of an error in keys, relative to an equal error in values
 SINK_TOKENS = 16  # with a memory budget, this many first tokens stay raw,
 SINK_SHARE = 1 / 16  # but they take no more than this share of the budget
 # The cost of an error falls with a token's age to this power. On SmolLM2 at 4,096 tokens, 0.5 and 1 are similar: with
-# equal bits for keys and values they have 0.81 and 0.88 of one format's KL divergence at 7.75 bits, and 0.36 and 0.28
-# at 4.25 bits. 2 is far worse.
+# equal bits for keys and values, their KL divergences are 0.81 and 0.88 of a single format's at 7.75 bits, and 0.36 and
+# 0.28 at 4.25 bits. 2 is far worse.
 AGE_POWER = 0.75
 
 
@@ -194,7 +194,7 @@ class Ladder:
             first += length
 
     def _drop(self, tables: SequenceTables, count: int) -> Drop:
-        """Removes a tier's first ``count`` tokens. Their end is not a block boundary only after a crop."""
+        """Removes a tier's first ``count`` tokens. They end at a block boundary except after a crop."""
         rows, left = tables.rows, tables.tokens - count
         if left == 0 or count % self.block_size == 0:
             tables.drop(count)

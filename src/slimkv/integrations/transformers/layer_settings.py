@@ -36,7 +36,7 @@ class LayerSettings:
     guard: Guard | None = None  # shared by the caches of a model
 
     def attends_raw(self, new: int) -> bool:
-        """Whether a pass of ``new`` tokens attends those unquantised."""
+        """Whether a pass of ``new`` tokens attends to these unquantised."""
         return new > RAW_FRESH_ABOVE and self.config.reads_fresh_raw(shared_pages=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSettings:
@@ -44,7 +44,7 @@ class LayerSettings:
         return memo.setdefault(id(self), replace(self, tables=copy.deepcopy(self.tables, memo)))
 
     def known_offset(self, layer: int, codec: Codec, num_kv_heads: int) -> Tensor | None:
-        """The key offset of a layer before its first keys: from a file, the calibration or the model."""
+        """The key offset of a layer, if known before the first keys: from a file, the calibration or the model."""
         known = self.offsets.get(layer)
         if known is None and self.calibration is not None:
             known = self.calibration.key_offset(layer, codec)

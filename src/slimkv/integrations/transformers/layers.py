@@ -128,7 +128,7 @@ class PackedLayer(CacheLayerMixin):
     def check_scores(self, query: Tensor, softmax_scale: float) -> None:
         """Compares scores from the stored keys of the last ``update`` with exact scores (``slimkv.calibration.guard``).
 
-        query [batch, num_heads, new, key_dim] has the same tokens; only the first sequence is compared.
+        query [batch, num_heads, new, key_dim] is of the same tokens; only the first sequence is compared.
         """
         key, self._unchecked = self._unchecked, None
         guard = self.settings.guard
@@ -142,7 +142,7 @@ class PackedLayer(CacheLayerMixin):
     def _store(self, key_states: Tensor, value_states: Tensor, step: Step, first: int) -> None:
         """Stores K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on in the slots of ``step``.
 
-        A raw format converts to its own dtype; a calibration has one matrix per range of positions.
+        Inputs of a raw format are converted to its dtype. A calibration has one matrix per range of positions.
         """
         spec = self.pool.layout.spec
         key, value = (
@@ -207,7 +207,7 @@ class PackedLayer(CacheLayerMixin):
         return plan.run(query, batch.seq_lens)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plan": None, "_unchecked": None}  # a copied layer does not share pages
+        return {**self.__dict__, "_plan": None, "_unchecked": None}  # a plan is bound to its pages
 
     def _visible(self, new: int) -> int:
         """The number of last positions that a step of ``new`` tokens may attend to."""

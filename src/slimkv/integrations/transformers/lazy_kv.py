@@ -36,11 +36,11 @@ class PagedKV:
     first: int  # the first position that attention may see
     positions: int  # number of positions from there on, padding included
     dtype: torch.dtype
-    window: int | None  # positions that a query sees, itself included; None: all before it
+    window: int | None  # positions that a query sees, its own included; None: all up to it
     chunked: bool
     fresh: tuple[Tensor, Tensor] | None  # K, V [batch, num_kv_heads, new, dim] of the new tokens
     backend: str | None  # of attend, by name; None: the best for the device
-    attend_codes: AttendCodes  # the layer's
+    attend_codes: AttendCodes  # the layer's method
     prefill: str  # see ``AttendOptions``
     deterministic: bool = False  # a token's attention depends on its own sequence alone
     _dense: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
@@ -77,14 +77,14 @@ class PagedKV:
             key, value = ops.gather_kv(self.kv, slots.reshape(-1), dtype=self.dtype)
             pair = [x.unflatten(0, (self.tables.batch, count)).transpose(1, 2) for x in (key, value)]
             if self.fresh is None:
-                pair = [x.contiguous() for x in pair]  # as stock tensors are: some models take views of them
+                pair = [x.contiguous() for x in pair]  # as stock tensors are, because some models create views of them
             else:
                 pair = [torch.cat([past, new.to(past.dtype)], 2) for past, new in zip(pair, self.fresh, strict=True)]
             self._dense = pair[0], pair[1]
         return self._dense
 
     def attends(self, pads: list[int] | None) -> bool:
-        """Whether ``attend`` implements causal order with this left padding."""
+        """Whether ``attend`` supports causal attention with this left padding."""
         return not self.chunked
 
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
@@ -106,7 +106,7 @@ class PagedKV:
             out = self.attend_codes(rows, self.kv, step.batch, options)
         else:
             out = ops.attend(rows, self.kv, step.batch, options, fresh=fresh, backend=self.backend)
-        if step.query_rows is not None:  # padding attends nothing
+        if step.query_rows is not None:  # padding attends to nothing
             out = out.new_zeros(query.shape[0] * step.new, *out.shape[1:]).index_copy_(0, step.query_rows, out)
         return out.view(query.shape[0], step.new, out.shape[1], out.shape[2])
 
@@ -137,7 +137,7 @@ class PackedStates(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs an operation on the decoded tensor; raises if it would write to it."""
+        """Runs an operation on the decoded tensor; raises if the operation would write to it."""
         kwargs = kwargs or {}
         if (schema := getattr(func, "_schema", None)) is not None and schema.is_mutable:
             for number, parameter in enumerate(schema.arguments):

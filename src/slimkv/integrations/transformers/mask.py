@@ -1,7 +1,7 @@
 """The mask function of ``slimkv`` attention, and the causal patterns that masks are equivalent to.
 
 Fused attention implements causal order, a window and left padding, but takes no mask. Before it runs, the mask must be
-known to be exactly that. A mask from transformers' own functions has a note of how it was made; any other mask is
+known to be exactly that. ``slimkv_mask`` notes on a mask how it was made; any other mask is
 inspected. A mask that is not recognised is applied to decoded keys and values.
 """
 
@@ -26,7 +26,7 @@ _READ = "_slimkv_read"
 
 @dataclass(frozen=True)
 class Pattern:
-    """Causal order inside a window, with ``pads[b]`` leading positions of sequence b hidden."""
+    """Causal attention in a window, with ``pads[b]`` leading positions of sequence b hidden."""
 
     pads: list[int] | None  # None: padding is unknown
     window: int | None
@@ -84,7 +84,7 @@ def pattern_of(mask: Tensor, keys: LazyKV) -> Pattern | None:
     if note is not None and (note.first, note.keys, note.queries) == (keys.first, keys.positions, keys.new):
         windows = [x for x in (note.window, keys.window) if x is not None]
         window = min(windows, default=None)
-        # A windowed layer returns the window of a single query; several queries must be masked.
+        # A windowed layer returns the keys that a single query sees; several queries need the mask.
         if keys.window in (None, note.window) or keys.new == 1 or keys.positions <= min(windows):
             return Pattern(note.pads, window)
     return _read(mask, keys)

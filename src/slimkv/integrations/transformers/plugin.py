@@ -1,4 +1,4 @@
-"""The attention function ``slimkv``: attends packed pages if it can, and otherwise calls the model's own attention."""
+"""The attention function ``slimkv``: reads packed pages if it can, and otherwise calls the model's own attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OBSERVED = "slimkv_observed"  # the name of attention inside ``observed_attentio
 # The arguments of an attention function. Any other argument that is set raises an error: it may change the result.
 _HANDLED = {"position_bias", "output_attentions", "softcap", "s_aux", "sliding_window"}
 _NO_INFLUENCE = {"cache_position", "deterministic", "use_cache", "return_dict", "labels", "logits_to_keep"}
-# transformers' function for torch's attention has neither soft cap nor sinks: a model that uses it gets none anywhere.
+# transformers' SDPA function ignores soft cap and sinks, so a model that uses it must get neither on packed pages.
 TORCH_ATTENTION = compat.ALL_ATTENTION_FUNCTIONS[stock_attention.SDPA]
 KNOWN_ARGUMENTS = frozenset(_HANDLED | _NO_INFLUENCE | compat.FORWARD_ARGUMENTS)
 
@@ -112,13 +112,13 @@ def _packed(key: Tensor, value: Tensor) -> LazyKV | None:
 def _pattern(
     module: torch.nn.Module, query: Tensor, kv: LazyKV, mask: Tensor | None, is_causal: bool | None, stock: str | None
 ) -> Pattern | None:
-    """The pattern equivalent to ``mask``, or None if pages cannot be attended that way."""
+    """The pattern equivalent to ``mask``, or None if attention on pages cannot implement it."""
     if query.shape[2] != kv.new or query.shape[0] != len(kv.pads):
         return None
     if mask is not None:
         return pattern_of(mask, kv) if isinstance(mask, Tensor) else None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    # Without a mask a single query sees all. For several, torch's attention is causal and eager attention is not.
+    # Without a mask, a single query sees all keys. For several, torch's attention is causal and eager attention is not.
     if kv.new == 1 or (causal and stock != stock_attention.EAGER and (kv.window is None or kv.positions <= kv.window)):
         return Pattern(None, kv.window)
     return None
@@ -162,17 +162,17 @@ def _plain_options(
 
 
 def register() -> None:
-    """Makes ``attn_implementation="slimkv"`` known; may be called any number of times."""
+    """Registers ``attn_implementation="slimkv"``; may be called any number of times."""
     compat.AttentionInterface.register(NAME, slimkv_attention)
     compat.AttentionMaskInterface.register(NAME, slimkv_mask)
 
 
 @contextmanager
 def observed_attention(model: Any, observe: Callable[..., Tensor]) -> Iterator[None]:
-    """Inside it, ``observe`` sees every call of the attention of ``model``'s text decoder.
+    """Inside the context, ``observe`` is called for every attention call of ``model``'s text decoder.
 
-    It is called with the arguments of ``slimkv_attention`` after the output [batch, new, heads, value_dim], and returns
-    the output that the model gets.
+    It gets the output [batch, new, heads, value_dim] and then the arguments of ``slimkv_attention``, and returns the
+    output that the model gets.
     """
     before = [(config, config._attn_implementation) for config in stock_attention.switchable_configs(model)]
     if not before:

@@ -100,7 +100,7 @@ def _name(dtype: Any) -> str:
 def _layer_pages(
     number: int, layer: Any, count: int, block_size: int, seed: int, lossless: str
 ) -> tuple[LayerFingerprint, LayerPages, torch.dtype]:
-    """The contents of a layer as pages, those of a stock layer in the format ``lossless``; missing tokens of the first
+    """The contents of a layer as pages. A stock layer is stored in the format ``lossless``; missing tokens of the first
     and last block are zeros.
     """
     if type(layer) in (PackedLayer, PackedSlidingLayer, PackedIndexedLayer):
@@ -187,7 +187,7 @@ def _offsets(prompt: PromptCache) -> dict[int, Tensor]:
 
 
 def _as_asked(format: str, dtype: str) -> str:
-    """``raw`` for pages in the model's own dtype, which are stock layers in transformers."""
+    """The format to request: ``raw`` for pages in the model's own dtype, which become stock layers."""
     lossless = [parse_spec(name, 16).with_raw_dtype(dtype).canonical_format for name in (RAW, RAW_LATENT)]
     return RAW if format in lossless else format
 

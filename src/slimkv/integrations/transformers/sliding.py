@@ -27,7 +27,7 @@ class PackedSlidingLayer(PackedLayer):
         return self.tokens
 
     def activate_past_recording(self) -> None:
-        """Keeps old tokens until ``crop`` from now on, so that tokens can be removed."""
+        """From now on, keeps tokens that leave the window until ``crop``, so that it can remove tokens."""
         self.record_past = True
         if self.is_initialized:
             self.tables.record_past = True

@@ -33,7 +33,7 @@ def _names(kind: Any) -> tuple[frozenset[str], dict[str, Any], frozenset[str]]:
 
 
 def follows_interface(module: torch.nn.Module) -> bool:
-    """Whether ``module`` asks the attention interface for its attention, by the name in its config."""
+    """Whether ``module`` looks up its attention in the attention interface, by the name in its config."""
     names, _, _ = _names(type(module))  # type: ignore[arg-type]
     return "_attn_implementation" in names and any(isinstance(x, AttentionInterface) for x in _values(type(module)))
 

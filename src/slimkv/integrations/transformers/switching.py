@@ -1,4 +1,4 @@
-"""The models that currently attend packed pages, their previous attention, and the number of calls per path."""
+"""The models whose attention reads packed pages, their previous attention, and the number of calls per path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "slimkv"
 
 @dataclass
 class Counts:
-    """How attention ran inside one ``attention(model)``, in calls of a layer."""
+    """How attention ran inside one ``attention(model)``, counted in layer calls."""
 
     fused: int = 0  # on packed pages
     decoded: int = 0  # on decoded keys and values, because the mask, the layer or the module requires it
@@ -38,7 +38,7 @@ class _Switch:
 
     config: Any
     before: str  # its previous implementation
-    stock: str  # ``eager`` or ``sdpa``: used if pages cannot be attended
+    stock: str  # ``eager`` or ``sdpa``: used if attention cannot read pages
     uses: int = 0
 
 
@@ -122,7 +122,7 @@ def warn_if_decoded(model: Any, configs: list[Any], stacklevel: int) -> None:
 
 
 def warn_if_off() -> None:
-    """Warns that a cache is attended decoded, unless ``attention`` or ``enable`` is active: those warn themselves."""
+    """Warns of attention on decoded tensors, unless ``attention`` or ``enable`` is active: those warn themselves."""
     if not _switches and not _contexts:
         warnings.warn(
             "a packed cache is being attended through decoded keys and values: run the model inside "
@@ -146,7 +146,7 @@ def counting(configs: list[Any]) -> Iterator[Counts]:
 
 @contextmanager
 def attention(model: Any) -> Iterator[Counts]:
-    """Inside the context, ``model`` attends packed pages directly; yields counts of how its attention ran.
+    """Inside the context, attention of ``model`` reads packed pages directly; yields counts of how it ran.
 
     Outside it, stock attention gets decoded tensors. Contexts may be nested, and threads may open them for one model at
     the same time; vision and audio towers keep their own attention.

@@ -44,7 +44,7 @@ def lasting() -> Any:
 
 
 class TableSet:
-    """The tables of a cache: one for all layers that store the same tokens."""
+    """The tables of a cache: one object for all layers that store the same tokens."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -93,10 +93,10 @@ class SequenceTables:
         self._pad = torch.zeros(batch, dtype=torch.int64, device=device)
         self._members: list[PackedLayer] = []
         self._step: Step | None = None
-        # ((rows, first position of each sequence) for which they are valid, position of the first, steps)
+        # ((rows, first position of each sequence) for which the steps are valid, position of the first step, steps)
         self._ahead: tuple[tuple[int, tuple[int, ...]], int, list[Step]] | None = None
         self._starts: tuple[int, Tensor] | None = None  # ``cu_seqlens_q`` of the last number of queries
-        self._prefix: tuple[tuple[int, int, int], Step] | None = None  # (tokens, of the prefix, rows), its step
+        self._prefix: tuple[tuple[int, int, int], Step] | None = None  # (tokens, tokens of the prefix, rows), step
 
     @property
     def blocks(self) -> int:
@@ -186,7 +186,7 @@ class SequenceTables:
         return max(max(self.tokens - pad, 0) - self._base(pad) for pad in set(self.pads))
 
     def _next(self) -> Step:
-        """``_build(1)`` if every sequence gets a real token."""
+        """The same as ``_build(1)`` if every sequence gets a real token, from tables built ahead."""
         past = self.tokens - 1
         valid = self.rows, tuple(self._base(pad) for pad in self.pads) if self.kept_from else ()
         if self._ahead is None or self._ahead[0] != valid or not 0 <= past - self._ahead[1] < AHEAD:

@@ -26,7 +26,7 @@ class TieredKV:
     tiers: list[PagedKV]  # oldest first; with ``fresh``, without the new tokens
     tail: Pair
     new: int = 0  # the number of last tokens that belong to queries
-    fresh: Pair | None = None  # the new tokens, if attended raw; they follow all other tokens
+    fresh: Pair | None = None  # the new tokens, if attention reads them raw; they follow all others
 
     first = 0
     window = None
@@ -61,7 +61,7 @@ class TieredKV:
         return not (pads and any(pads))
 
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
-        """Attends each tier fused and the raw tokens dense, and merges the results by their log-sum-exps."""
+        """Runs fused attention on each tier and dense attention on the raw tokens, and merges them by log-sum-exp."""
         batch, heads, new, _ = query.shape
         plain = replace(options, causal=False, sinks=None, prefill=SIXTEEN_BIT)
         lse = query.new_full((batch, new, heads), NOTHING, dtype=torch.float32)
@@ -85,7 +85,7 @@ class TieredKV:
         begin = self.head[0].shape[2]
         for tier in self.tiers:
             end = begin + tier.positions
-            inside, after = (max(begin - past, 0), max(end - past, 0))  # the queries in it, and those after it
+            inside, after = (max(begin - past, 0), max(end - past, 0))  # first query in the tier, first one after it
             if after > inside:
                 yield inside, after, _attend(tier, query[:, :, inside:after], causal, tier.step.batch)
             if new > after and tier.positions:
@@ -115,7 +115,7 @@ class TieredKV:
 def _attend(
     tier: PagedKV, query: Tensor, options: ops.AttendOptions, step: ops.AttentionBatch, fresh: Pair | None = None
 ) -> Pair:
-    """(output [batch, queries, heads, dim], log-sum-exp) of a tier's tokens; causal: the queries are its last ones."""
+    """(output [batch, queries, heads, dim], log-sum-exp) of a tier's tokens; if causal, the queries are the last."""
     batch, _, new, _ = query.shape
     asked = replace(step, cu_seqlens_q=tier.tables.cu_seqlens_q(new), max_query_len=new, min_query_len=new)
     rows = token_rows(query)

@@ -33,7 +33,7 @@ class Tier(PackedLayer):
             self.relocate(kept, kept - skip, blocks)
 
     def store(self, key: Tensor, value: Tensor, step: Step, first: int) -> None:
-        """K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on to the slots of ``step``."""
+        """Stores K and V [batch, num_kv_heads, tokens, dim] from position ``first`` on in the slots of ``step``."""
         self.fit()
         self._store(key, value, step, first)
 
@@ -79,7 +79,7 @@ class TieredLayer(PackedLayer):
         return self.tokens - self.raw_tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """See ``PackedLayer``. A tier gets its pages with its first token, the newest one at once."""
+        """See ``PackedLayer``. A tier gets its pages with its first token, the newest tier immediately."""
         settings, ladder = self.settings, self.ladder
         formats = tier_formats(settings.config, self.finest, key_states.element_size())
         tiers = [Tier(name, settings, self.number, i) for i, name in enumerate(formats)]

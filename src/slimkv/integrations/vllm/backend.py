@@ -26,7 +26,7 @@ class PackedBackend:
     codec_spec: ClassVar[CodecSpec | None] = None
     held: ClassVar[str] = "cache"  # what layers store, for messages
     preferred_block: ClassVar[int] = page_sizes.PREFERRED_BLOCK
-    cross_layer_blocks: ClassVar[bool] = False  # whether a block of all layers must be contiguous
+    cross_layer_blocks: ClassVar[bool] = False  # whether a block's pages must be contiguous across layers
     is_supported_spec = staticmethod(compat.is_supported_spec)
     impl: ClassVar[type]  # runs one layer's attention
     builder: ClassVar[type]  # builds a step's metadata

@@ -113,7 +113,7 @@ def is_delegated(spec: object) -> bool:
 
 
 def is_supported_spec(spec: object) -> bool:
-    """Whether slimkv supports layers with this cache spec; a subclass may use its cache differently."""
+    """Whether slimkv supports layers with exactly this cache spec class; a subclass may use its cache differently."""
     return type(spec) in _PACKS
 
 

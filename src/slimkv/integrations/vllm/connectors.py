@@ -25,7 +25,7 @@ WRITER = "vLLM"
 STATED = "slimkv_fingerprint"  # keys of kv_connector_extra_config
 WEIGHTS = "slimkv_weights"
 UNCHECKED = "slimkv_unchecked"
-LEAST_TOKENS = "save_min_tokens"  # of the prompt connector
+LEAST_TOKENS = "save_min_tokens"  # an option of the prompt connector
 # Connectors that move all caches of a layer, including an indexer's keys, which ExampleConnector omits.
 CARRY_INDEXERS = {
     PROMPTS, compat.NATIVE_OFFLOAD, "SimpleCPUOffloadConnector", "MultiConnector", "NixlConnector", "NixlPullConnector",
@@ -145,8 +145,8 @@ def _places(name: str, extra: Mapping[str, Any]) -> tuple[list[str], bool]:
 
 
 def _state_in_handshake(vllm_config: Any, fingerprint: Fingerprint) -> None:
-    """Puts fingerprint and number of ranks into NIXL's handshake: between unequal numbers vLLM would split blocks by
-    heads, which is untested."""
+    """Puts the fingerprint and the number of ranks into NIXL's handshake. If the numbers differed, vLLM would split
+    blocks by heads, which is untested."""
     formats = ",".join(sorted({layer.format for layer in fingerprint.layers}))
     ranks = vllm_config.parallel_config.tensor_parallel_size
     stated = f"slimkv {formats}, {ranks} ranks, fingerprint {fingerprint.hash}"
@@ -254,10 +254,10 @@ def engine_weights(vllm_config: Any) -> str:
 
 
 def wants_cross_layer_blocks(vllm_config: Any) -> bool:
-    """Whether a block of all layers should be contiguous, so that the native offload copies it at once.
+    """Whether a block should be contiguous across layers, so that the native offload copies it at once.
 
-    Not in hybrid models, because vLLM splits their blocks for the kernels; nor with layers of another backend, a layout
-    that the user chose, or ExampleConnector, which would write latents into a copy.
+    False for hybrid models, because vLLM splits their blocks for the kernels; with layers of another backend; with a
+    layout that the user chose; and with ExampleConnector, which would write latents into a copy.
     """
     names = {name for name, _ in connectors(vllm_config)}
     if compat.NATIVE_OFFLOAD not in names or EXAMPLE_CONNECTOR in names:

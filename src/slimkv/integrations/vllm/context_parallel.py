@@ -53,7 +53,7 @@ class ShardTables:
 
 
 def shard_tables(sharing: DCPConfig, batch: AttentionBatch, queries: int) -> ShardTables:
-    """Builds the tables on the device. ``batch`` has lengths over all ranks; ``queries``: their total number."""
+    """Builds the tables on the device. ``batch`` has lengths over all ranks; ``queries``: how many there are."""
     seq_lens, cu_seqlens_q = batch.seq_lens, batch.cu_seqlens_q
     requests, device = seq_lens.shape[0], seq_lens.device
     new_lens = cu_seqlens_q.diff()
@@ -81,7 +81,7 @@ def attend_shards(
         fresh: K and V of the step's tokens [queries, num_kv_heads, dim], equal on every rank.
         kv, batch: the cached tokens that this rank holds.
         group: vLLM's ``GroupCoordinator`` of the ranks that share tokens.
-        raw: whether the step's tokens are attended unquantised.
+        raw: whether attention reads the step's tokens unquantised.
         out: [queries, heads, value_dim], written in place.
     """
     own = page_layout(kv.layout.spec, NEW_BLOCK)

@@ -102,7 +102,7 @@ class SlimKVImpl(compat.AttentionImpl):
             self._stock.process_weights_after_loading(act_dtype)
             return
         name, layer = find_layer(self._config, self)
-        if self._settings.deterministic:  # vLLM does not say which of their rows are of prompts
+        if self._settings.deterministic:  # vLLM does not say which rows of these belong to prompts
             features = {
                 "attention in chunks": getattr(layer, "attention_chunk_size", None),
                 "--kv-sharing-fast-prefill": self._config.cache_config.kv_sharing_fast_prefill,
@@ -133,13 +133,13 @@ class SlimKVImpl(compat.AttentionImpl):
         )
 
     def _kinds(self, device: torch.device) -> Iterator[LayerKind]:
-        """A layer like this one in each of the model's formats: a layer's own is known only after loading."""
+        """A layer like this one in each of the model's formats: its own format is known only after loading."""
         model, dtype, heads = self._model, self._config.model_config.dtype, self.num_kv_heads
         layers = range(model.config.num_hidden_layers)
         numbers = {model.layer_spec(number, self.head_size, None, str(dtype)): number for number in layers}
         for spec, number in numbers.items():
             codec = shared_codec(spec, device)
-            offset = LayerOffset(heads, codec) if model.centres(spec) else None  # of any value
+            offset = LayerOffset(heads, codec) if model.centres(spec) else None  # its value does not matter
             served = ServedLayer(codec, model.matrices(number, codec, heads), offset, self._settings.backend)
             yield served.kind(self.num_heads, heads, dtype, self._kernel_layout(spec), self._options_of(spec))
 
@@ -147,7 +147,7 @@ class SlimKVImpl(compat.AttentionImpl):
         return PageLayout(spec, kernel_block(self._config, PREFERRED_DENSE_BLOCK))
 
     def _served(self, device: torch.device) -> ServedLayer:
-        """How the layer stores K and V. Created on first use: sleep mode may discard what is created with weights."""
+        """How the layer stores K and V. Created on first use, as sleep mode may discard what was created before."""
         if self._layer is None:
             assert self._spec is not None
             codec, shared = shared_codec(self._spec, device), self.kv_sharing_target_layer_name
@@ -201,7 +201,7 @@ class SlimKVImpl(compat.AttentionImpl):
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attends query [tokens, heads, dim] and writes output [tokens, heads, dim].
+        """Computes attention of query [tokens, heads, dim] and writes output [tokens, heads, dim].
 
         ``do_kv_cache_update`` has already stored the new tokens.
         """

@@ -1,7 +1,7 @@
 """Step metadata, shared by all layers: vLLM's tables on the device, and bounds on the host.
 
-It needs no device-to-host copy and no loop over requests. vLLM orders requests with few queries first. A mixed batch
-is attended in two calls, because split-KV needs the decode requests in one call.
+Building it takes no device-to-host copy and no loop over requests. vLLM orders requests with few queries
+first. Attention on a mixed batch takes two calls, because split-KV needs the decode requests in one call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slimkv.ops import AttentionBatch
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive requests that are attended in one call."""
+    """Consecutive requests that share one attention call."""
 
     rows: slice  # within the step's queries
     batch: AttentionBatch
@@ -168,7 +168,7 @@ def _sharing(vllm_config: Any) -> DCPConfig | None:
 def _parts(common: compat.CommonAttentionMetadata, few: int, by_prompt: bool) -> Iterator[Part]:
     """Divides a step into parts: the leading requests with at most ``few`` queries each, and the rest.
 
-    ``by_prompt``: divides it by whether requests are still in their prompts instead.
+    ``by_prompt``: divides it instead into requests that are still in their prompts, and others.
     """
     rows, requests, longest = common.num_actual_tokens, common.num_reqs, common.max_seq_len
     table, lens = common.block_table_tensor[:requests], common.seq_lens[:requests]

@@ -21,8 +21,8 @@ from slimkv.spec import CodecSpec
 
 _DRAFT_MODEL = "draft_model."  # prefix of a draft model's layers
 _DUMMY = "dummy"  # vLLM's load format of random weights
-_guards: dict[int, tuple[Any, Guard]] = {}  # by the id of an engine's config, which is kept alive
-_told: dict[int, Any] = {}  # engines that have logged the warning about centring
+_guards: dict[int, tuple[Any, Guard]] = {}  # by the id of an engine's config, kept alive here
+_told: dict[int, Any] = {}  # configs of engines that have logged the warning about centring
 
 
 def served_model(vllm_config: Any, settings: KVCacheConfig | None = None) -> ServedModel:
@@ -79,7 +79,7 @@ def layer_offset(
     model: ServedModel, vllm_config: Any, layer: int | None, spec: CodecSpec, held: int, device: torch.device
 ) -> LayerOffset | None:
     """``ServedModel.layer_offset``; None if keys are not centred. Engines that exchange pages take offsets from the
-    calibration only, because they can share it.
+    calibration only, because that can be shared.
     """
     if not model.centres(spec):
         return None

@@ -1,6 +1,6 @@
 """Calibration inside vLLM: collects statistics while the stock engine, with its own attention, generates text.
 
-Models with quantised weights, on several GPUs, or that only vLLM supports are thus calibrated as they are served.
+Models that have quantised weights, need several GPUs or run only in vLLM are thus calibrated as they are served.
 ``Observer`` is mixed into vLLM's workers (``worker_extension_cls``).
 """
 
@@ -74,13 +74,13 @@ def gather_calibration(
     progress: listener.Progress = listener.silent,
     **engine_options: Any,
 ) -> Calibration:
-    """Collects statistics in vLLM while it generates windows x ids tokens (``samples``) with ``model``.
+    """Collects statistics while vLLM generates tokens with ``model``.
 
     Args:
         model: a folder or a hub name.
         samples: the number of windows, and of ids per window; they are generated in fragments with ``seed``.
-        max_positions: the longest context of the statistics; None: the model's.
-        engine_options: options of ``vllm.LLM``, as the model is served with.
+        max_positions: the longest context that the statistics must cover; None: the model's.
+        engine_options: options of ``vllm.LLM``, the same that the model is served with.
     """
     from vllm import LLM, SamplingParams
 

@@ -15,7 +15,7 @@ CACHE_DTYPES = ["auto", "float16", "bfloat16", "float32"]
 
 
 def supports_head_size(head_size: int) -> bool:
-    """Multiples of 16 up to 512."""
+    """Whether ``head_size`` is a multiple of 16 up to 512."""
     return head_size % SLICE_DIMS == 0 and SLICE_DIMS <= head_size <= MAX_HEAD_SIZE
 
 

@@ -5,7 +5,7 @@
     "kv_connector_extra_config": {"shared_storage_path": "/var/cache/prompts"}}'
 
 The scheduler's half looks up prompts by the chained hashes of their blocks and decides what to read and write. The
-workers' half moves pages; each rank moves those of its own KV heads. Prompts that are more than tokens (images, LoRA,
+workers' half moves pages; each rank moves those of its own KV heads. Prompts with more than tokens (images, LoRA,
 embeddings, a cache salt) are neither read nor written.
 """
 
@@ -55,7 +55,7 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
                 f"{PROMPTS} needs one table of blocks for all layers; this model has "
                 f"{len(kv_cache_config.kv_cache_groups)} (hybrid models keep states that files do not hold)"
             )
-        check_connectors(vllm_config)  # the first layer checks in workers; the scheduler has none
+        check_connectors(vllm_config)  # in workers the first layer does so; the scheduler has none
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._folder = Path(extra[FOLDER_KEYS[PROMPTS]])
         self._least_tokens = extra.get(LEAST_TOKENS, 0)
@@ -154,7 +154,7 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
             metadata.saves.append(Save(filling.tokens, tuple(filling.block_ids[: len(filling.tokens) // size])))
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """uint8 [blocks, num_kv_heads, tokens, bytes] of every layer."""
+        """Registers the caches, uint8 [blocks, num_kv_heads, tokens, bytes], of all layers."""
         self._pages.register(kv_caches)
 
     def _tasks(self) -> PromptMetadata:

@@ -43,19 +43,19 @@ class PromptPages:
         self._config, self._folder = vllm_config, folder
         self.failed: set[int] = set()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="slimkv-prompts")
-        self._pages: dict[int, list[Tensor]] = {}  # by layer: [blocks, num_kv_heads, bytes] of pages, indexer's keys
-        self._offsets: dict[int, Tensor | None] = {}  # by layer: of keys, of all KV heads
+        self._pages: dict[int, list[Tensor]] = {}  # by layer: pages, indexer's keys: [blocks, num_kv_heads, bytes]
+        self._offsets: dict[int, Tensor | None] = {}  # key offsets by layer, for all KV heads
         self.fingerprint: Fingerprint  # set when pages are registered
 
     def register(self, kv_caches: dict[str, Tensor]) -> None:
-        """uint8 [blocks, num_kv_heads, tokens, bytes] of every layer."""
+        """Registers the caches, uint8 [blocks, num_kv_heads, tokens, bytes], of all layers."""
         config = self._config
         packed, indexers = packed_layers(config), indexer_layers(config)
         if foreign := sorted(kv_caches.keys() - packed.keys() - indexers.keys()):
             raise UnsupportedError(
                 f"{PROMPTS} holds packed pages only; these layers have others: {', '.join(foreign[:4])}"
             )
-        for name, cache in sorted(kv_caches.items(), key=lambda item: item[0] in indexers):  # those come second
+        for name, cache in sorted(kv_caches.items(), key=lambda item: item[0] in indexers):  # indexers last
             blocks, heads, tokens, size = cache.shape
             if tokens != config.cache_config.block_size:
                 raise UnsupportedError(
@@ -97,7 +97,7 @@ class PromptPages:
             self.failed |= set(load.block_ids)
 
     def save(self, save: Save) -> None:
-        """Copies the pages at once; a thread writes the file during the next steps."""
+        """Copies the pages immediately; a thread writes the file during the next steps."""
         taken = {}
         for layer in self.fingerprint.layers:
             held = self._pages[layer.number]
@@ -112,7 +112,7 @@ class PromptPages:
             layers = {}
             for layer in self.fingerprint.layers:
                 shards = taken[layer.number]
-                step = max(1, len(shards) // layer.num_kv_heads)  # ranks that replicate a head
+                step = max(1, len(shards) // layer.num_kv_heads)  # ranks per head, if they replicate it
                 offset = self._offsets[layer.number]
                 layers[layer.number] = LayerPages(torch.cat(shards[::step], 1), key_offset=offset)
             self._store.save(PromptCache(self.fingerprint, tokens, layers), WRITER)

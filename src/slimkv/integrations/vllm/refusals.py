@@ -114,7 +114,7 @@ def check_cache_dtype(kv_cache_dtype: str) -> None:
 def check_latents(
     vllm_config: Any, kv_cache_dtype: str, features: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> None:
-    """Raises for what latent attention does not support. ``arguments``: those specific to latent attention."""
+    """Raises for features that slimkv's latent attention lacks. ``arguments``: those specific to latent attention."""
     if arguments.get("indexer") is not None or "topk_indices_buffer" in arguments:
         raise UnsupportedError(SPARSE)
     unknown = {f"the argument {name}": True for name in sorted(set(arguments) - LATENT_ARGUMENTS)}

@@ -44,8 +44,8 @@ def compile_ahead(
 ) -> Thread | None:
     """Starts compiling the kernels of ``kinds`` of layers while vLLM loads weights; once per ``key``.
 
-    It runs in a thread, because tensors allocated in vLLM's own are in the weights' memory pool, which sleep mode
-    discards.
+    It runs in its own thread, because tensors that vLLM's thread allocates are in the weights' memory pool, which
+    sleep mode discards.
     """
     if not torch.cuda.is_available() or key in _ahead:
         return None
@@ -54,7 +54,7 @@ def compile_ahead(
     tokens = min(config.scheduler_config.max_num_batched_tokens, _PREFILL)
 
     def compile_kinds() -> None:
-        with torch.cuda.device(device), suppress(SlimKVError):  # the layer itself raises it later
+        with torch.cuda.device(device), suppress(SlimKVError):  # the layer itself raises the error later
             found = list(kinds(device))
             for kind in found:
                 start_compiling(kind, _steps(tokens, config))

@@ -37,7 +37,7 @@ class Case:
 
     @classmethod
     def create(cls, cell: AttendCell, backend: str, device: torch.device, compile_only: bool = False) -> Case:
-        """Stores random K and V. With ``compile_only`` all sequences share a few blocks: every kernel, little work."""
+        """Stores random K and V. With ``compile_only``, sequences share a few blocks to save work."""
         layout, dtype = cell.layout_on(device), compute_dtype(device)
         per_sequence = layout.blocks_for(cell.context)
         total, chunk = cell.batch * per_sequence, min(_CHUNK, cell.batch * cell.context) // cell.page
@@ -118,7 +118,7 @@ class Case:
         return replace(self.cell, name="", format="", prefill="16bit")
 
     def baselines(self) -> dict[str, tuple[int, Callable[[], baselines.Candidates]]]:
-        """Attention on plain tensors of the same shape: the bytes that each moves, and its preparation."""
+        """Attention on plain tensors of the same shape: the bytes that each moves, and a function that prepares it."""
         cell, device = self.cell, self.query.device
         bf16, fp8 = cell.dense_bytes(2), cell.dense_bytes(1)
         if cell.rope_dim:

@@ -61,7 +61,7 @@ def _refuse_options(cell: AttendCell, *names: str) -> None:
 
 
 def sdpa(inputs: DenseInputs) -> Candidates:
-    """torch's own attention on contiguous K and V (it has no pages)."""
+    """torch's own attention on contiguous K and V, as it does not support pages."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
@@ -169,13 +169,13 @@ class TurboQuant:
         return cls(config, (rotation / head_dim**0.5).to(device), centroids, (centroids[1:] + centroids[:-1]) / 2)
 
     def cache(self, tokens: int, num_kv_heads: int, page: int, device: torch.device) -> Tensor:
-        """uint8 [blocks, page, num_kv_heads, slot bytes]."""
+        """An empty cache, uint8 [blocks, page, num_kv_heads, slot bytes]."""
         return torch.zeros(
             -(-tokens // page), page, num_kv_heads, self.config.slot_size_aligned, dtype=torch.uint8, device=device
         )
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """The store, called as its backend calls it."""
+        """Stores K and V with the arguments that its backend passes."""
         from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
 
         triton_turboquant_store(
@@ -260,7 +260,7 @@ def concat_and_cache(latent: Tensor, rope: Tensor, slots: Tensor) -> Candidates:
 def time_baseline(
     name: str, prepare: Callable[[], Candidates], timer: Timer, moved_bytes: int, copy: float, **timing: Any
 ) -> Baseline:
-    """The fastest candidate, timed as ``Timer`` says, or the reason why there is none."""
+    """The fastest candidate, timed by ``timer``, or the reason why there is none."""
     if timer.device.type != "cuda" and name not in ("sdpa", "sdpa_bf16", "scatter", "copy"):
         return Baseline(name, None, None, None, "needs a CUDA device")
     times: dict[str, float] = {}

@@ -61,7 +61,7 @@ class AttendCell(Cell):
     """``batch`` sequences of ``context`` tokens in pages, each with ``queries`` queries at its end.
 
     ``shortest``: the lengths are a geometric series from this to ``context``, in random order. The rest are options
-    of ``attend``; ``sinks`` gives every query head one. The baselines of ``deterministic`` do not split sequences.
+    of ``attend``; ``sinks`` gives every query head a sink. With ``deterministic``, baselines do not split sequences.
     """
 
     batch: int = 32
@@ -77,7 +77,7 @@ class AttendCell(Cell):
 
     @property
     def softmax_scale(self) -> float:
-        """1 / sqrt(head size); for latents, that of the heads before absorption: 128 and the rope part."""
+        """1 / sqrt(head size); for latents, the size of heads before absorption: 128 plus the rope part."""
         return 1 / math.sqrt(128 + self.rope_dim if self.rope_dim else self.head_dim)
 
     @property
@@ -128,17 +128,17 @@ class StoreCell(Cell):
     scattered: bool = False
     warm: bool = False
     query_aware: bool = False
-    max_positions: int = 0  # positions per matrix; the tokens of a decode step are scattered over several ranges
+    max_positions: int = 0  # positions that the matrices cover (0: one matrix); in a decode step they are random
     centred: bool = False
 
     def moved_bytes(self, element_bytes: int) -> int:
-        """K and V read, and their bytes in the pages written."""
+        """Bytes of K and V that are read, and of their codes that are written."""
         read = self.tokens * self.dense_bytes_per_token(element_bytes)
         return read + int(self.tokens * self.num_kv_heads * self.layout.bytes_per_token)
 
 
 def _read_cells() -> dict[str, tuple[Any, ...]]:
-    """The groups of ``cells.json``. A row has the fields that differ from ``defaults``, or from the cell ``like``."""
+    """The groups of ``cells.json``. A row has the fields that differ from ``defaults``, or from cell ``like``."""
     table = json.loads(resources.files("slimkv.lab.bench").joinpath("cells.json").read_text(encoding="utf-8"))
     known: dict[str, AttendCell | StoreCell] = {}
     for group, rows in table.items():

@@ -1,7 +1,7 @@
 """Times decoding through ``generate``: a packed cache with fused attention, and the stock cache with SDPA.
 
-Every decode step has a new sequence length, and torch may prepare for each length (cuDNN builds a plan). So rounds use
-different lengths.
+Every decode step has a new sequence length, and torch may do extra work for each new length (cuDNN builds a plan). So
+rounds use different lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slimkv.lab.provenance import Provenance, provenance
 from slimkv.lab.settings import check_limits, setting
 
 STOCK_NAME = "DynamicCache"
-CPU_SIZES: dict[str, Any] = {"context": 1024, "layers": 2, "dtype": "float32"}  # for a CPU
+CPU_SIZES: dict[str, Any] = {"context": 1024, "layers": 2, "dtype": "float32"}  # defaults on a CPU
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GenerateSettings:
 
 @dataclass(frozen=True)
 class GenerateRow:
-    """One cache."""
+    """The figures of one cache."""
 
     cache: str
     tokens_per_second: float  # of the whole batch, median of the rounds

@@ -12,7 +12,7 @@ from slimkv.lab.provenance import provenance
 
 @dataclass(frozen=True)
 class Baseline:
-    """Another implementation on the same cell, in the same run; ``ms`` is None if it cannot run, with the reason."""
+    """Another implementation on the same cell, in the same run; ``ms`` is None if it cannot run."""
 
     name: str
     ms: float | None

@@ -67,7 +67,7 @@ def _compile(job: tuple[Create, Any, str, str]) -> None:
 
 
 def _compile_ahead(jobs: Iterable[tuple[Create, Any, str, str]], step: Step) -> None:
-    """Compiles in other processes to fill the compiler's disk cache; errors show again when a cell runs."""
+    """Compiles in other processes to fill the compiler's disk cache; errors are raised again when a cell runs."""
     todo = list(jobs)
     if len(todo) < 3:
         return

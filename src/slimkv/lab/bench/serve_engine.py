@@ -78,7 +78,7 @@ class Load(ABC):
         return source.choices(range(3, self.plan["vocabulary"]), k=length)
 
     def together(self, count: int) -> dict[str, Any]:
-        """Prefills ``count`` requests of the plan's context, asks them again from the prefix cache, then decodes them.
+        """Prefills ``count`` requests of the plan's context, repeats them from the prefix cache, then decodes them.
 
         Decoding starts from the prefix cache too, so no request waits for another's prefill. The rate is the sum of the
         requests' rates between their first and last token.
@@ -108,18 +108,18 @@ class Load(ABC):
         }
 
     def warm_up(self) -> None:
-        """Runs the plan's lengths twice: prefill and reading from the prefix cache are both compiled before timing."""
+        """Runs the plan's lengths twice, to compile both prefill and prefix-cache hits before anything is timed."""
         lengths = [self.plan["context"], 40, self.plan["context"] // 4]
         prompts = [self.prompt(-1 - i, max(n, 8)) for i, n in enumerate(lengths)]
         for _ in range(2):
             self.generate(prompts, 8)
 
     def phase_decode(self) -> dict[str, Any]:
-        """The plan's number of requests."""
+        """``together`` with the plan's number of requests."""
         return self.together(self.plan["requests"])
 
     def phase_full(self) -> dict[str, Any]:
-        """As many requests as the cache holds at once."""
+        """``together`` with as many requests as the cache holds at once."""
         each = -(-(self.plan["context"] + self.plan["new_tokens"]) // self.block_size) * self.block_size
         fit = min(self.kv_tokens // each - 1, self.plan["max_num_seqs"])
         if self.plan["most_requests"]:
@@ -164,7 +164,7 @@ class Load(ABC):
         }
 
     def _served(self, arrivals: list[Any], follow: Follow | None = None) -> dict[str, Any]:
-        """The waiting times of arrivals and follow-ups."""
+        """Latencies and throughput of arrivals and follow-ups."""
         start = time.perf_counter()
         answers = self.serve_arrivals(arrivals, self.plan["new_tokens"], follow)
         total = time.perf_counter() - start

@@ -1,6 +1,6 @@
 """What ``slimkv bench serve`` runs: its settings, and the arguments of the engines.
 
-Every engine gets the same share of the device's memory, a model of one shape with dummy weights and random tokens.
+Every engine gets the same share of the device's memory, the same model shape with dummy weights, and random tokens.
 Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or ``k4v4:triton`` for
 one implementation); ``bf16:FLASHMLA`` names the stock attention backend, ``k4v4@LBHNC`` the memory layout as well.
 ``k4v4+host`` offloads to host memory; ``bf16+cold`` offloads to host memory and packs blocks there as ``k4v4``.
@@ -34,7 +34,7 @@ _STOCK = {
     "sglang": {"bf16": "auto", "fp32": "auto", "fp8": "fp8_e4m3"},
 }
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # dtype of the model, and the system with an unquantised cache
-NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}  # sizes of the n-grams that drafts are looked up by
+NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}  # sizes of the n-grams by which drafts are looked up
 _SGLANG_PAGE = 64
 # Weights are dummies, so a shape needs only what determines the work and the cache: layers, heads, windows, experts.
 SHAPES: dict[str, dict[str, Any]] = json.loads(
@@ -106,7 +106,7 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        shape_config(self.shape)  # raises with the known shapes
+        shape_config(self.shape)  # raises and lists the known shapes
         for name, system in DTYPES.items():
             if name != self.dtype and any(x.partition(":")[0] == system for x in self.systems):
                 raise InputError(f"the system {system} needs dtype {name}, not {self.dtype}")
@@ -123,8 +123,8 @@ class ServeSettings:
                 raise InputError(
                     f"{self.turns} turns of {self.new_tokens} new tokens leave no room in {self.context} tokens"
                 )
-            shape_of(shape_config(self.shape))  # raises where a token's bytes are not known
-        KVCacheConfig(prefill=self.prefill)  # raises with the known values
+            shape_of(shape_config(self.shape))  # raises if the bytes of a token are unknown
+        KVCacheConfig(prefill=self.prefill)  # raises and lists the known values
         for system in self.systems:
             cache_arguments(system, self.engine, self.prefill)
             tier_arguments(system, self.offload_gib)
@@ -158,7 +158,7 @@ def cache_arguments(system: str, engine: str = "vllm", prefill: str = AUTO) -> d
         cache = {"kv_cache_dtype": _STOCK[engine].get(format, format)}
         backend = backend or ("" if engine == "vllm" else _sglang_attention())
         return {**cache, "attention_backend": backend} if backend else cache
-    parse_spec(format, 64)  # raises with the known formats
+    parse_spec(format, 64)  # raises and lists the known formats
     config = {"slimkv": {"format": format}}
     if backend:
         config["slimkv"]["backend"] = backend

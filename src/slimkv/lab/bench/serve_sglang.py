@@ -31,7 +31,7 @@ class SGLangLoad(Load):
         self._counters["prefix_hits"] += info["cached_tokens"]
         verified = info.get("spec_verify_ct", 0)
         self._counters["verified"] += verified
-        if verified:  # prefill gives the first token; every verification gives one more than it accepts
+        if verified:  # prefill produces the first token, and each verification one more than it accepts
             self._counters["accepted"] += info["completion_tokens"] - 1 - verified
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[Answer]:

@@ -35,7 +35,7 @@ class VLLMLoad(Load):
         return [Answer(len(o.outputs[0].token_ids), o.metrics.first_token_ts, o.metrics.last_token_ts) for o in outputs]
 
     def counters(self) -> dict[str, float]:
-        """See ``Load``; what came from a host or cold tier is a hit too."""
+        """See ``Load``; tokens from a host or cold tier count as hits too."""
         names = {
             "preemptions": "vllm:num_preemptions", "prefix_hits": "vllm:prefix_cache_hits",
             "tier_hits": "vllm:external_prefix_cache_hits",
@@ -74,7 +74,7 @@ class VLLMLoad(Load):
         return [answer for answer in answers if answer is not None]
 
     def phase_offload(self) -> dict[str, Any]:
-        """Times of the plan's prompt, and of a shorter one under ``short`` if the plan has one."""
+        """Timings of the plan's prompt and, under ``short``, of a shorter one if the plan has it."""
         short = self.plan["short_context"]
         shorter = {"short": self._offload(short)} if short else {}
         return {**self._offload(self.plan["context"]), **shorter}

@@ -59,12 +59,12 @@ class Case:
 
     @property
     def moved_bytes(self) -> int:
-        """K and V read, and pages written."""
+        """Bytes of K and V that are read, and of pages that are written."""
         return self.cell.moved_bytes(self.key.element_size())
 
     @property
     def shape(self) -> StoreCell:
-        """The cell itself: the copy moves the bytes of its format."""
+        """The cell itself, because a baseline copies as many bytes as its format moves."""
         return self.cell
 
     @property
@@ -76,7 +76,7 @@ class Case:
         return {"cold": not self.cell.scattered, "before": _writer(self.key, self.value) if self.cell.warm else None}
 
     def baselines(self) -> dict[str, tuple[int, Callable[[], baselines.Candidates]]]:
-        """A copy, unquantised stores and vLLM's store: the bytes that each moves, and its preparation."""
+        """A copy, unquantised stores and vLLM's store: the bytes that each moves, and the function that prepares it."""
         moved, inputs = self.moved_bytes, (self.key, self.value, self.slots)
         plain = 2 * (self.key.nbytes + self.value.nbytes)
         found: dict[str, tuple[int, Callable[[], baselines.Candidates]]] = {
@@ -123,7 +123,7 @@ def _backends(cell: StoreCell, options: Options, device: torch.device) -> list[s
 
 
 def bench_store(options: Options, step: Step) -> Report:
-    """Runs the chosen cells with every chosen backend. A decode step is timed as one launch of many in a graph."""
+    """Runs the chosen cells with every chosen backend. A decode step is timed as one of many launches in a graph."""
     device = options.torch_device()
     small = options.small or device.type != "cuda"
     more = CELLS["store_cpu"] if device.type == "cpu" and options.cells else ()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 _COPY_BYTES = 2**31
 _CPU_MS = 200  # short calls are repeated for this long
-_TARGET_MS = 2.0  # of one graph
+_TARGET_MS = 2.0  # duration of one graph
 
 
 @lru_cache(maxsize=4)

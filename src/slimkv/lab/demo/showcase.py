@@ -22,7 +22,7 @@ from slimkv.memory_plan import sequence_bytes, shape_of
 BEST = "k4v4+cal"
 ANSWERING = (BEST, "k4v4", "turboquant_4bit_nc", "fp8")
 MEASURED = (*ANSWERING, "k3v3+cal", "k6v6+cal")
-REMEMBERED = {"bf16": RAW, **{x: x for x in ("fp8", "turboquant_4bit_nc", "k4v4", "k3v3")}}  # of the memory chart
+REMEMBERED = {"bf16": RAW, **{x: x for x in ("fp8", "turboquant_4bit_nc", "k4v4", "k3v3")}}  # drawn in the memory chart
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 TEXT_TOKENS = 1024
 SHORT_QUESTION = "What is photosynthesis, and why does it matter?"
@@ -97,8 +97,8 @@ class Reader:
 def read_together(readers: Sequence[Reader], ids: Tensor) -> None:
     """Stores the first tokens ids [1, tokens] of the prompt in every reader's empty cache; the model reads them once.
 
-    A long pass over an empty cache attends unquantised keys and values with every cache, so all caches can store those
-    of the stock cache. Models with other states read the prompt once per cache.
+    With every cache, a long pass over an empty cache attends to unquantised keys and values, so all caches can store
+    those of the stock cache. Models with other states read the prompt once per cache.
     """
     from slimkv.integrations.transformers.layer_settings import RAW_FRESH_ABOVE
     from slimkv.integrations.transformers.layers import PackedLayer
@@ -170,7 +170,7 @@ class Showcase:
     """Everything ``slimkv demo`` measures."""
 
     model: str
-    calibration: str  # the tokens the calibration was made on
+    calibration: str  # the tokens of the calibration
     best: str  # the cache shown beside the stock cache
     short: Question
     long: Question | None  # None: the model's context is too short
@@ -193,7 +193,7 @@ def run_showcase(
     watch = Stopwatch()
     text = load_text()
     answering, measured = ([best, *(x for x in formats if x != best)] for formats in (ANSWERING, MEASURED))
-    kinds = cache_kinds([*answering, BEST], calibration)[:-1]  # with BEST in the list only ``+cal`` is calibrated
+    kinds = cache_kinds([*answering, BEST], calibration)[:-1]  # with BEST, only ``+cal`` formats use the calibration
     short = ask(model, tokenizer, kinds[:1], SHORT_QUESTION, prompt_ids(tokenizer, SHORT_QUESTION), new_tokens, shown)
     prompt, long = long_prompt(model, tokenizer, text, text_tokens, long_new_tokens), None
     if prompt is not None:

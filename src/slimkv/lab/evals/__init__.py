@@ -1,1 +1,1 @@
-"""Measurements: each a function that returns a result dataclass."""
+"""Measurements. Each is a function that returns a result dataclass."""

@@ -20,7 +20,7 @@ DRAFTED, LONGEST, SHORTEST = 4, 4, 2  # tokens of a draft, and sizes of the n-gr
 
 @dataclass(frozen=True)
 class AcceptanceRow:
-    """One cache."""
+    """The figures of one cache."""
 
     format: str
     acceptance_length: float  # mean tokens per verification step: accepted ones plus one

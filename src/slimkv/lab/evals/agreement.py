@@ -21,7 +21,7 @@ _SLICE = 128  # positions compared at a time, to bound memory
 
 @dataclass(frozen=True)
 class AgreementRow:
-    """One cache."""
+    """The figures of one cache."""
 
     format: str  # as requested: k4v4, k4v4+cal, calibrated; k4v4@8bit if prefill differs between rows
     top1: float  # share of positions whose most likely token is the same
@@ -30,13 +30,13 @@ class AgreementRow:
     kl_high: float
     kl_99: float  # its 99th percentile over positions
     perplexity: float
-    over_raw: float  # of the perplexity: 0.05 is 5% more
+    over_raw: float  # relative increase in perplexity: 0.05 is 5%
     over_raw_low: float  # its 95% interval
     over_raw_high: float
     over_raw_p: float  # two-sided p-value against no difference
     bytes_per_token: float  # see harness.bytes_per_token
     prefill: str  # see KVCacheConfig
-    kl_growth: float | None  # over the row of the same format and the first prefill; None if there is only one
+    kl_growth: float | None  # of ``kl`` over the row with the first prefill; None if there is only one
     kl_growth_error: float | None  # its standard error over windows; None with one window or without growth
 
 

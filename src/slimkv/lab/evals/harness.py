@@ -21,7 +21,7 @@ from slimkv.spec import BF16_BYTES, parse_format, parse_size
 
 RAW = "raw"
 WITH_CALIBRATION = "+cal"
-MEMORY = "memory="  # prefix of a cache whose formats follow a memory budget
+MEMORY = "memory="  # prefix of the name of a cache with a memory budget
 STRICT, SERVING = "strict", "serving"
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def check_formats(names: Sequence[str], calibrated: bool) -> None:
 def cache_kinds(names: Sequence[str], calibration: Calibration | None) -> list[CacheKind]:
     """The packed caches called ``names``, without ``raw``.
 
-    A name with ``+cal`` uses the calibration. If no name has it, all of them do; otherwise the others do not, so that
+    If no name has ``+cal``, all caches use the calibration; otherwise only ``+cal`` and ``calibrated`` ones do, so that
     ``k4v4,k4v4+cal`` compares the two.
     """
     check_formats(names, calibration is not None)
@@ -91,7 +91,7 @@ def cache_kinds(names: Sequence[str], calibration: Calibration | None) -> list[C
 
 
 def budget(given: str, model: Any, tokens: int) -> int:
-    """The bytes of a budget: ``90MiB``, ``50%`` of ``tokens`` tokens in bfloat16, or of them in ``k4v4``."""
+    """The bytes of a budget: ``90MiB``, ``50%`` of ``tokens`` tokens in bfloat16, or those tokens in ``k4v4``."""
     if given[:1].isdigit() and not given.endswith("%"):
         return parse_size(given)
     if not tokens:
@@ -139,7 +139,7 @@ def new_cache(model: Any, format: str, mode: str, **options: Any) -> Any:
 
 @contextmanager
 def attending(model: Any, format: str) -> Iterator[None]:
-    """Inside, the model attends packed codes directly; for ``raw`` it keeps its own attention."""
+    """Inside the context, the model's attention reads packed codes directly; for ``raw`` it stays unchanged."""
     if format == RAW:
         yield
         return
@@ -153,7 +153,7 @@ def attending(model: Any, format: str) -> Iterator[None]:
 def window_logits(model: Any, ids: Tensor, cache: Any, chunk: int | None = None) -> Tensor:
     """Logits of every position of ids [1, tokens]: float [tokens, vocabulary].
 
-    Runs one pass, or passes of ``chunk`` tokens that read the cache of the passes before.
+    Runs one pass, or passes of ``chunk`` tokens that read the cache of earlier passes.
     """
     size = chunk or ids.shape[1]
     parts = [

@@ -42,7 +42,7 @@ class NeedleReport:
 def haystack(
     tokenizer: Any, text: str, context: int, depth: float, city: str, number: int, offset: int = 0
 ) -> torch.Tensor:
-    """Token ids [1, context] of the text with the needle at ``depth`` (0 first, 1 last) and the question at the end.
+    """Token ids [1, context] of the text with the needle at ``depth`` (0: start, 1: end), then the question.
     The text begins at token ``offset``.
     """
     needle = tokenizer(_NEEDLE.format(city=city, number=number), add_special_tokens=False)["input_ids"]

@@ -51,7 +51,7 @@ def _hub_text(source: str) -> str:
 
 
 def token_windows(tokenizer: Any, text: str, count: int, tokens: int, offset: int = 0) -> Tensor:
-    """``count`` windows of ``tokens`` tokens side by side, from token ``offset`` of the text on: int64 [count, tokens].
+    """``count`` consecutive windows of ``tokens`` tokens, from token ``offset`` of the text on: int64 [count, tokens].
 
     If the model expects a BOS token (Gemma), every window begins with it.
     """

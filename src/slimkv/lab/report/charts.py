@@ -13,7 +13,7 @@ WIDTH, HEIGHT = 560, 340
 LEFT, TOP, BOTTOM = 64, 18, 46
 RIGHT = 96  # minimum; holds the names of lines
 _LETTER = 8.6  # width of a letter, in the widest of the usual bold fonts
-_ROW, _ROW_TOP, _ROW_BOTTOM = 26, 10, 40  # of charts with one row per name
+_ROW, _ROW_TOP, _ROW_BOTTOM = 26, 10, 40  # in charts with one row per name
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def quality_plot(points: Sequence[tuple[str, float, float]]) -> Plot:
 
 
 def position_plots(edges: Sequence[int], rows: Sequence[tuple[str, Sequence[float], Sequence[int]]]) -> list[Plot]:
-    """By position, in ranges that end at ``edges``; a row is (format, KL of each range, bytes at its end)."""
+    """Plots by position, in ranges that end at ``edges``; a row is (format, KL of each range, bytes at its end)."""
     middles = [(a + b) / 2 for a, b in zip((0, *edges[:-1]), edges, strict=True)]
     kl = [Series(name, middles, [max(x, _LEAST_KL) for x in values]) for name, values, _ in rows]
     svg = chart("KL divergence by position", Axis("position"), Axis("KL divergence to raw, nats", log=True), kl)
@@ -46,7 +46,7 @@ def position_plots(edges: Sequence[int], rows: Sequence[tuple[str, Sequence[floa
 
 
 def write_plots(title: str, drawings: Sequence[str], path: Path) -> None:
-    """Charts one below the other in an SVG file."""
+    """Writes charts one below the other to an SVG file."""
     parts, top = [], 0
     for drawing in drawings:
         height = int(drawing.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])

@@ -160,7 +160,7 @@ def _finished(reason: str | None, text: str, usage: dict[str, Any], ask: Ask) ->
 
 
 def _check_numbers(choice: dict[str, Any]) -> None:
-    """Log-probabilities are finite and not positive; JSON itself has no NaN, but Python's reader takes one."""
+    """Raises unless log-probabilities are finite and not positive. JSON has no NaN, but Python's reader accepts one."""
     given = choice.get("logprobs") or {}
     for number in given.get("token_logprobs") or ():
         if number is None or not math.isfinite(number) or number > 1e-4:

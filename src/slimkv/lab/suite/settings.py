@@ -66,7 +66,7 @@ SIZES: dict[tuple[str, bool], Size] = {  # by name and whether there is a GPU
         (2048, 4096, 8192, 16384, 32768, 65536, 131072), 40, 8, 32768, 64, 3, None,
     ),
 }  # fmt: skip
-CPU_PARAMETERS = 150_000_000  # of the largest model for which a CPU keeps the sizes
+CPU_PARAMETERS = 150_000_000  # parameters of the largest model for which a CPU keeps the sizes
 PARTS = ("memory", "agreement", "positions", "needle", "tasks", "lm-eval", "drafts", "generate")
 
 
@@ -111,7 +111,7 @@ class SuiteSettings:
 def make_settings(name: str, model: str, *, device: str | None = None, **changes: Any) -> SuiteSettings:
     """The settings of a size for a model; ``changes`` replaces fields of ``SuiteSettings`` and of its ``Size``.
 
-    Without ``calibration`` (``none``) the sizes drop their calibrated formats.
+    With the calibration ``none``, the sizes drop their calibrated formats.
     """
     if name not in NAMES:
         raise InputError(f"unknown size {name!r}; known are {', '.join(NAMES)}")
@@ -130,7 +130,7 @@ def make_settings(name: str, model: str, *, device: str | None = None, **changes
 def lighter(settings: SuiteSettings, parameters: int) -> tuple[SuiteSettings, list[str]]:
     """The settings for a model with this many parameters, and a note of changes: a CPU runs larger models on less text.
 
-    Counts set by the user, ``full`` and GPUs are not changed.
+    Nothing changes for ``full``, on a GPU, or if the user has set any count.
     """
     size, share = settings.size, CPU_PARAMETERS / max(parameters, 1)
     usual = replace(SIZES[settings.name, False], formats=size.formats)

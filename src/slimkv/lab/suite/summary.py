@@ -10,7 +10,7 @@ from slimkv.lab.evals.harness import RAW
 from slimkv.lab.evals.statistics import NOT_DISTINGUISHABLE, PairedTest, holm, paired_answers, verdict, wilson
 
 Document = dict[str, Any]
-_EQUAL = 1.08  # largest relative difference in bytes of caches that are compared as equal
+_EQUAL = 1.08  # largest ratio of bytes of caches that are compared as equal
 
 
 class Column(NamedTuple):

@@ -180,7 +180,7 @@ TASKS: dict[str, Builder] = {
 
 
 class TaskMaker:
-    """Makes contexts of given lengths for a tokenizer, between sentences of ``text``, which is repeated as needed."""
+    """Makes contexts of given lengths for a tokenizer: facts between sentences of ``text``, which repeats as needed."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self.tokenizer = tokenizer
@@ -199,7 +199,7 @@ class TaskMaker:
         return self._counts[text]
 
     def make(self, task: str, length: int, number: int, questions: int, seed: int = 0) -> Context:
-        """The context called ``number`` of a task; the same arguments give the same tokens."""
+        """Context ``number`` of a task; the same arguments give the same tokens."""
         if task not in TASKS:
             raise InputError(f"unknown task {task!r}; known are {', '.join(TASKS)}")
         if questions < 1:

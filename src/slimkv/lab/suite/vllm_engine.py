@@ -1,6 +1,6 @@
 """The synthetic tasks through vLLM, with prefix caching: one engine for each cache, in a separate process.
 
-``python -m slimkv.lab.suite.vllm_engine REQUEST RESULT`` is that process.
+That process runs ``python -m slimkv.lab.suite.vllm_engine REQUEST RESULT``.
 """
 
 from __future__ import annotations

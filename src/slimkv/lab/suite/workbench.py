@@ -30,7 +30,7 @@ class Workbench:
     def __init__(self, settings: SuiteSettings, folder: Path) -> None:
         self.settings, self.folder = settings, folder
         self.calibration: Calibration | None = None
-        self.formats = settings.formats  # without the calibrated ones where calibrating failed
+        self.formats = settings.formats  # without the calibrated ones if calibration failed
         self._loaded: Any = None
 
     @property
@@ -115,7 +115,7 @@ class Workbench:
 
     @property
     def used_calibration(self) -> Calibration | None:
-        """The calibration, if a format is marked as calibrated; otherwise all of them would use it."""
+        """The calibration if a format is marked ``+cal``, else None: without a mark, all formats would use it."""
         return self.calibration if any(name.endswith(WITH_CALIBRATION) for name in self.formats) else None
 
     @property

@@ -17,7 +17,7 @@ from slimkv.integrations.serving.cold.rows import LayerRows
 from slimkv.integrations.serving.model import ServedModel, shared_codec
 from slimkv.spec import BLOCK_SIZES, CodecSpec, PageLayout
 
-NO_SPREAD_LEFT = 1.0  # ratio of the keys' error to their spread
+NO_SPREAD_LEFT = 1.0  # largest accepted ratio of the keys' error to their spread
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class HotCache:
             x.copy_(side[blocks].flatten(0, 1))
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Writes key and value [tokens, heads, dim] to ``slots``, int64 [tokens]: block * block tokens + position."""
+        """Writes key and value [tokens, heads, dim] to ``slots``, int64 [tokens]: block * block size + position."""
         for side, x in zip(self.plain_sides or (), (key, value), strict=True):
             side[slots // side.shape[1], slots % side.shape[1]] = x
 
@@ -151,7 +151,7 @@ class BandCodec:
         return zip(*(x.split(sizes, 1) for x in tensors), strict=True)
 
     def encode(self, blocks: Tensor, first_block: int, staging: Tensor) -> None:
-        """Encodes ``blocks``, int64 [n] on the device: consecutive blocks of a prompt, starting at ``first_block``."""
+        """Encodes ``blocks`` of a prompt, int64 [n], into ``staging``; the first is the prompt's ``first_block``-th."""
         count = len(blocks) * self.tokens
         key, value = self._dense(count)
         if self._rows is not None:

@@ -1,4 +1,4 @@
-"""Copies K and V of many layers between caches and dense rows in one launch: host time dominates small copies."""
+"""Copies K and V of many layers between caches and dense rows in one launch, as host time dominates small copies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LayerRows:
     equal strides over blocks and tokens, and a contiguous last axis."""
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._layers = layers  # owns the memory that the pointers below address
+        self._layers = layers  # keeps the memory alive that the pointers below address
         self._heads = [
             torch.tensor(
                 [x.data_ptr() + h * x.stride(2) * x.itemsize for x in side for h in range(x.shape[2])],
@@ -56,7 +56,7 @@ class LayerRows:
 
     @classmethod
     def of(cls, layers: Sequence[tuple[Tensor, Tensor] | None]) -> LayerRows | None:
-        """None if a layer has no views, or if dtypes, shapes or strides differ."""
+        """The rows of ``layers``; None if a layer has no views, or if dtypes, shapes or strides differ."""
         known = [x for x in layers if x is not None]
         kinds = {tuple((x.stride(0), x.stride(1), x.shape[1], x.shape[3], x.dtype) for x in pair) for pair in known}
         return cls(known) if len(known) == len(layers) and len(kinds) == 1 else None

@@ -158,7 +158,7 @@ def _expand(module: Any, latent: Tensor, rope: Tensor, batch: Any) -> tuple[Tens
 
 def _attention_modules(model: torch.nn.Module) -> dict[int, Any]:
     """The model's latent-attention modules by layer; raises for a layer with any other attention."""
-    refusals.check_layers(model, max_head_dim=math.inf)  # formats have sizes of their own
+    refusals.check_layers(model, max_head_dim=math.inf)  # formats limit the sizes of latents
     modules: list[Any] = [x for x in model.modules() if type(x) is DeepseekV2AttentionMLA]
     known = {id(x) for module in modules for x in refusals.attention_layers(module)}
     for layer in refusals.attention_layers(model):

@@ -24,7 +24,7 @@ def register_forward_methods(ours: type, drafts: str | None) -> None:
     """Registers slimkv's choice of forward method: prefill expands latents into K and V, all other steps absorb.
 
     Prefill in a graph absorbs too, as with SGLang's own backends, because the number of latents to expand is unknown
-    there. SGLang also asks for a drafter's layers, whose backend is not one of ``ours`` but is named ``drafts``.
+    there. SGLang also asks for a drafter's layers, whose backend is not ``ours`` but the one named ``drafts``.
     """
 
     def choose(attention: Any, batch: Any) -> Any:

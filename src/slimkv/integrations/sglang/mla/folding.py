@@ -37,7 +37,7 @@ class FoldedProjections:
             weight = getattr(self._attention, name)
             if self._folded.get(name) == (id(weight), weight._version):
                 continue
-            unfolded = {x.untyped_storage().data_ptr() for x in self._attention.kv_b_proj.parameters()}  # in prefill
+            unfolded = {x.untyped_storage().data_ptr() for x in self._attention.kv_b_proj.parameters()}  # for prefill
             if weight.untyped_storage().data_ptr() in unfolded:
                 weight = weight.clone()
                 setattr(self._attention, name, weight)

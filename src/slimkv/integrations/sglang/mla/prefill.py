@@ -59,7 +59,7 @@ def attend_prefill(
     query: Tensor, fresh: tuple[Tensor, Tensor], prefill: Prefill, expand: Callable[[Tensor], tuple[Tensor, Tensor]],
     scale: float, flash: Callable[..., Any] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attends query [tokens, heads, dim] to ``fresh`` K and V and to cached tokens -> [tokens, heads, value_dim].
+    """Attention of query [tokens, heads, dim] to ``fresh`` K and V and cached tokens -> [tokens, heads, value_dim].
 
     ``expand``: returns K and V of cached slots. ``flash``: FlashAttention's function; None: plain torch.
     """

@@ -40,7 +40,7 @@ def find_calibration(
 def auto_calibration(model: Any, folder: Path | None = None, progress: Progress = silent) -> Calibration:
     """The calibration of ``model`` on its own samples: loaded from ``folder``, or made and saved there.
 
-    Its key is the model's configuration and a sample of its weights. By default the folder is
+    The file's name is a digest of the model's configuration and a sample of its weights. By default the folder is
     ``slimkv.paths.cache_dir("calibrations")``.
     """
     folder = folder if folder is not None else cache_dir("calibrations")

@@ -21,11 +21,11 @@ def calibrate_model(
     """The calibration of a transformers model: statistics of its queries and, on request, widths per layer.
 
     Args:
-        model: a causal language model of transformers, loaded.
+        model: a loaded causal language model of transformers.
         path: also write it to this file, for other processes and engines.
         budget: choose a format for every layer: bits per number over all layers, scales included, such as 4.25.
         profile: choose formats for ``lossless``, ``balanced`` or ``aggressive`` instead of a budget.
-        options: of ``gather_calibration``: the tokens to read (by default samples from the model itself), and progress.
+        options: passed to ``gather_calibration``: the tokens to read (default: samples from the model), and progress.
 
     Use it as ``SlimKVCache(model, calibration=...)``; with a budget, also ``format="calibrated"``.
     """

@@ -19,7 +19,7 @@ from slimkv.integrations.transformers.decoded_attention import probabilities
 from slimkv.integrations.transformers.plugin import observed_attention
 from slimkv.integrations.transformers.stock_attention import layer_number
 
-_SAMPLED = 32  # queries per pass and head with full attention probabilities
+_SAMPLED = 32  # queries per pass and head whose attention probabilities are computed
 _PROBED = 128  # tokens on which the sensitivity of layers is measured
 _NOISE = 0.1  # relative to the attention output: small enough for a linear response, large enough to measure
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
@@ -38,8 +38,8 @@ def gather_calibration(
         source: a description of the tokens, for the file.
         costs: also measure the cost of noise in each layer, which takes a short pass per layer and is needed to choose
             widths.
-        max_positions: the longest context of the statistics; None: that of the model.
-        samples: how many windows of how many ids are sampled.
+        max_positions: the longest context that the statistics must cover; None: that of the model.
+        samples: the number of windows to sample, and of ids per window.
         seed: seed of the sampled ids.
         progress: called with a description of each stage.
 
@@ -159,7 +159,7 @@ class _Recorder(QueryListener):
     ) -> None:
         """The effect of noise in keys and values on the block's output, from the attention of a few late queries.
 
-        An error s_t of the logit of token t moves the output by a_t s_t (v_t - o), an error of value t by a_t times it.
+        An error s_t in token t's logit changes the output by a_t s_t (v_t - o); an error e_t in its value, by a_t e_t.
         """
         tokens, heads, num_kv_heads = query.shape[2], query.shape[1], key.shape[1]
         at = torch.linspace(tokens // 4, tokens - 1, min(_SAMPLED, tokens), device=query.device).long().unique()
@@ -182,7 +182,7 @@ class _Recorder(QueryListener):
         costs.output_energy += float(((out @ gram) * out).sum())
 
     def _gram(self, module: Any, heads: int, dim: int) -> Tensor | None:
-        """W' W of the output projection's columns of each query head: float32 [heads, dim, dim]; None if unknown."""
+        """W' W per query head, W being its output projection: float32 [heads, dim, dim]; None if unknown."""
         if id(module) not in self._grams:
             found = next((getattr(module, name) for name in _OUTPUT_NAMES if hasattr(module, name)), None)
             weight = getattr(found, "weight", None)

@@ -21,8 +21,8 @@ class MatrixIndex:
         self._noted: tuple[int, Tensor] | None = None
 
     def note(self, first: int, position_ids: Tensor | None) -> None:
-        """The model's position ids int [batch or 1, new] of the pass that begins after ``first`` tokens; None clears
-        them. Rotary embedding uses them, with or without padding.
+        """Records the model's position ids int [batch or 1, new] for the pass after ``first`` tokens; None clears
+        them. These are the positions that rotary embedding uses, with or without padding.
         """
         known = position_ids is not None and position_ids.ndim == 2
         self._noted = (first, position_ids) if known and position_ids is not None else None
@@ -31,7 +31,7 @@ class MatrixIndex:
     def __call__(self, first: int, new: int, pads: list[int], device: torch.device) -> Tensor:
         """The index of ``new`` tokens per sequence after ``first`` tokens (``pads`` of padding): int32 [batch * new].
 
-        Without noted positions, they are counted from the end of the known padding, as ``generate`` does. In the first
+        Positions that were not noted are counted from the end of the known padding, as ``generate`` does. In the first
         pass no padding is known yet, because attention reports it.
         """
         self._calibration.warn_beyond(first + new - min(pads))
@@ -57,7 +57,7 @@ class MatrixIndex:
 
 
 def note_positions(model: Any) -> Any:
-    """Lets calibrated caches know the position ids of every pass of ``model``; returns a handle with ``remove``."""
+    """Passes the position ids of every pass of ``model`` to its calibrated cache; returns a handle with ``remove``."""
     return model.register_forward_pre_hook(_note, with_kwargs=True)
 
 

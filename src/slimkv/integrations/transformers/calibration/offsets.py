@@ -51,7 +51,7 @@ def _make(model: Any, path: Path) -> Mapping[int, Tensor]:
 
 
 def keys_of_pass(model: Any) -> dict[int, Tensor]:
-    """See ``seen_keys``, from a pass of ``TOKENS`` random ids; empty if the model does not take plain ids."""
+    """The result of ``seen_keys``, from a pass of ``TOKENS`` random ids; empty if the model does not take plain ids."""
     if any(x.is_meta for x in model.parameters()):
         return {}
     text = model.config.get_text_config(decoder=True)

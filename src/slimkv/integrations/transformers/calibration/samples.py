@@ -11,7 +11,7 @@ from torch import Tensor
 from slimkv.errors import InputError
 from slimkv.integrations.serving.listener import FRAGMENT, Progress, silent
 
-WINDOWS, TOKENS = 8, 1024  # together one batch of fragments
+WINDOWS, TOKENS = 8, 1024  # 64 fragments, which is one batch
 _BATCH = 64  # sequences sampled at a time
 
 
@@ -25,7 +25,7 @@ def random_windows(config: Any, count: int = WINDOWS, tokens: int = TOKENS, seed
 
 
 def random_window(config: Any, tokens: int) -> Tensor:
-    """``random_windows``: one of ``tokens`` ids, or of as many as the model reads."""
+    """One window of ``random_windows`` with ``tokens`` ids, or as many as the model can read."""
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
     return random_windows(config, 1, min(tokens, longest))
 
@@ -78,7 +78,7 @@ def draw(logits: Tensor, chance: Tensor) -> Tensor:
     """
     ends = torch.softmax(logits.float(), -1).double().cumsum(-1)
     target = chance.clamp(max=1 - 2**-40) * ends[:, -1]  # below the end despite rounding
-    return torch.searchsorted(ends, target[:, None], right=True)[:, 0]  # an id that has a probability
+    return torch.searchsorted(ends, target[:, None], right=True)[:, 0]  # an id of nonzero probability
 
 
 def _checked(config: Any, count: int, tokens: int) -> Any:

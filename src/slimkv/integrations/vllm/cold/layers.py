@@ -1,7 +1,7 @@
 """The layers of a cold tier: finds them, and reads and writes K and V in vLLM's own cache.
 
 K and V are written with the attention backend's own cache update. The order in which it stores values is measured once,
-by writing numbered values to a scratch block. This supports every backend whose cache holds K and V in some order; any
+by writing numbered values to a scratch block. This supports every backend whose cache is a permutation of K and V; any
 other raises an error.
 """
 
@@ -89,7 +89,7 @@ class HotCache(band.HotCache):
             x.unflatten(0, (n, self._tokens)).copy_(part)
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Writes key and value [tokens, heads, dim] to ``slots``, int64 [tokens]: block * block tokens + position."""
+        """Writes key and value [tokens, heads, dim] to ``slots``, int64 [tokens]: block * block size + position."""
         self._update(self._cache, slots, key, value)
 
     def _update(self, cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -142,7 +142,7 @@ class HotCache(band.HotCache):
     def _as_sides(self) -> tuple[Tensor, Tensor] | None:
         """K and V as strided views [blocks, tokens, heads, dim] of the cache; None if strides cannot express them."""
         block, spec, heads = self._blocks[0], self._layer.spec, self._layer.num_kv_heads
-        place = torch.zeros((), dtype=torch.int64, device=self.device)  # of each value, from the start of its block
+        place = torch.zeros((), dtype=torch.int64, device=self.device)  # offset of each value in its block
         for size, stride in zip(block.shape, block.stride(), strict=True):
             place = place[..., None] + torch.arange(size, device=self.device) * stride
         sides, begin = [], 0

@@ -124,7 +124,7 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         return out
 
     def get_manager(self) -> Any:
-        """The scheduler's side. With files it also maps the host memory. All workers have mapped it by then, so the
+        """The scheduler's part. With files it also maps the host memory. All workers have mapped it by then, so the
         file is removed: a killed engine leaves nothing behind."""
         if not self.secondary_tier_configs:
             return compat.CPUOffloadingSpec.get_manager(self)  # without tiers to look up
@@ -136,7 +136,7 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         return manager
 
     def get_worker(self, kv_caches: Any) -> compat.OffloadingWorker:
-        """The side of one rank."""
+        """The worker of one rank."""
         if self._cold_worker is None:
             blocks = kv_caches.tensors[0].tensor.shape[0]
             groups = [[self._codec(band, blocks) for band in bands] for bands in self._groups]
@@ -145,7 +145,7 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk, cpu_page_size=self.cpu_page_size_per_worker,
                 barrier=None if self.secondary_tier_configs else compat.all_workers_barrier,
             )  # fmt: skip
-            region._creator = False  # with files, the scheduler removes its name
+            region._creator = False  # with files, the scheduler unlinks it
             self._cold_worker = ColdWorker(groups, region, self.cpu_page_size_per_worker, self.blocks_per_chunk)
             logger.info(
                 "slimkv: the cold tier holds %d tokens in %.1f GiB of host memory.",

@@ -2,7 +2,7 @@
 on the way in.
 
 Blocks move in pieces. On a GPU, one piece is encoded or decoded on one stream while another is copied on a second
-stream, both beside the serving stream; the host does not wait. On a CPU the same steps run in sequence.
+stream. Both run beside the serving stream, and the host does not wait. On a CPU the same steps run in sequence.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Direction:
             stream.wait_event(event)
 
     def buffers(self, group: int, filler: Any) -> tuple[list[Tensor], int]:
-        """A buffer for each band; the stream ``filler`` waits until it is empty."""
+        """A buffer for each band; the stream ``filler`` waits until they are free."""
         self._turn ^= 1
         self.wait(filler, self._free[self._turn])
         return self._staging[self._turn][group], self._turn
@@ -78,7 +78,7 @@ class _Direction:
         self._free[turn] = self.event(stream)
 
     def begin(self, first: Any) -> Any:
-        """Waits until the serving stream has written or zeroed the blocks."""
+        """Makes both streams wait until the serving stream has written or zeroed the blocks; returns the start."""
         if self._cuda:
             now = torch.cuda.current_stream(self.device)
             self.codec.wait_stream(now)
@@ -158,7 +158,7 @@ class ColdWorker(compat.OffloadingWorker):
     def _pieces(
         self, way: _Direction, cache: compat.GPULoadStoreSpec, chunks: np.ndarray
     ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray, np.ndarray]]:
-        """(group, index of the first block in the prompt, block ids, their chunks, their places within the chunk)."""
+        """Yields (group, index of the first block in the prompt, block ids, their chunks, indices in the chunks)."""
         taken_blocks = taken_chunks = 0
         for group, (count, first) in enumerate(zip(cache.group_sizes, cache.block_indices, strict=True)):
             place = np.arange(count) + first % self._chunk

@@ -1,4 +1,4 @@
-"""``SlimKVMLABackend``: as ``SlimKVBackend``, for latents."""
+"""``SlimKVMLABackend``: the counterpart of ``SlimKVBackend`` for latents."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class _Stored:
 def _store_through(layer: Any, impl: Any) -> None:
     """Lets ``impl`` store a layer's latents; otherwise a fused norm-and-rope kernel writes them unpacked.
 
-    vLLM calls ``update_kv_cache`` instead for caches in host memory, so the layer gets such a cache in name.
+    For caches in host memory, vLLM calls ``update_kv_cache`` instead, so the layer gets a placeholder for one.
     """
 
     def update(

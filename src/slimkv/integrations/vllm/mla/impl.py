@@ -35,7 +35,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
     supports_dcp = False
     supports_pcp = False
     token_rows = False  # whether pages hold each token's bytes contiguously
-    _spec: LatentSpec  # once the weights are loaded
+    _spec: LatentSpec  # set when the weights are loaded
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
@@ -60,7 +60,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
             attn_type, kv_sharing_target_layer_name, **mla,
         )  # fmt: skip
         self.sliding_window = None  # for the fingerprint: every layer keeps all tokens
-        self._unbound: Any = None  # the layer's backend before it knew a format
+        self._unbound: Any = None  # the layer's backend before a format was set
         self._folded = FoldedProjections()
         self._fresh_codes = not self._settings.reads_fresh_raw(shared_pages=True)
 
@@ -144,7 +144,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
     def _compute_prefill_context(
         self, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: SlimKVMLAMetadata, k_scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attends prefill queries to cached tokens, which are decoded in chunks into vLLM's workspace."""
+        """Attention of prefill queries to cached tokens, which are decoded in chunks into vLLM's workspace."""
         assert attn_metadata.prefill is not None
         context, backend = attn_metadata.prefill.chunked_context, attn_metadata.prefill.prefill_backend
         kv = self._packed(kv_c_and_k_pe_cache)
@@ -165,7 +165,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
 
 
 class FoldedProjections:
-    """Folds the latent's rotation into a layer's absorbed projections, each time the layer has made new ones."""
+    """Folds the latent's rotation into a layer's absorbed projections, each time vLLM creates new ones."""
 
     FOLDS = (("W_UK_T", fold_key_projection), ("W_UV", fold_value_projection))
 
@@ -177,7 +177,7 @@ class FoldedProjections:
         """Folds ``rotation`` into the layer's projections.
 
         At first they are views of a weight that prefill reads unfolded, so the layer gets new parameters. When weights
-        are reloaded, vLLM fills these in place; captured graphs need their addresses to stay the same.
+        are reloaded, vLLM fills these in place, and captured graphs need them at the same addresses.
         """
         for name, fold in self.FOLDS:
             weight = getattr(layer, name, None)

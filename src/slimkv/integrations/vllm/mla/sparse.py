@@ -150,5 +150,5 @@ class SlimKVSparseMLABackend(SlimKVMLABackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Whether a kernel reads token rows on this GPU."""
+        """Whether slimkv has a kernel for token rows on this GPU."""
         return (capability.major, capability.minor) == (9, 0)
