@@ -14,9 +14,9 @@ struct Tokens {
   RopeCodes rope;
   u32 fields[2], rope_fields[2];  // scales of tokens g and g + 8
   const u8* codes;
-  int left;  // tokens of the sequence from the first one on
+  int left;  // tokens of the sequence from the warp's first one on
 
-  // Loads are unconditional: conditions would make them wait. Tokens beyond the sequence, from any page, are masked.
+  // Loads are unconditional: a condition would make them wait. Tokens beyond the sequence are arbitrary and masked.
   DEVICE_MEMBER void load_first(const u8* page, u32 place, int left_, int lane) {
     codes = page + place / 16 * L_TILE, left = left_;
     rope.load(page + R_CODES + place / 16 * R_TILE, lane);

@@ -3,9 +3,9 @@
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
-constexpr int K_STEPS = EIGHT_BIT ? D / 32 : PLACES / 16;  // of 32 bytes of a row
+constexpr int K_STEPS = EIGHT_BIT ? D / 32 : PLACES / 16;  // steps of 32 bytes of a row
 
-// A warp's queries are its own.
+// A warp reads only the queries that it wrote.
 DEVICE void queries_are_written(int) { sync_warp(); }
 
 // The ldmatrix address of a lane's first 16-byte unit in rows of 128 bytes (tiles.cuh); further units differ in other

@@ -118,13 +118,13 @@ DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row
 // Finds the queries of a thread block; false if it has none in this pass.
 DEVICE bool find_queries(const PrefillArgs& args, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;
-  // The heads of a section share the L2 cache. Within a section, blocks with most visible tokens (causal) come first.
+  // The heads of a section share the L2 cache. Within a section, blocks that see the most tokens (causal) come first.
   const int per_section = args.section * args.query_blocks, section = block_index() / per_section;
   const int inside = block_index() - section * per_section;
   const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);
   const int block = args.query_blocks - 1 - inside / heads;
   w.head = section * args.section + inside % heads;
-  // The last sequence whose blocks begin at or before this one, and the prefilled sequences up to it and in all.
+  // The last sequence whose blocks begin at or before this one; the number of prefilled sequences up to it, and of all.
   u32 begun = 0, prefilled = 0, prefilled_of_all = 0;
   PrefillSequence own = {0, 0, 0, 0};  // the last sequence read by the lane
 #pragma unroll 2
@@ -165,7 +165,7 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   return true;
 }
 
-// The query rows of the sequence from the block's first row on.
+// How many query rows the sequence has from the block's first row on.
 DEVICE int rows_of(const PrefillArgs& args, const Work& w) { return (w.s.queries - w.first) * args.group_size; }
 
 // Whether all queries of the block see all tokens of a tile.
