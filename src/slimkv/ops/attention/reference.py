@@ -130,7 +130,7 @@ def _slots(request: AttendRequest, sequence: int, length: int) -> Tensor:
 
 
 def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """K and V of the whole sequence, as rotated as they are stored: float32 [tokens, num_kv_heads, dim].
+    """K and V of the whole sequence, rotated as stored: float32 [tokens, num_kv_heads, dim].
 
     Tokens that no query attends to are not read: other sequences may own their pages, and zero times NaN is not zero.
     """

@@ -104,7 +104,7 @@ def attend_latent(
     REGISTRY.select(request.pages.device, request, backend).load().run(request)
     if request.out is not out:
         result = (request.out @ codec.key_rotation.T).to(out.dtype)
-        real = torch.arange(out.shape[0], device=out.device) < request.cu_seqlens_q[-1]  # rows of some sequence
+        real = torch.arange(out.shape[0], device=out.device) < request.cu_seqlens_q[-1]  # not padding
         out.copy_(torch.where(real[:, None, None], result, out))  # without a synchronisation
     return out
 

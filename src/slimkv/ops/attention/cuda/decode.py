@@ -256,7 +256,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     blocks = device.multiprocessors * config.blocks_per_sm
     # One partial result per work tile and one per block that starts inside a tile; deterministic: one per split.
     slots = 0 if whole else work_tiles * splits if exact else work_tiles + blocks
-    # Each of few rows has many partial results; two warps share them if one cannot load all of them at once.
+    # With few rows, each has many partial results; two warps share them if one cannot load them all at once.
     split = not whole and total * heads <= 32 * device.multiprocessors and blocks // work_tiles > _PARTS_AT_ONCE
     merge_split = 2 if split or exact else 1
     cuts = not exact and work_tiles > blocks and writes_whole_tiles(layout)  # most work tiles are not split

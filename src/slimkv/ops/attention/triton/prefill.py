@@ -5,7 +5,7 @@ are unpacked once, into a bounded workspace, and attended there. A context longe
 passes, which carry the softmax state.
 
 Unpacked numbers are fp16 (raw formats keep their dtype), scaled by a power of two that brings the largest number of a
-sequence and head near 2^6; queries and output are scaled by the inverse. It follows from the exponents of the scales.
+sequence and head near 2^6; queries and output are scaled by the inverse. The power follows from the scales' exponents.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def range_kernel(
     table_stride,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Raises exponent[sequence, head, side] to a bound on the numbers of TOKENS tokens, without those no query sees."""
+    """Raises exponent[sequence, head, side] to bound the numbers of TOKENS tokens, except those that no query sees."""
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     queries = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
@@ -96,7 +96,7 @@ def _unpack_side(page, inside, tile_valid, present, fresh, fresh_row, row, level
                  S: tl.constexpr):  # fmt: skip
     """Writes tokens [BT] of K or V, times ``up``, to the rows ``row`` of dense_ptr; absent tokens become zeros.
 
-    Tokens where ``fresh`` holds are read from the rows ``fresh_row`` of fresh_ptr, unless fresh_ptr is None.
+    Tokens marked in ``fresh`` are read from the rows ``fresh_row`` of fresh_ptr, unless fresh_ptr is None.
     """
     BT: tl.constexpr = present.shape[0]
     dim = tl.arange(0, 16 * S.SP)

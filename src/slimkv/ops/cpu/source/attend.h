@@ -164,7 +164,7 @@ static i64 make_tiles(const Attention& a, std::deque<RowTile>& tiles, i64& parti
 
 static thread_local Scratch tile_scratch, partial_scratch, fresh_scratch;
 
-// Rotates fresh K and V where stored ones are rotated: float32 [total_queries][heads][dim].
+// Brings fresh K and V into the stored (rotated) space: float32 [total_queries][heads][dim].
 static void rotate_fresh(Attention& a) {
   const AttendCall& call = a.call;
   const i64 heads = call.pages.heads, total = call.cu_seqlens_q[call.sequences];

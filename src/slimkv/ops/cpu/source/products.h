@@ -26,7 +26,7 @@ static inline void digits_of(const float* x, float up, i8* low, i8* middle, i8* 
 
 #if defined(SLIMKV_DOT)
 // x [count] (a multiple of 16) as digits [3][stride], in units of the returned number, which is NaN for a row that is
-// not finite. offset[j]: what the 128 that is added to every code adds to a product with digit j.
+// not finite. offset[j]: how much the 128 added to every code contributes to a product with digit j.
 static float as_digits(const float* x, i64 count, i64 stride, i8* digits, i32* offset) {
   VF most = {}, sum = {};
   for (i64 i = 0; i < count; i += W) {

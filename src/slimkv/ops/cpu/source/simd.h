@@ -25,7 +25,7 @@
 #define SLIMKV_WIDTH 4
 #endif
 
-// There is an instruction that adds the dot product of four signed bytes and four bytes to each 32-bit lane.
+// SLIMKV_DOT: an instruction adds the dot product of four signed bytes and four bytes to each 32-bit lane.
 #if defined(SLIMKV_NEON) && defined(__ARM_FEATURE_DOTPROD)
 #define SLIMKV_DOT 1
 #elif defined(SLIMKV_AVX512) && (defined(__AVX512VNNI__) || defined(SLIMKV_SIMDE_AVX512))
@@ -94,7 +94,7 @@ static inline void store_low_bytes(i8* p, const VI* v) {
 #endif
 }
 
-// a * b + c, fused if the instruction set can.
+// a * b + c, fused if there is an instruction for it.
 static inline VF fma_f(VF a, VF b, VF c) {
 #if defined(SLIMKV_AVX512)
   return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

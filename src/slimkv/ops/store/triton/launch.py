@@ -30,7 +30,7 @@ def _store_plane(bits, base, place, keep, W: tl.constexpr, S: tl.constexpr):
     WORDS: tl.constexpr = SLICES // SUB
     TAIL: tl.constexpr = SLICES % SUB
     if WORDS > 0:
-        # Of a word of all lanes, a token owns the bytes at 8 pairs (lane, byte).
+        # For each word index, a token owns one byte at each of 8 (lane, byte) pairs.
         WP: tl.constexpr = S.SP // SUB
         at = place[:, None, None]
         j = tl.arange(0, 8)[None, None, :]

@@ -306,7 +306,7 @@ DEVICE void pdl_wait() {
 }
 
 // Quotients of non-negative numbers. n / d takes 22 instructions, which are slow to fetch in code that runs once.
-DEVICE int small_quotient(int n, int d) {  // n < 2^20: the quotient is 0.5 / d away from any integer
+DEVICE int small_quotient(int n, int d) {  // n < 2^20: (n + 0.5) / d is at least 0.5 / d from any integer
   return (int)(((float)n + 0.5f) * rcp_approx((float)d));
 }
 DEVICE int quotient(int n, int d) {

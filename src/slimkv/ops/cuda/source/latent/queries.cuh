@@ -83,7 +83,7 @@ struct Query {
 };
 
 // One warp: writes row n of ROWS as a wgmma operand at `to`, in chunks of 64 dimensions, first the latent's, then the
-// rope part's. Returns the units of scores: latents with levels in `level_unit`; rope parts, relative to it.
+// rope part's. Returns the units of scores: of latents with levels in `level_unit`, and of rope parts relative to it.
 struct Units { float latent, rope; };
 DEVICE Units stage_operand(const LatentArgs& args, const Query& query, int n, u8* to, float level_unit) {
   const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // makes units positive

@@ -26,7 +26,7 @@ struct WorkTile {
   }
 };
 
-// All work tiles of a sequence count with the KV blocks of the last one, and at least one, so that outputs are written.
+// Every work tile of a sequence counts as many KV blocks as the last one, and at least one, so outputs are written.
 struct Sequence { int tiles, kv_blocks; };
 DEVICE Sequence sequence_at(const LatentArgs& args, int b) {
   const int queries = ldg_i32(args.cu_seqlens_q + b + 1) - ldg_i32(args.cu_seqlens_q + b);

@@ -41,7 +41,7 @@ struct Tokens {
     UNROLL_FOR (int s = 0; s < ROPE_SLICES; s++) rope.store(s, table, levels, to, lane);
     if (lane % 4 < 2) scales.put(first + token, own);
   }
-  // The same for latents: of quarter Q of the dimensions, the first slice (piece 0) and the rest (piece 1).
+  // The same for latents, in quarter Q of the dimensions: the first slice (piece 0), the rest (piece 1), or both.
   template <int Q, int FROM = 0, int TO = 2> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
     const u32 row = operand_row(lane);
     UNROLL_FOR (int s = Q * QUARTER + FROM; s < Q * QUARTER + (TO == 2 ? QUARTER : TO); s++) {

@@ -61,7 +61,7 @@ struct Work {
   int tile, count;  // the last tile, and the number of tiles
   int origin;  // the first tile that any query of the sequence sees
   int clear_begin, clear_end;  // tokens that all queries of the block see
-  int end;  // of the tokens that any query of the block sees
+  int end;  // one past the last token that any query of the block sees
   int present;  // sequences of this pass
   int split, splits;  // FUSED: the split of the keys, and the number of splits
 };

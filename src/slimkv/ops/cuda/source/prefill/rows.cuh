@@ -158,7 +158,7 @@ DEVICE float store_operand(const float (&x)[OWN], bool negative, u8* operand, in
 }
 #endif
 
-// Writes the two query rows of a quad to the operand of their warpgroup. Returns the factors that make products scores.
+// Writes a quad's two query rows to its warpgroup's operand. Returns the factors that turn products into scores.
 DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first,
     int t, float (&factor)[2], float (&bad)[2]) {
   float x[2][OWN];

@@ -49,7 +49,7 @@ struct TokenBytes {
     return Digits(div_rn(value_limit * MOST_QUOTIENT, max_f32(value_scale(i), value_limit)));
   }
 
-  // Sets value_limit: 2^-12 of the power of two above the tile's largest scale. `fields`: a shared word per warp.
+  // Sets value_limit: 2^-12 times the power of two above the tile's largest scale. `fields`: a shared word per warp.
   DEVICE_MEMBER void find_value_limit(u32* fields) {
     const bool counts = sees(lane % 16) && value_field(lane % 16) != INVALID_FIELD;
     u32 most = warp_max(counts ? value_field(lane % 16) : 0);

@@ -85,7 +85,7 @@ struct TokenScales {
 
 // The running softmax of a lane's rows g and g + 8.
 struct RowState {
-  float factor[2];  // from products to scores
+  float factor[2];  // turns products into scores
   float shift[2];  // SCORE_SHIFT: added to scores, times cap_factor
   float row_max[2];  // the running maximum that exponents are relative to
   float row_sum[2];  // of this lane's share of the row, relative to row_max
@@ -100,7 +100,7 @@ struct RowState {
 
 // The query and head of a row of a thread block; `valid`: they exist.
 struct Row {
-  int of_sequence;  // query
+  int of_sequence;  // the query's index in its sequence
   i64 query;
   int head;
   bool valid;

@@ -136,7 +136,7 @@ template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lan
   return i64_to_f32_rn(sum_of_rows(sums, lane));
 }
 
-// The largest float32 exponent at which one power of two gives integers, and the smallest at which scales overflow.
+// The largest float32 exponent that one power of two turns into integers, and the smallest whose scales overflow.
 template <class F> constexpr u32 LARGEST_EXPONENT = F::DTYPE == FLOAT16 ? 142 : 135;
 constexpr u32 TOO_LARGE = 240;
 

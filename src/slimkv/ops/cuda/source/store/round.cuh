@@ -98,7 +98,7 @@ template <class F> struct ScaledLevels {
     }
   }
 };
-// (level - x) times error_steps, rounded once; `level` already includes it. error_steps is a power of two, so its
+// (level - x) times error_steps, rounded once; `level` includes the factor. error_steps is a power of two, so its
 // products are exact.
 DEVICE float error_of(float x, float error_steps, float level) { return fma_rn(x, -error_steps, level); }
 
