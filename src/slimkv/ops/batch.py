@@ -21,7 +21,7 @@ class PackedKV:
 
     Attributes:
         pages: uint8 [blocks, num_kv_heads, page_bytes], last axis contiguous.
-        codec: encodes and decodes them; its spec equals that of the layout.
+        codec: encodes and decodes the vectors; its spec equals that of the layout.
         layout: the place of each byte in a page.
         key_offset: bfloat16 [num_kv_heads, key_dim], contiguous: subtracted from keys before they are encoded (see
             ``slimkv.codec.key_offset``). Every reader of the pages must pass the same offset.
@@ -58,9 +58,9 @@ class AttentionBatch:
         block_table: int32 [sequences, max_blocks].
         seq_lens: int32 [sequences], including the new tokens; 0 gives zero output.
         cu_seqlens_q: int32 [sequences + 1], ascending from 0 to the number of queries (rows beyond are not written).
-        max_query_len: an upper bound of the number of queries of a sequence.
-        max_seq_len: an upper bound of ``seq_lens``.
-        min_query_len: a lower bound of the number of queries (0: unknown). If it exceeds ``MAX_DECODE_QUERIES``, the
+        max_query_len: an upper bound on the number of queries of a sequence.
+        max_seq_len: an upper bound on ``seq_lens``.
+        min_query_len: a lower bound on the number of queries (0: unknown). If it exceeds ``MAX_DECODE_QUERIES``, the
             decode kernel is skipped, and sequences with fewer queries get no output.
         slot_mapping: int64 [new tokens]: the slots of the new tokens; attention does not use it.
     """

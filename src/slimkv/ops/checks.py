@@ -15,7 +15,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def check_vectors(name: str, x: Tensor, axes: tuple[int | str, ...], device: torch.device) -> None:
-    """Raises unless x is a float tensor with these axes (a name is any size) on ``device``, the last one contiguous."""
+    """Raises unless x is a float tensor with these axes (a name allows any size) on ``device``, the last contiguous."""
     fits = len(x.shape) == len(axes)
     if not fits or any(isinstance(axis, int) and x.shape[i] != axis for i, axis in enumerate(axes)):
         raise InputError(f"{name} must be [{', '.join(map(str, axes))}] for these pages, not {list(x.shape)}")
@@ -56,7 +56,7 @@ def check_slots(name: str, slots: Tensor, device: torch.device) -> None:
 
 
 def check_slot_range(name: str, slots: Tensor, pages: Tensor, layout: PageLayout, least: int | None = None) -> None:
-    """Raises for a slot beyond the pages, or below ``least``; only on a CPU, where reading needs no synchronisation."""
+    """Raises for a slot beyond the pages, or below ``least``; only on a CPU, where that needs no synchronisation."""
     if slots.device.type != "cpu" or not slots.numel():
         return
     limit, found = pages.shape[0] * layout.block_size, int(slots.max())

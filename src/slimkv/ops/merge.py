@@ -11,7 +11,7 @@ from slimkv.errors import InputError
 
 @typed
 def merge_attention_states(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
-    """float32 [..., dim] from (output [..., dim], log-sum-exp [...]) of each set; ``other`` may be empty."""
+    """Merges (output [..., dim], log-sum-exp [...]) of two key sets to float32 [..., dim]; ``other`` may be empty."""
     for name, given in (("one", one), ("other", other)):
         if len(given) != 2 or not all(isinstance(x, Tensor) for x in given):
             raise InputError(f"{name} must be a pair of tensors, an output and its log-sum-exp, not {describe(given)}")

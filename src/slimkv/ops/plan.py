@@ -113,7 +113,7 @@ def plan_attend(
     *,
     backend: str | None = None,
 ) -> AttendPlan:
-    """Prepares, but does not run, an ``attend`` for such queries and lengths up to the capacity of the block table."""
+    """Prepares, but does not run, ``attend`` for queries like these and lengths up to what the block table holds."""
     table = batch.block_table
     if table.ndim != 2:
         raise InputError(f"block_table must be int32 with 2 axes, not {describe(table)}")
@@ -141,7 +141,7 @@ def plan_store(
     *,
     backend: str | None = None,
 ) -> StorePlan:
-    """Prepares, but does not run, a ``store_kv`` for such vectors."""
+    """Prepares, but does not run, ``store_kv`` for vectors like these."""
     request = checked_store(key, value, kv, slot_mapping, rounding)
     module = STORE.select(request.pages.device, request, backend).load()
     nothing = slot_mapping[:0]

@@ -37,12 +37,12 @@ class AttendOptions:
             ``causal``).
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         sinks: float [num_heads], a learned logit per head that joins the softmax's denominator.
-        prefill: the arithmetic of sequences with more than ``MAX_DECODE_QUERIES`` queries. ``16bit``: operands of 16
-            bits or more. ``8bit``: ``slimkv.ops.attention.eight_bit``; the call fails if the request does not allow it.
+        prefill: the arithmetic for sequences with more than ``MAX_DECODE_QUERIES`` queries. ``16bit``: operands of 16
+            bits or more. ``8bit``: see ``slimkv.ops.attention.eight_bit``; an error if the request does not support it.
             ``auto``: 16 bits.
-        deterministic: the result of a query depends only on its own sequence, bit for bit: not on other sequences of
-            the call, nor on how many of its queries are in the call. Needs ``prefill="16bit"`` and no ``fresh``.
-        prompt: for deterministic calls on a GPU, where kernels of prompts and of generated tokens differ in the last
+        deterministic: the result of a query depends only on its own sequence, bit for bit: neither on other
+            sequences nor on how many of its own queries are in the call. Needs ``prefill="16bit"`` and no ``fresh``.
+        prompt: for deterministic calls on a GPU, where kernels for prompts and for generated tokens differ in the last
             bits. True: queries of a prompt, in chunks of any size. False: generated tokens, decoded or verified. None:
             sequences of more than ``MAX_DECODE_QUERIES`` queries are prompts.
     """
@@ -77,7 +77,7 @@ class AttendOptions:
 
 @dataclass(frozen=True)
 class AttendRequest:
-    """The checked arguments of one ``attend``."""
+    """The checked arguments of one ``attend`` call."""
 
     query: Tensor
     pages: Tensor
@@ -96,7 +96,7 @@ class AttendRequest:
     num_splits: int | None
     min_query_len: int = 0
     key_offset: Tensor | None = None
-    # float32 [total_queries, num_heads]: added to scaled scores before the soft cap. Only with a soft cap.
+    # float32 [total_queries, num_heads]: added to scaled scores before the soft cap. Set only with a soft cap.
     score_shift: Tensor | None = None
     # float32, contiguous: [num_heads], or [total_queries, num_heads] if centred keys make them differ by query.
     sinks: Tensor | None = None
@@ -133,13 +133,13 @@ class AttendRequest:
         return self.sinks if self.sinks is None or self.sinks.ndim == 1 else self.sinks[rows]
 
     def run(self, backend: Any) -> None:
-        """Runs a backend. Where absolute scores matter, sinks or a score shift undo the centring of keys."""
+        """Runs a backend. Where absolute scores matter, shifted sinks or scores undo the centring of keys."""
         if not self.sees_offset:
             backend.run(self)
             return
         assert self.key_offset is not None
         shift = score_shift(self.query, self.key_offset, self.softmax_scale, self.options.deterministic)
-        if self.options.softcap:  # the cap, sinks and log-sum-exp then see true scores
+        if self.options.softcap:  # the cap, sinks and log-sum-exp then see the scores of uncentred keys
             backend.run(replace(self, score_shift=shift))
             return
         backend.run(replace(self, sinks=None if self.sinks is None else self.sinks - shift))
@@ -166,7 +166,7 @@ def attend(
     num_splits: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention of variable-length queries on packed pages.
+    """Attention of variable-length queries over packed pages.
 
     Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of
     ``query``, at its last positions (their keys are already stored). Decode is one query per sequence.
@@ -249,7 +249,7 @@ def _check_min_query_len(least: int, most: int, cu_seqlens_q: Tensor) -> None:
     if least == 0 or cu_seqlens_q.device.type != "cpu":
         return
     lengths = cu_seqlens_q.diff()
-    fewer = lengths[(lengths >= 0) & (lengths < least)]  # backends check that starts ascend
+    fewer = lengths[(lengths >= 0) & (lengths < least)]  # backends check that cu_seqlens_q ascends
     if fewer.numel():
         raise InputError(f"min_query_len is {least}, but a sequence of cu_seqlens_q has {int(fewer[0])} queries")
 
@@ -274,7 +274,7 @@ def refuses_eight_bit(request: AttendRequest) -> str | None:
 
 
 def split_workspace_bytes(total_queries: int, num_heads: int, value_dim: int, num_splits: int) -> int:
-    """Bytes of the results of ``num_splits`` parts of the keys; 0 for one part."""
+    """The bytes of the partial results of ``num_splits`` splits; 0 without splitting."""
     return 0 if num_splits == 1 else 4 * total_queries * num_heads * num_splits * (value_dim + 1)
 
 

@@ -12,7 +12,7 @@ from slimkv.ops.cpu.structures import CAttendCall, CVectors, pages_of, vectors_o
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Every format, size and option; the library chooses splits, independently of the number of threads."""
+    """Supports every format, size and option. The library chooses splits, regardless of the number of threads."""
     return refuses_split_arguments(request) or refuses_eight_bit(request)
 
 

@@ -2,7 +2,7 @@
 
 For a query q and the tokens t of its sequence, with K and V as the codec stores them (rotated):
 
-    scores     x_t = (sum_d qi_d kb_td) * (scale of key t / 2) * (scale of q) * softmax_scale * log2(e)
+    scores     x_t = (sum_d qi_d kb_td) * (scale of key t) / 2 * (scale of q) * softmax_scale * log2(e)
                qi: the rotated query as int8, its largest coordinate 127; kb: twice the key's levels, odd bytes, exact
     weights    w_t = e4m3(2^(x_t - E) v_t), where v_t is the scale of value t and the integer E brings the largest
                into (64, 128]
@@ -12,9 +12,9 @@ Sums of int8 products are exact; sums of e4m3 products are in float32. E is an i
 not depend on it (unless they underflow e4m3), and an implementation may update E at any step. The denominator sums the
 rounded weights, so weights are always normalised.
 
-The scale of a value is rounded, to 2^-8 or better, so that its inverse is the sum of two e4m3 digits: tensor cores
-compute the denominator with them. In a tile of 128 tokens, values with a scale below 2^-12 of the power of two above
-the largest scale count as zero.
+The scale of a value is rounded, to 2^-8 or better, so that its inverse is the sum of two e4m3 digits, from which tensor
+cores compute the denominator. In a tile of 128 tokens, values count as zero if their scale is below 2^-12 times the
+power of two above the tile's largest scale.
 
 GPUs without warpgroup MMA multiply integers in both products (docs/design/eight-bit-prefill.md).
 """
@@ -37,7 +37,7 @@ from slimkv.spec import CodecSpec, Kind, PageLayout
 LOG2E = math.log2(math.e)
 TILE = 128
 LEAST_VALUE = 2.0**-12  # relative to the power of two above the largest scale of a tile
-MOST_QUOTIENT = 256.0  # the largest quotient of a tile's unit and a scale
+MOST_QUOTIENT = 256.0  # the largest ``unit`` / scale in _with_two_digits
 TOP = 7  # the largest weight is in (2^(TOP - 1), 2^TOP]
 
 
@@ -69,9 +69,9 @@ class Operands:
     value_scale: Tensor  # float32 [tokens, num_kv_heads], > 0: the factor on ``value``
 
     def weigh(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums of weights times values, and of weights, for scores x, [num_kv_heads, group, queries, tokens].
+        """Numerator and denominator of the output for scores x, [num_kv_heads, group, queries, tokens].
 
-        The third result is the exponent that both are relative to.
+        The third result is the exponent of 2 that both are relative to.
         """
         value_scale = self.value_scale.T[:, None, None, :]
         x = x + value_scale.log2()

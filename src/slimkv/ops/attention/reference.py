@@ -1,4 +1,4 @@
-"""attend in plain torch: decodes keys and values of each sequence in their stored space and takes a softmax."""
+"""attend in plain torch: decodes the keys and values of each sequence, still rotated, and applies a softmax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimkv.ops.gather.reference import decode_slots
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Every format, size and option; keys are not split."""
+    """Supports every format, size and option, but does not split keys."""
     return refuses_split_arguments(request) or (eight_bit.refusal(request) if request.must_be_eight_bit else None)
 
 
@@ -126,11 +126,11 @@ def _slots(request: AttendRequest, sequence: int, length: int) -> Tensor:
     tokens = request.layout.block_size
     position = torch.arange(length, device=request.pages.device)
     blocks = request.block_table[sequence, position // tokens].long()
-    return blocks.clamp(min=0) * tokens + position % tokens  # blocks before a window may be freed
+    return blocks.clamp(min=0) * tokens + position % tokens  # blocks before a window may have been freed
 
 
 def _sequence_kv(request: AttendRequest, sequence: int, length: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """K and V of the whole sequence in their stored spaces: float32 [tokens, num_kv_heads, dim].
+    """K and V of the whole sequence, rotated as stored: float32 [tokens, num_kv_heads, dim].
 
     Tokens that no query attends to are not read: other sequences may own their pages, and zero times NaN is not zero.
     """

@@ -51,7 +51,7 @@ def read_tokens(pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: st
 
 @typed
 def write_tokens(rows: Tensor, pages: Tensor, slots: Tensor, *, layout: PageLayout, backend: str | None = None) -> None:
-    """Writes rows of ``read_tokens`` to ``slots``, which must be distinct; negative slots are skipped.
+    """Writes rows that ``read_tokens`` returned to ``slots``, which must be distinct; negative slots are skipped.
 
     rows: uint8 [tokens, num_kv_heads, row_bytes], contiguous, on the pages' device.
     """

@@ -22,7 +22,7 @@ from slimkv.paths import cache_dir, keep_code, unsafe_reason, write_whole
 
 MAIN = "slimkv_cpu.cpp"
 COMPILERS = ("c++", "g++", "clang++")
-# Encoding is defined by single operations, so the compiler must not fuse them; attention uses explicit fused ones.
+# Encoding is defined by single operations, so the compiler must not fuse them; attention fuses explicitly.
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread",
 )  # fmt: skip

@@ -104,7 +104,7 @@ class Call:
 
 
 def _raise(status: int, fault: Any) -> None:
-    """Raises the error of ``status``; the rejected call has written nothing."""
+    """Raises the error for ``status``; the rejected call has written nothing."""
     if status == _BAD_SLOT:
         raise InputError(
             f"slot {fault.value} of token {fault.index} is beyond the pages' {fault.limit} slots; "

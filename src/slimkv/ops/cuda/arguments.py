@@ -11,5 +11,5 @@ PACKAGE = "slimkv.ops.cuda"
 
 
 def arguments(source: str, *names: str) -> list[Any]:
-    """The ctypes structure of each ``struct name`` in ``source``. Fields may be arrays and structures ``Table``."""
+    """The ctypes structure of each ``struct name`` in ``source``. Fields may be arrays or ``Table``."""
     return declared(PACKAGE, source, *names, known=(Table,))

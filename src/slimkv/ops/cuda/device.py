@@ -11,7 +11,7 @@ import torch
 
 from slimkv.errors import InputError
 
-AS_DEVICE = "SLIMKV_AS_DEVICE"  # environment variable: the named record that limits a larger GPU
+AS_DEVICE = "SLIMKV_AS_DEVICE"  # environment variable: names the record that a larger GPU is limited to
 _LARGE = {"shared_of_multiprocessor": 228 << 10, "shared_of_block": 227 << 10}
 _SMALL = {"shared_of_multiprocessor": 100 << 10, "shared_of_block": 99 << 10}
 

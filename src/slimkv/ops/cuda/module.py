@@ -36,7 +36,7 @@ class Kernel:
         """Queues the kernel on the device's current stream.
 
         With ``overlap`` (programmatic dependent launch), blocks may start before the previous kernel of the stream has
-        finished, if the hardware supports it. The kernel must then wait before it reads results of that one.
+        finished, if the hardware supports it. The kernel must then wait before it reads that kernel's results.
         """
         # A configuration per stream, because threads with different streams share this kernel.
         stream = torch._C._cuda_getCurrentRawStream(_index(device))
@@ -57,7 +57,7 @@ class Kernel:
         return partial(self._start, config, ctypes.pointer(args), _index(device))
 
     def _start(self, config: Any, args: Any, index: int) -> None:
-        # As torch's compiled code does: current_stream() creates an object to return the same number.
+        # As torch's compiled code does; torch.cuda.current_stream() would create an object for the same number.
         config.hStream = torch._C._cuda_getCurrentRawStream(index)
         self._queue(config, args)
 
@@ -148,7 +148,7 @@ def only_loading() -> Iterator[None]:
 
 
 class _Skipped(Module):
-    """A module, and its kernels, whose launches do nothing."""
+    """A module and a kernel at once, whose launches do nothing."""
 
     def __init__(self) -> None:
         pass

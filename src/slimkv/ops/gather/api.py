@@ -48,7 +48,7 @@ def gather_kv(
     Args:
         slots: int32 or int64 [tokens]: block * block_size + position; a negative slot gives zeros.
         dtype: the dtype of the result if ``out`` is None.
-        rotated: whether K and V stay in their stored space.
+        rotated: whether K and V stay in their stored (rotated) space.
         out: K [tokens, num_kv_heads, key_dim] and V [tokens, num_kv_heads, value_dim] to write into.
 
     Returns K and V.

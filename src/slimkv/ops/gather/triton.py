@@ -131,12 +131,12 @@ def gather_kernel(
 
 
 def supports(request: GatherRequest) -> str | None:
-    """Every format; blocks of at least a tile."""
+    """Supports every format, with blocks of at least a tile."""
     return PLAIN_ROWS if request.layout.plain_rows else None
 
 
 def _offset(request: GatherRequest) -> Tensor | None:
-    """float32 [heads, key_dim] in the space in which the kernel adds it: before it rotates back, or after (slices)."""
+    """The offset as float32 [heads, key_dim]: rotated, unless the kernel adds it after it rotates back (by slices)."""
     if request.key_offset is None:
         return None
     key = request.layout.key

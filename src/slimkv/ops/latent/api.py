@@ -57,8 +57,8 @@ REGISTRY = Registry.of_kernels(
 def latent_rotation(codec: Codec) -> Tensor | None:
     """The rotation R, float32 [latent_dim, latent_dim], that takes a latent (as a row) to its stored space.
 
-    None if the latent is stored unrotated. Folding it into the absorbed projections once, W_UK' = W_UK R on the way
-    in and W_UV' = R^T W_UV on the way out, makes ``query_is_rotated`` and ``output_is_rotated`` true.
+    None if the latent is stored unrotated. If it is folded into the absorbed projections once, W_UK' = W_UK R before
+    attention and W_UV' = R^T W_UV after it, ``query_is_rotated`` and ``output_is_rotated`` can be set.
     """
     _check_codec(codec)
     return codec.key_rotation if codec.spec.key.rotated else None
@@ -71,9 +71,9 @@ def attend_latent(
     lse: Tensor | None = None, workspace: Tensor | None = None, num_splits: int | None = None,
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of absorbed queries on packed latents.
+    """Attention of absorbed queries over packed latents.
 
-    Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` at
+    Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]``, at
     its last positions; each attends to the tokens up to its own. Decode is one query per sequence.
 
     Args:
@@ -86,7 +86,7 @@ def attend_latent(
         softmax_scale: multiplies the scores; from the model, because it depends on the head size before absorption.
         query_is_rotated: ``query_latent`` is in the stored space of the latent, because ``latent_rotation`` is folded
             into the preceding projection. It has no effect for unrotated formats.
-        output_is_rotated: whether the output stays in that space.
+        output_is_rotated: the output stays in that space.
         out: [total_queries, num_heads, latent_dim] to write into (default: of the query's dtype).
         lse: float32 [total_queries, num_heads], contiguous: receives the natural log-sum-exp.
         workspace: uint8, at least ``latent_workspace_bytes(...)``; allocated if None.
@@ -104,7 +104,7 @@ def attend_latent(
     REGISTRY.select(request.pages.device, request, backend).load().run(request)
     if request.out is not out:
         result = (request.out @ codec.key_rotation.T).to(out.dtype)
-        real = torch.arange(out.shape[0], device=out.device) < request.cu_seqlens_q[-1]  # rows of some sequence
+        real = torch.arange(out.shape[0], device=out.device) < request.cu_seqlens_q[-1]  # not padding
         out.copy_(torch.where(real[:, None, None], result, out))  # without a synchronisation
     return out
 

@@ -1,4 +1,4 @@
-"""attend_latent in plain torch: decodes latents and rope parts of each sequence and takes a softmax."""
+"""attend_latent in plain torch: decodes the latents and rope parts of each sequence and applies a softmax."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slimkv.ops.gather.reference import decode_slots
 from slimkv.ops.latent.api import LatentRequest
 from slimkv.spec import PageLayout
 
-# pages, slots, codec, layout -> latents and rope parts in their stored spaces
+# pages, slots, codec, layout -> latents and rope parts in their stored (rotated) space
 DecodeTokens = Callable[[Tensor, Tensor, Codec, PageLayout], tuple[Tensor, Tensor]]
 
 
 def supports(request: LatentRequest) -> str | None:
-    """Every format and size; keys are read in one pass."""
+    """Supports every format and size, but does not split keys."""
     if request.num_splits is not None:
         return f"it does not split keys; leave num_splits at None, not {request.num_splits}"
     return None

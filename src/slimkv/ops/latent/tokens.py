@@ -28,7 +28,7 @@ def store_latent(
         rope: [tokens, rope_dim] or [tokens, 1, rope_dim], after the rotary embedding.
         kv: its pages are uint8 [blocks, page_bytes] or [blocks, 1, page_bytes].
         slot_mapping: int32 or int64 [tokens]: block * block_size + position; negative slots are skipped.
-        backend: one of ``store_kv``; by default the best one for the device.
+        backend: a backend of ``store_kv``; by default the best one for the device.
 
     The reference raises on NaN or Inf; a kernel marks the token, and attention to it gives NaN.
     """
@@ -62,7 +62,7 @@ def gather_latent(
         dtype: the dtype of the result if ``out`` is None.
         rotated: whether both parts stay in their stored space.
         out: latent [tokens, latent_dim] and rope [tokens, rope_dim] to write into; rows may be strided.
-        backend: one of ``gather_kv``; by default the best one for the device.
+        backend: a backend of ``gather_kv``; by default the best one for the device.
 
     Returns latent [tokens, latent_dim] and rope [tokens, rope_dim].
     """

@@ -15,7 +15,7 @@ _transposed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def supports(request: StoreRequest) -> str | None:
-    """Every format with the scale policy ``norm``; a raw side needs tensors of its dtype."""
+    """Supports every format with the scale policy ``norm``; a raw side needs tensors of its dtype."""
     return refuses_policy(request.layout) or refuses_raw_dtype(request)
 
 
@@ -54,7 +54,7 @@ def _call(request: StoreRequest) -> Call:
 
 
 def _columns(matrices: Tensor) -> Tensor:
-    """int8 [..., heads, dim, dim] transposed, so that the corrections of one error are contiguous.
+    """int8 [..., heads, dim, dim] transposed, so that the corrections for one error are contiguous.
 
     Cached until the matrices change; inference tensors have no version and are transposed each time.
     """

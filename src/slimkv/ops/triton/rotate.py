@@ -1,4 +1,4 @@
-"""Triton functions that rotate: products with the +-1 Hadamard matrix, which is exact in half precision."""
+"""Triton functions that rotate: products with the Hadamard matrix, whose entries of +-1 are exact in half precision."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _in_slices(x, S: tl.constexpr):
 
 @triton.jit
 def hadamard_16(signs, D: tl.constexpr):
-    """The Hadamard matrix of 16 in fp16, from a corner of the rotation of a power of two."""
+    """The Hadamard matrix of order 16 in fp16, from a corner of a rotation whose size is a power of two."""
     i = tl.arange(0, 16)
     own = tl.load(signs + i * D).to(tl.float32)
     return (tl.load(signs + i[:, None] * D + i[None, :]).to(tl.float32) * own[:, None]).to(tl.float16)
@@ -96,10 +96,10 @@ def hadamard_16(signs, D: tl.constexpr):
 
 @triton.jit
 def hadamard_rows(x, h):
-    """x fp16 [M, D], D a power of two, times the Hadamard matrix of D: float32. h: ``hadamard_16``.
+    """x fp16 [M, D], D a power of two, times the Hadamard matrix of order D: float32. h: ``hadamard_16``.
 
-    A matrix of 2^n is the Kronecker product of one of 16, which tensor cores apply to every slice of 16, and one over
-    the slices, which is a few additions: the whole matrix is not needed.
+    A matrix of order 2^n is the Kronecker product of one of order 16, which tensor cores apply to every slice of 16,
+    and one over the slices, which takes a few additions. So the whole matrix is not needed.
     """
     S: tl.constexpr = x.shape[1] // 16
     return _butterfly(tl.dot(_in_slices(x, S), h), x.shape[0], S)

@@ -1,4 +1,4 @@
-"""Triton functions of all kernels that read pages: words from a page, codes from words, numbers from codes.
+"""Triton functions for all kernels that read pages: words from a page, codes from words, numbers from codes.
 
 Shapes: NT tiles of 16 tokens; 32 lanes; SP = slices of 16 dimensions, padded to a power of two. A lane's 8 values of a
 slice are numbered as in ``slimkv.spec``. ``S`` is a ``slimkv.ops.triton.side.Side``.

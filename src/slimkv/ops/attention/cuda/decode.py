@@ -1,7 +1,7 @@
 """attend with CUDA C++: decode and verification on packed pages (source/decode).
 
-Sequences with more queries (prefill) are attended in the same call, by ``prefill`` if it supports the request and by
-the Triton kernels otherwise.
+Sequences with too many queries for these kernels are prefilled in the same call: by ``prefill`` if it supports the
+request, otherwise by the Triton kernels.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def run(request: AttendRequest) -> None:
 
 
 def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-    """A function (query, out, seq_lens) that repeats the request with other tensors; None if it is empty or prefill."""
+    """A function (query, out, seq_lens) that repeats the request with other tensors; None if empty or prefill."""
     if request.query.shape[0] == 0 or not 0 < request.max_query_len <= prefill.most_packed_queries(request):
         return None
     device = request.query.device
@@ -193,12 +193,12 @@ class _Call:
 
     plan: Plan
     args: ctypes.Structure
-    grids: tuple[tuple[int, int], tuple[int, int]]  # of attend and of merge
+    grids: tuple[tuple[int, int], tuple[int, int]]  # for attend and for merge
     merge_shared: int
     cuts: bool  # merge visits only the work tiles split between blocks, not all rows
-    part_bytes: int  # of the partial outputs, which precede their softmax states in the workspace
+    part_bytes: int  # size of the partial outputs, which precede their softmax states in the workspace
     workspace_bytes: int
-    kept: tuple[Tensor, ...]  # tensors that only args point to
+    kept: tuple[Tensor, ...]  # keeps tensors alive that only args points to
 
     def use(self, workspace: Tensor) -> None:
         """Points the arguments into ``workspace``."""
@@ -248,7 +248,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     config = plan.config
     steps = split_steps(config, window) if exact else 0
     splits = -(-seen // SPLIT_TOKENS) + (window is not None) if 0 < steps <= SPLIT_TOKENS else 1
-    # Requires that every sequence has one chunk of queries and that none is prefilled.
+    # One block per work tile needs one chunk of queries per sequence, and no sequence that is prefilled.
     whole = request.max_query_len <= min(most_queries, config.rows // group) and (
         splits == 1 and writes_whole_tiles(layout) if exact else takes_whole_tiles(device, layout, config, tiles, seen)
     )
@@ -256,10 +256,10 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     blocks = device.multiprocessors * config.blocks_per_sm
     # One partial result per work tile and one per block that starts inside a tile; deterministic: one per split.
     slots = 0 if whole else work_tiles * splits if exact else work_tiles + blocks
-    # Few rows have many partial results each: two warps share them if one warp cannot load all of them at once.
+    # With few rows, each has many partial results; two warps share them if one cannot load them all at once.
     split = not whole and total * heads <= 32 * device.multiprocessors and blocks // work_tiles > _PARTS_AT_ONCE
     merge_split = 2 if split or exact else 1
-    cuts = not exact and work_tiles > blocks and writes_whole_tiles(layout)  # most work tiles lie in one block
+    cuts = not exact and work_tiles > blocks and writes_whole_tiles(layout)  # most work tiles are not split
     merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))
     if cuts:
         merge_grid = (max(1, blocks - 1), -(-config.rows // _MERGE_WARPS))
@@ -294,7 +294,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
 
 
 def _typical_queries(request: AttendRequest, most_queries: int) -> int:
-    """The queries per sequence that the configuration is chosen for; few long sequences do not decide it."""
+    """The queries per sequence to choose the configuration for; a few long sequences do not decide it."""
     longest, sequences = request.max_query_len, request.seq_lens.shape[0]
     alike = longest <= most_queries and 2 * request.query.shape[0] > sequences * longest
     return longest if alike else min(longest, most_queries, max(1, FEW_VERIFIED_ROWS // request.group))

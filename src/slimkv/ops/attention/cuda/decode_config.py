@@ -1,7 +1,7 @@
 """Configurations of the CUDA decode kernels: a table, and the choice of the first entry that fits pages and device.
 
-The choice depends on the layer, the query rows per KV head, the device, and a bound on the visible bytes per KV head,
-from the sliding window or the caller. The number of sequences and their lengths are handled on the device
+The choice depends on the layer, the query rows per KV head, the device, and a bound on the visible bytes per KV head
+that the sliding window or the caller gives. The number of sequences and their lengths are handled on the device
 (source/decode/schedule.cuh), so a captured graph and an eager call with the same bound run the same kernel.
 """
 
@@ -27,10 +27,10 @@ from slimkv.spec import Kind, PageLayout
 
 # Bounds on the bytes of one KV head that a query may see. Configurations are chosen per bound.
 FEW_BYTES, SHORT_BYTES, UNBOUNDED = BOUNDS = (1 << 16, 3 << 19, 1 << 50)
-# Up to this many KV blocks per warp, one thread block processes a whole work tile and nothing is merged: with work
-# tiles for more than half the multiprocessors, and with fewer.
+# Up to this many KV blocks per warp, one thread block processes a whole work tile and nothing is merged. The first
+# limit holds with work tiles for more than half the multiprocessors, the second with fewer.
 _WHOLE_ROUNDS, _WHOLE_ROUNDS_OF_FEW = 6, 2
-SPLIT_TOKENS = 8192  # per deterministic split: few partial results to merge, and 16 splits of the longest contexts
+SPLIT_TOKENS = 8192  # per deterministic split: few partial results to merge, yet 16 splits for the longest contexts
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DecodeConfig:
     source: str = DECODE
     bulk: bool = False  # KV blocks are whole pages, loaded by bulk copies (cp.async.bulk)
     exact: bool = False  # a row's result depends on its own sequence alone, bit for bit
-    narrow: bool = False  # more than 4 rows, with the arithmetic of 4
+    narrow: bool = False  # more than 4 rows, computed with the arithmetic of 4-row blocks
 
 
 class _Entry(NamedTuple):
@@ -92,12 +92,12 @@ _FOUR_ROWS: dict[tuple[str, int], tuple[_Entry, ...]] = {
     ("LUT", 256): _LUT,
 }
 _EIGHT_ROWS = {128: (_Entry(32, 4, 2, 2, seen_bytes=FEW_BYTES), _Entry(64, 12, 2), *_WIDE), 256: _WIDE}
-# Three stages of long KV blocks are faster than four of short ones, and these faster than two of long ones. For large
-# heads, long ones are always faster, because short ones cost more instructions; many rows lack the registers for them.
+# Three stages of long KV blocks are faster than four of short ones, which are faster than two of long ones. For large
+# heads, long ones are always faster because they take fewer instructions, but many rows leave no registers for them.
 _LONG_PAIRS = (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2))
 _SHORT_PAIRS = (_Entry(64, 16, 4), _Entry(64, 16, 3), _Entry(64, 16, 2))
 _TEAMS = (_Entry(128, 8, 1, 2), _Entry(128, 8, 1, 1), _Entry(64, 4, 1, 2), _Entry(64, 4, 1, 1))
-# Estimated registers per thread up to which two blocks of eight warps fit, and one block has hardly any spills.
+# The estimated registers per thread up to which two blocks of eight warps fit, and up to which one hardly spills.
 _REGISTERS_OF_TWO_TEAMS, _REGISTERS_OF_A_TEAM = 84, 185
 
 
@@ -107,12 +107,12 @@ def config_for(
 ) -> DecodeConfig | None:
     """The first configuration that fits, for ``queries`` queries per sequence and ``group`` query heads per KV head.
 
-    Numbers of rows are tried in the order of their total time for all queries.
+    Row counts are tried in the order of their total time for all queries.
     """
     head = _head_class(layout)
     # For large heads, several work tiles of 8 rows take less time than one of 16.
     in_one_block = group * queries <= (8 if head == 256 and group <= 8 else 16)
-    # Blocks of 4 rows multiply codes of few bits as int8, larger ones as fp16.
+    # Blocks of 4 rows multiply codes of few bits as int8; blocks of more rows multiply fp16.
     as_bytes = any(in_bytes(fmt) for fmt in (layout.spec.key, layout.spec.value))
     fewest = max(group, 8) if as_bytes and not device.multiplies_bytes else group
 
@@ -149,7 +149,7 @@ def _entries(layout: PageLayout, source: str, rows: int) -> tuple[_Entry, ...]:
 def deterministic_config(
     device: Device, layout: PageLayout, group: int, queries: int, bound: int = UNBOUNDED
 ) -> DecodeConfig | None:
-    """A configuration with the KV block, warps, arithmetic and results of that of one query, but maybe more rows."""
+    """A configuration with the KV block, warps, arithmetic and results of the one-query case, but perhaps more rows."""
     found = config_for(device, layout, group, 1, bound)
     if found is None or found.source != DECODE:
         return None
@@ -166,7 +166,7 @@ def deterministic_config(
 def bound_of(layout: PageLayout, tokens: int | None, few_tiles: bool = False) -> int:
     """The smallest of ``BOUNDS`` that covers ``tokens`` visible tokens (None: any number).
 
-    ``few_tiles``: there are work tiles for at most half the multiprocessors, so several share even a short one.
+    ``few_tiles``: there are work tiles for at most half the multiprocessors, so several share even a short tile.
     """
     if tokens is None or (few_tiles and _head_class(layout) == 128):
         return UNBOUNDED
@@ -190,7 +190,7 @@ def reachable(
 
 
 def split_steps(config: DecodeConfig, window: int | None) -> int:
-    """The KV blocks of a deterministic split. A window no longer than one split is not split."""
+    """KV blocks per deterministic split. A window no longer than one split is not split."""
     return 1 << 20 if window is not None and window <= SPLIT_TOKENS else SPLIT_TOKENS // config.block_tokens
 
 

@@ -1,4 +1,4 @@
-"""Levels of codes as byte operands of the integer tensor cores."""
+"""Levels of codes as byte operands for the integer tensor cores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _words(entries: list[int]) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def level_bytes(fmt: TensorFormat, dim: int) -> tuple[int, int]:
-    """Two words of bytes: level + 63.5 by code; at 4 bits x, where x ^ 0xFF (positive level) or x ^ 0x80 is that."""
+    """Two words of bytes b = level + 63.5, by code; at 4 bits x by magnitude, b = x ^ 0xFF (positive) or x ^ 0x80."""
     if not in_bytes(fmt) or fmt.bits > 4:
         return 0, 0
     if fmt.kind == Kind.UNIFORM:

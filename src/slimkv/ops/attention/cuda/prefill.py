@@ -1,10 +1,10 @@
 """Prefill with CUDA C++: pages are unpacked into tiles in tensor-core operand order, then attended.
 
 With many queries per sequence, a pass is two launches: source/prefill/unpack.cu, then attend.cu (without wgmma:
-attend_warps.cu). If the workspace is too small for one pass, passes go over groups of sequences, or over sections of
-all contexts and hand on the softmax state. Hopper has two other ways. For equal query lengths, the first launch unpacks
-only for the first blocks, and these unpack for later ones (source/prefill/ahead.cuh). For few queries, the blocks of
-``attend`` unpack for themselves (source/prefill/producer.cuh). ``prefill_config`` chooses.
+attend_warps.cu). If the workspace is too small for one pass, each pass covers some of the sequences, or a section of
+every context and hands on its softmax state. Hopper has two alternatives. For equal query lengths, the first launch
+unpacks only for the first blocks, which unpack for later ones (source/prefill/ahead.cuh). For few queries, the blocks
+of ``attend`` unpack for themselves (source/prefill/producer.cuh). ``prefill_config`` chooses.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
     "refusal",
 ]
 
-_CACHED_BYTES = 32 << 20  # of unpacked K and V that concurrent blocks may share in the L2 cache
+_CACHED_BYTES = 32 << 20  # unpacked K and V that concurrent blocks may share in the L2 cache
 
 _MERGED_WORDS = 5  # 32-bit words of struct MergedSplits
 
@@ -108,13 +108,13 @@ class _Attend:
         )  # fmt: skip
 
     def unpack(self, items: int) -> None:
-        """Unpacks the first ``items`` KV heads of sequences."""
+        """Unpacks the first ``items`` pairs of a sequence and a KV head."""
         config, defines = self.config, unpack_defines(self.request.layout, self.config)
         grid, threads = (items, self.args.tiles), 2 * config.tile_tokens
         self.launch(UNPACK, "unpack", defines, grid, threads, defines["SHARED"], self.args)
 
     def start(self, hands_on: bool = False) -> None:
-        """Launches ``attend``. With ``hands_on`` it may read a state of the previous pass and write its own."""
+        """Launches ``attend``. With ``hands_on``, it can read the state of the previous pass and write its own."""
         args, defines = self.args, self.defines(hands_on)
         grid, threads = (args.query_blocks * args.num_kv_heads, 1), self.config.threads
         self.launch(self.config.source, "attend", defines, grid, threads, defines["SHARED"], args)
@@ -145,7 +145,7 @@ def _attend_in_passes(attend: _Attend, most_long: int, budget: int) -> None:
     batch = Batch(most_long, num_kv_heads, request.query.shape[0] // (config.rows // request.group), longest)
     ranks, tiles = plan_passes(layout, config, batch, multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // tiles)
-    side_bytes = rows * tiles * config.tile_bytes(layout.spec.key_dim)  # of keys, and of values
+    side_bytes = rows * tiles * config.tile_bytes(layout.spec.key_dim)  # of the keys; the values take as many
     tile_bytes = 2 * side_bytes + 16 * rows * tiles
     state_bytes = 4 * attend.state_floats if passes > 1 else 0
     space = torch.empty(tile_bytes + state_bytes, dtype=torch.uint8, device=device)
@@ -210,7 +210,7 @@ def _words(entries: list[int]) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _tables(spec: CodecSpec, config: PrefillConfig) -> dict[str, object]:
-    """The tables in registers for codes of up to 4 bits."""
+    """The lookup tables of codes of up to 4 bits, which the kernels keep in registers."""
     value_magnitudes = _magnitudes(spec.value, spec.value_dim)
     if not config.eight_bit:
         return {"key_table": _magnitudes(spec.key, spec.key_dim), "value_table": value_magnitudes}

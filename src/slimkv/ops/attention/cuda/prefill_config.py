@@ -29,7 +29,7 @@ CONFIGS: tuple[tuple[tuple[int, ...], tuple[str, ...], PrefillConfig], ...] = (
     # At head size 64 there are few products to hide unpacking behind, so unpacking first is faster.
     (_80_TO_128, ANY, PrefillConfig(AHEAD, 128, 2, producer_registers=56)),
     (_TO_128, (SHORT,), PrefillConfig(FUSED, 128, 2, producers=2, producer_registers=48)),
-    (_TO_128, (UNIFORM,), PrefillConfig(FUSED, 128, 2, producer_registers=88)),  # two with 48 would spill
+    (_TO_128, (UNIFORM,), PrefillConfig(FUSED, 128, 2, producer_registers=88)),  # two producers with 48 would spill
     (_TO_256, (SHORT, UNIFORM), PrefillConfig(FUSED, 64, 2, producer_registers=72)),
     # Each unpacked tile serves twice as many rows.
     ((64,), ANY, PrefillConfig(FUSED, 128, 3, row_blocks=2, producer_registers=56)),
@@ -38,7 +38,7 @@ CONFIGS: tuple[tuple[tuple[int, ...], tuple[str, ...], PrefillConfig], ...] = (
     ((64, 128), (SHORT,), PrefillConfig(FIRST, 128, 4, eight_bit=True)),
     ((64,), (SHORT,), PrefillConfig(FIRST, 128, 4, consumers=3, eight_bit=True, tile_time=1.26)),
     ((128,), (SHORT,), PrefillConfig(FIRST, 128, 3, consumers=3, eight_bit=True, tile_time=1.41)),
-    # Two blocks of four warps, or one of eight if a multiprocessor has 100 KB.
+    # Two blocks of four warps, or one of eight if a multiprocessor has only 100 KB.
     ((64,), ANY, replace(_WARPS, held_queries=True)),
     (_80_TO_128, ANY, _WARPS),
     (_80_TO_128, ANY, replace(_WARPS, consumers=2, blocks_per_sm=1)),
@@ -49,20 +49,20 @@ CONFIGS: tuple[tuple[tuple[int, ...], tuple[str, ...], PrefillConfig], ...] = (
 )
 HEAD_DIMS = tuple(sorted({dim for dims, _, _ in CONFIGS for dim in dims}))
 MOST_GROUP = 64
-# Query rows per sequence up to which FUSED measured faster, by codes, for head sizes up to 64, 128 and 256.
+# Query rows per sequence up to which FUSED measured faster, by kind of codes and head size (up to 64, 128, 256).
 _FUSED_UP_TO = {SHORT: (512, 768, 512), UNIFORM: (512, 512, 256), LONG: (512, 512, 0)}
-FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17  # per sequence, from which FUSED is faster than the decode kernel
-LEAST_SPLIT = 512  # tokens per split of FUSED, as in split.cuh
+FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17  # per sequence: from here FUSED is faster than the decode kernel
+LEAST_SPLIT = 512  # minimum tokens per split of FUSED, as in split.cuh
 # Measured times in units of a wave of FUSED blocks of 128 rows: a wave of 256-row blocks, or of half-filled ones; a
 # wave of FIRST; unpacking one KV head of a sequence on one multiprocessor; the start of FUSED blocks; a row of the
-# decode kernel. AHEAD, for a block that unpacks a whole KV head: the added time, and the minimum time.
+# decode kernel. For an AHEAD block that unpacks a whole KV head: the added time, and the minimum time.
 WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.1
 DECODED_ROW, BESIDE_ATTENDING, UNPACKING_AHEAD = 0.012, 0.5, 3.6
 
 
 @lru_cache(maxsize=64)
 def codes_of(spec: CodecSpec) -> str:
-    """The kind of codes of keys or values, whichever take longer to unpack."""
+    """The kind of the keys' or the values' codes, whichever take longer to unpack."""
     if max(spec.key.bits, spec.value.bits) > MOST_BITS:
         return LONG
     return UNIFORM if Kind.UNIFORM in (spec.key.kind, spec.value.kind) else SHORT
@@ -152,7 +152,7 @@ def reachable(device: Device, spec: CodecSpec, options: AttendOptions) -> tuple[
 
 
 def _can_fuse(request: AttendRequest) -> bool:
-    """Whether there are few query rows, or few work tiles, which call for split-KV: only FUSED has it."""
+    """Whether there are few query rows, or so few work tiles that they need split-KV, which only FUSED has."""
     spec, fused = request.layout.spec, configs(request.layout.spec, FUSED, request.options.prefill == EIGHT_BIT)
     most = _FUSED_UP_TO[codes_of(spec)][(spec.key_dim > 64) + (spec.key_dim > 128)]
     return bool(fused) and (request.max_query_len * request.group <= most or splits(request, fused[-1]) > 1)
@@ -161,7 +161,7 @@ def _can_fuse(request: AttendRequest) -> bool:
 def _can_unpack_ahead(request: AttendRequest) -> bool:
     """Whether query lengths are equal, or all sequences but one decode, and unpacking seldom waits for workspace.
 
-    If a block unpacked for a much longer sequence, unpacking would take longer than its attention.
+    If a block unpacked for a much longer sequence, unpacking would take longer than its own attention.
     """
     total, longest, sequences = request.query.shape[0], request.max_query_len, request.seq_lens.shape[0]
     config, alike = configs(request.layout.spec, AHEAD), total == sequences * longest or total - longest < sequences
@@ -182,7 +182,7 @@ def _time(request: AttendRequest, config: PrefillConfig) -> float:
         whole = -(-items * (blocks + (rest > 0 and not part)) // available)
         rounds = whole * (WIDE_ROUND if config.row_blocks > 1 else 1) + part * -(-items // available) * PART_ROUND
         return FUSED_START + rounds / splits(request, config)
-    # Tokens seen by all queries of a sequence over those seen by one block's queries: more than 1 with a window.
+    # Tokens seen by all queries of a sequence, divided by those that one block's queries see: above 1 with a window.
     spread = seen_tokens(request, request.max_query_len) / seen_tokens(request, config.rows // request.group)
     blocks = -(-rows // config.rows)
     rounds, round_time, first = -(-items * blocks // available), UNPACKED_ROUND, items
@@ -202,7 +202,7 @@ def _work_tiles(request: AttendRequest, config: PrefillConfig, most_queries: int
 
 
 def splits(request: AttendRequest, config: PrefillConfig, most_queries: int = FUSED_FROM_QUERIES - 1) -> int:
-    """The FUSED blocks that split the keys of a work tile, for sequences of equal length (source/prefill/split.cuh)."""
+    """How many FUSED blocks split a work tile's keys, for sequences of equal length (source/prefill/split.cuh)."""
     blocks = device_of(request.query.device).multiprocessors // _work_tiles(request, config, most_queries)
     return max(1, min(blocks, -(-seen_tokens(request, request.max_query_len) // LEAST_SPLIT)))
 
@@ -210,8 +210,8 @@ def splits(request: AttendRequest, config: PrefillConfig, most_queries: int = FU
 def most_packed_queries(request: AttendRequest) -> int:
     """The maximum number of queries per sequence for the decode kernel.
 
-    Decode rereads pages for every few rows but splits KV, so it keeps requests too small to fill the device with
-    prefill.
+    That kernel rereads pages for every few rows but splits KV, so it also takes requests that are too small for prefill
+    to fill the device.
     """
     if request.options.deterministic:
         prompt = request.options.prompt

@@ -6,7 +6,7 @@ A thread block of ``attend`` gets its tiles of keys and values in one of three w
 - AHEAD: spare warps of earlier blocks write them there (source/prefill/ahead.cuh).
 - FUSED: producer warpgroups of the block unpack pages into shared memory (source/prefill/producer.cuh).
 
-Defines include every offset into shared memory.
+The defines include every offset into shared memory.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class PrefillConfig:
     tile_tokens: int
     stages: int  # tiles of K, and of V, in shared memory at a time
     consumers: int = 2  # warpgroups that multiply
-    row_blocks: int = 1  # of 64 rows, per consumer
+    row_blocks: int = 1  # blocks of 64 rows, per consumer
     producers: int = 1  # warpgroups that fetch or unpack tiles
     producer_registers: int = 24  # per thread
     eight_bit: bool = False  # queries and keys as int8, probabilities and values as e4m3 or int8; else fp16
     tile_time: float = 1.0  # eight_bit: time of a tile, relative to the smallest block's
     promote: int = 16  # tiles between promotions: tensor cores accumulate e4m3 products with 14 bits only
-    packed_stages: int = 4  # FUSED: tiles of pages in shared memory at a time, if they fit
+    packed_stages: int = 4  # FUSED: packed tiles in shared memory at a time, if they fit
     by_row: bool = False  # FIRST: a row's result depends on its own sequence alone, bit for bit
     single_warps: bool = False  # mma.sync instead of wgmma; all threads copy tiles
-    blocks_per_sm: int = 1  # the registers of a thread allow this many
+    blocks_per_sm: int = 1  # as many as the registers allow
     held_queries: bool = False  # single_warps: queries stay in registers
 
     @property
@@ -61,7 +61,7 @@ class PrefillConfig:
 
     @property
     def kind(self) -> tuple[Unpack, bool, bool]:
-        """Who unpacks tiles, whether in 8 bits, and whether for mma.sync."""
+        """Who unpacks tiles, whether attention is 8-bit, and whether it uses mma.sync."""
         return self.unpack, self.eight_bit, self.single_warps
 
     @property
@@ -95,20 +95,20 @@ class PrefillConfig:
 
 
 def packed_bytes(spec: CodecSpec, config: PrefillConfig) -> int:
-    """Bytes of a tile's pages in shared memory: codes, and the scales and zeros once per producer warp."""
+    """Bytes of a packed tile in shared memory: its codes, and per producer warp a copy of its scales and zeros."""
     fields = 2 + (spec.key.kind == Kind.UNIFORM) + (spec.value.kind == Kind.UNIFORM)
     codes = 2 * spec.key_dim * (spec.key.bits + spec.value.bits) * config.tile_tokens // 16
     return codes + 4 * config.producers * fields * 2 * config.tile_tokens
 
 
 def packed_stages(spec: CodecSpec, config: PrefillConfig) -> int:
-    """The tiles of pages that fit the shared memory of a FUSED block."""
+    """The number of packed tiles that fit the shared memory of a FUSED block."""
     room = SHARED_OF_BLOCK - shared_bytes(spec, config)
     return min(config.packed_stages, room // packed_bytes(spec, config))
 
 
 def shared_bytes(spec: CodecSpec, config: PrefillConfig) -> int:
-    """Shared memory of a block of ``attend``, without pages in flight (FUSED)."""
+    """Shared memory of a block of ``attend``, without the packed tiles of FUSED."""
     return _shared_memory(spec, config, packed=0)["SHARED"]
 
 
@@ -161,7 +161,7 @@ def attend_defines(
 ) -> Defines:  # fmt: skip
     """The defines of ``config.source``.
 
-    8-bit kernels can hand on a state only if compiled with ``hands_on``, since that code costs the loop registers.
+    8-bit kernels can hand on their softmax state only if compiled with ``hands_on``: that code takes registers.
     """
     spec, stages, packed = layout.spec, 0, 0
     if config.fused:

@@ -19,10 +19,10 @@ WORKSPACE_BYTES = 400 << 20  # limit for unpacked K and V
 class Batch:
     """The properties of a request that determine its passes."""
 
-    sequences: int  # prefilled ones, at most
+    sequences: int  # upper bound on the prefilled ones
     num_kv_heads: int
-    blocks: int  # of queries per KV head, over all sequences
-    tiles: int  # per sequence, at most
+    blocks: int  # blocks of queries per KV head, over all sequences
+    tiles: int  # upper bound per sequence
 
 
 def seen_tokens(request: AttendRequest, queries: int) -> int:
@@ -40,7 +40,7 @@ def seen_tiles(request: AttendRequest, tile_tokens: int) -> int:
 def plan_passes(
     layout: PageLayout, config: PrefillConfig, batch: Batch, multiprocessors: int, budget: int = WORKSPACE_BYTES
 ) -> tuple[int, int]:
-    """The sequences, and the tiles per sequence, that the workspace holds at a time. Whole sequences need no
+    """How many sequences, and how many tiles of each, the workspace holds at a time. Whole sequences need no
     partial results, so they are preferred if there are enough of them to keep the device busy.
     """
     longest, tile = batch.tiles, 2 * config.tile_bytes(layout.spec.key_dim) * batch.num_kv_heads
@@ -53,7 +53,7 @@ def plan_passes(
 
 
 def _sequences_of_a_pass(batch: Batch, most: int, multiprocessors: int) -> int:
-    """The sequences per pass that leave the fewest multiprocessors idle at the end of passes; each pass costs a bit."""
+    """How many sequences per pass leave the fewest multiprocessors idle at the end; each pass has a small cost."""
 
     def rounds(sequences: int) -> int:
         return -(-sequences * batch.num_kv_heads * batch.blocks // (batch.sequences * multiprocessors))
@@ -84,7 +84,7 @@ class AheadPlan:
 def plan_ahead(
     request: AttendRequest, config: PrefillConfig, sequences: int, multiprocessors: int, budget: int
 ) -> AheadPlan:
-    """The numbers for up to ``sequences`` sequences and a workspace of ``budget`` bytes, or more if it needs more.
+    """The plan for up to ``sequences`` sequences and a workspace of ``budget`` bytes, or more if that is too few.
 
     The first ``lead`` items keep nearly all multiprocessors busy. Their blocks unpack the next ``lead`` items.
     """

@@ -1,4 +1,4 @@
-"""Resources of a thread block of the CUDA decode kernels: shared memory, registers, how warps share the values.
+"""Resources of a thread block of the CUDA decode kernels: shared memory, registers, and how warps share values.
 
 The sources compute shared memory as well; a static_assert fails if the two disagree.
 """
@@ -14,7 +14,7 @@ from slimkv.spec import SLICE_DIMS, Kind, PageLayout, TensorFormat
 if TYPE_CHECKING:
     from slimkv.ops.attention.cuda.decode_config import DecodeConfig
 
-# A KV block is processed by one warp; by a pair of warpgroups (wgmma); by all warps of a thread block (mma.sync).
+# A KV block is processed by one warp, by a pair of warpgroups (wgmma), or by all warps of a thread block (mma.sync).
 DECODE, VERIFY, VERIFY_WARPS = "decode/decode.cu", "decode/verify.cu", "decode/verify_warps.cu"
 _TEAM = 4  # warps of a warpgroup, which share values
 
@@ -68,10 +68,10 @@ def verify_warps_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     spec, rows, warps = layout.spec, config.rows, config.warps
     queries, probabilities = 2 * rows * spec.key_dim, 64 * rows * warps  # double-buffered
     slices = -(-spec.value_dim // (SLICE_DIMS * warps))
-    results = 4 * (SLICE_DIMS * slices + 4) * rows * warps  # reuse that memory
+    results = 4 * (SLICE_DIMS * slices + 4) * rows * warps  # in the memory of queries and probabilities
     fields = 4 * config.block_tokens * (spec.key.field_count + spec.value.field_count)
     states = rows * (16 + 12 * warps + 4)
-    operands = max(queries + max(probabilities, 4 * spec.key_dim * warps), results)  # or to rotate queries
+    operands = max(queries + max(probabilities, 4 * spec.key_dim * warps), results)  # scratch to rotate queries
     total = _level_table_bytes(layout, True, True) + operands + fields + states
     if spec.value.rotated and not (_is_power_of_two(spec.value_dim) and spec.value_dim >= 32):
         total += 4 * spec.value_dim * warps  # scratch to rotate the output back
@@ -79,7 +79,7 @@ def verify_warps_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
 
 
 def writes_whole_tiles(layout: PageLayout) -> bool:
-    """Whether thread blocks write whole work tiles themselves: the memory of queries must suffice to rotate back."""
+    """Whether thread blocks can write whole work tiles: rotating outputs back must fit the memory of the queries."""
     dim = layout.spec.value_dim
     return not layout.spec.value.rotated or (dim & (dim - 1) == 0 and dim >= 32) or dim <= 2 * layout.spec.key_dim
 

@@ -1,7 +1,7 @@
 """The Triton kernels of attend on packed pages: attention, and the merge of split-KV parts.
 
-Scores are in base 2. A key's scale multiplies its score; a value's scale multiplies its probability, which is kept at
-most 2 in fp16 because the running maximum is over score + log2(value scale) instead of the score alone.
+Scores are in base 2. A key's scale multiplies its score; a value's scale multiplies its probability. The product is at
+most 2, so fp16 holds it, because the running max is over score + log2(value scale) instead of the score alone.
 
 Tiles are transposed, scores [tokens, rows] and output [dimensions, rows]: a group of up to 8 query heads then fills the
 8 columns of a tensor-core tile instead of half of its 16 rows.
@@ -34,7 +34,7 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 def first_query(starts_ptr, sequences, block, BLOCK_Q: tl.constexpr, ONE_BLOCK: tl.constexpr):
     """The sequence of a block of queries, the sequence's first row of the query tensor, and the block's first query.
 
-    Sequence i has len_i // BLOCK_Q + 1 blocks, or ONE_BLOCK.
+    Sequence i has len_i // BLOCK_Q + 1 blocks, or one block if ONE_BLOCK.
     """
     if ONE_BLOCK:
         return block, tl.load(starts_ptr + block), 0
@@ -90,7 +90,7 @@ def softmax_columns(s, top, m, z, acc):
 def keys_to_read(length, queries, first, window, BLOCK_Q: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr,
                  WINDOW: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
     """The keys that a block of queries reads: begin (a multiple of BT), end, the end of packed keys, and the first key
-    that one of its queries sees (earlier blocks may belong to another sequence).
+    that any of its queries sees (earlier blocks may belong to another sequence).
 
     Also the begin and end of the keys that every query of the block sees: they need no mask.
     """
@@ -140,7 +140,7 @@ def load_queries(q_ptrs, row_valid, key_rotation, key_norm, M: tl.constexpr, K: 
 
 @triton.jit
 def side_scores(k, page, field_at, valid_tiles, qh, q_sum, S: tl.constexpr):
-    """Scores float32 [BT, M] of the numbers k [BT, dim] of one step, before the factors of the queries."""
+    """Scores float32 [BT, M] of the numbers k [BT, dim] of one step, without the queries' scale factors."""
     if S.KIND == RAW:
         return dot(k, qh, tl.zeros([k.shape[0], qh.shape[1]], tl.float32))
     else:

@@ -45,7 +45,7 @@ class Shape:
 
 
 def supports(request: AttendRequest) -> str | None:
-    """Every format and head size from 32 to 512; blocks of at least a tile; up to 64 query heads per KV head."""
+    """Supports all formats, head sizes of 32 to 512, blocks of at least a tile, up to 64 query heads per KV head."""
     spec = request.layout.spec
     if request.options.deterministic:
         return "its splits depend on the shape of the call, which deterministic attention does not allow"
@@ -54,7 +54,7 @@ def supports(request: AttendRequest) -> str | None:
     if request.layout.block_size == 1:
         return PLAIN_ROWS
     if min(spec.key_dim, spec.value_dim) < MIN_TRITON_HEAD_DIM:
-        # On a GPU, the kernel gives wrong results at 16 for formats of odd widths; in the interpreter it is correct.
+        # On a GPU, head size 16 gives wrong results for formats of odd widths; in the interpreter it is correct.
         return (
             f"head sizes {spec.key_dim}/{spec.value_dim} are below {MIN_TRITON_HEAD_DIM}; "
             "use backend='cuda' or 'reference'"
@@ -84,7 +84,7 @@ def launch_shape(layout: PageLayout, group: int, max_query_len: int) -> Shape:
 
 
 def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
-    """The number of split-KV parts with which the programs fill the device in one wave, or in two."""
+    """The number of split-KV parts with which the programs fill the device in one wave."""
     steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
     slots = multiprocessors(device) * shape.resident
     wanted = slots // max(1, programs) or 2 * slots // max(1, programs)
@@ -199,7 +199,7 @@ def part_views(
 
 
 def _dense_dtype(fmt: TensorFormat) -> torch.dtype:
-    """The dtype of unpacked numbers: that of a raw format; fp16 for all others, which fit it once scaled."""
+    """The dtype of unpacked numbers: that of a raw format, or fp16, which holds all others once they are scaled."""
     return getattr(torch, fmt.raw_dtype) if fmt.kind == Kind.RAW else torch.float16
 
 
@@ -235,7 +235,7 @@ def prefill_chunk(layout: PageLayout, num_kv_heads: int, sequences: int, max_seq
 
 
 def prefill_step(dim: int, itemsize: int, device: torch.device) -> tuple[int, int]:
-    """Keys per step of the prefill kernel and its number of stages: as much as shared memory holds."""
+    """Keys per step of the prefill kernel and its number of stages: as many as fit shared memory."""
     shared = 96 << 10
     if device.type == "cuda":
         shared = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]

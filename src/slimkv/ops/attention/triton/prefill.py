@@ -5,7 +5,7 @@ are unpacked once, into a bounded workspace, and attended there. A context longe
 passes, which carry the softmax state.
 
 Unpacked numbers are fp16 (raw formats keep their dtype), scaled by a power of two that brings the largest number of a
-sequence and head near 2^6; queries and output are scaled by the inverse. The exponents of the scales determine it.
+sequence and head near 2^6; queries and output are scaled by the inverse. The power follows from the scales' exponents.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TARGET: tl.constexpr = tl.constexpr(6)
 
 @triton.jit
 def _raise_exponent(exponent_ptr, page, position, mask, S: tl.constexpr):
-    """Raises an exponent to a bound of these tokens' numbers: codes are below 2^8 (lloyd), 2^BITS or 2^9."""
+    """Raises an exponent to a bound on these tokens' numbers: levels are below 2^8 (lloyd), 2^BITS or 2^9 (fp8)."""
     if S.KIND != RAW:
         code = load_field(page, position, mask, 0, S)
         code = tl.where(code == _INVALID, 0, code)
@@ -67,7 +67,7 @@ def range_kernel(
     table_stride,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Raises exponent[sequence, head, side] to a bound of the numbers of TOKENS tokens, as far as queries see them."""
+    """Raises exponent[sequence, head, side] to bound the numbers of TOKENS tokens, except those that no query sees."""
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     queries = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
@@ -85,7 +85,7 @@ def range_kernel(
 
 @triton.jit
 def _dense_scale(exponent_ptr, sequence, head, SIDE: tl.constexpr, HEADS: tl.constexpr, UP: tl.constexpr):
-    """2^(TARGET - exponent), or its inverse: float32."""
+    """2^(TARGET - exponent), or its inverse if UP: float32."""
     exponent = tl.load(exponent_ptr + (sequence * HEADS + head) * 2 + SIDE)
     power = exponent - _TARGET if UP else -exponent + _TARGET
     return ((power + 127) << 23).to(tl.float32, bitcast=True)
@@ -96,7 +96,7 @@ def _unpack_side(page, inside, tile_valid, present, fresh, fresh_row, row, level
                  S: tl.constexpr):  # fmt: skip
     """Writes tokens [BT] of K or V, times ``up``, to the rows ``row`` of dense_ptr; absent tokens become zeros.
 
-    Tokens that are ``fresh`` are read from the rows ``fresh_row`` of fresh_ptr, unless that is None.
+    Tokens marked in ``fresh`` are read from the rows ``fresh_row`` of fresh_ptr, unless fresh_ptr is None.
     """
     BT: tl.constexpr = present.shape[0]
     dim = tl.arange(0, 16 * S.SP)

@@ -1,9 +1,9 @@
 // Attention on pages: decode, verification and prefill.
 //
-// The queries of a sequence that share a KV head (query by query, head by head of the group) are split into tiles of
-// rows. A tile visits its keys in chunks with an online softmax. Keys are split at multiples of SPLIT_TOKENS, and the
+// The rows of a sequence and KV head (all heads of the group for the first query, then for the next) are split into
+// tiles. A tile visits its keys in chunks with an online softmax. Keys are split at multiples of SPLIT_TOKENS, and the
 // parts are merged in order, so a row's result depends only on its own sequence, not on other rows and sequences of the
-// call. Several threads attend the parts of a sequence with a single tile, as in decoding.
+// call. If a sequence has a single tile, as in decoding, several threads attend its parts.
 #pragma once
 
 #include <deque>
@@ -76,7 +76,7 @@ static void merge_part(const State& state, const State& part, i64 rows, i64 dim)
   }
 }
 
-// Writes the rows of out and lse of a tile from its softmax over all keys.
+// Writes out and lse for the rows of a tile, from its softmax state over all keys.
 static void finish_tile(const Attention& a, const RowTile& tile, const State& state) {
   const Side& side = *a.value.side;
   const i64 rows = tile.end - tile.first, dim = side.dim;
@@ -132,7 +132,7 @@ static Status check_tables(AttendCall& call) {
   return OK;
 }
 
-// The tiles of every sequence with queries; returns the total number of splits.
+// Makes the tiles of all sequences; returns the total number of splits.
 static i64 make_tiles(const Attention& a, std::deque<RowTile>& tiles, i64& partials, i64& most_rows, double& work) {
   const AttendCall& call = a.call;
   const i64 value_dim = a.value.side->dim;
@@ -164,7 +164,7 @@ static i64 make_tiles(const Attention& a, std::deque<RowTile>& tiles, i64& parti
 
 static thread_local Scratch tile_scratch, partial_scratch, fresh_scratch;
 
-// Rotates fresh K and V into the stored spaces: float32 [total_queries][heads][dim].
+// Brings fresh K and V into the stored (rotated) space: float32 [total_queries][heads][dim].
 static void rotate_fresh(Attention& a) {
   const AttendCall& call = a.call;
   const i64 heads = call.pages.heads, total = call.cu_seqlens_q[call.sequences];

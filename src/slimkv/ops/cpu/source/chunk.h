@@ -3,7 +3,7 @@
 
 #include "tile.h"
 
-// Loads the queries of a tile: rotated, in the order of K's numbers, and as digits if bytes are multiplied.
+// Loads the queries of a tile: rotated, in the order of K's numbers, and as digits if keys are multiplied as bytes.
 static void prepare_queries(const Attention& a, const RowTile& tile, TileMemory& m) {
   const Side& side = *a.key.side;
   const i64 rows = tile.end - tile.first, stride = a.key_stride;
@@ -53,8 +53,8 @@ static void load_fields(const Attention& a, const SideUse& use, const RowTile& t
     for (int t = skip; t < count; t++) scale[t] *= unit;
 }
 
-// Loads a chunk of K or V as floats [token][stride], in the order of the side's values. No row sees the first `skip`
-// tokens: a page of one token may belong to another sequence.
+// Loads a chunk of K or V as floats [token][stride], in the order of the side's values. The first `skip` tokens, which
+// no row sees, are not read: a page of one token may belong to another sequence.
 static void load_floats(const Attention& a, const SideUse& use, const RowTile& tile, i64 first, int skip, int count,
     float* out, i64 stride) {
   const Side& side = *use.side;
@@ -110,7 +110,7 @@ static void chunk_scores(const Attention& a, const RowTile& tile, TileMemory& m,
 #endif
 }
 
-// The scores of a row -> weights (times the scales of values); updates its softmax state.
+// Turns the scores of a row into weights (probability times value scale) and updates its softmax state.
 template <bool ALL, bool ZEROS>
 static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, int count, float row_scale) {
   const Seen seen = m.seen[r];
@@ -141,7 +141,7 @@ static void softmax_row(const Attention& a, TileMemory& m, State& state, i64 r, 
   m.rescale[r] = rescale;
 }
 
-// Weights times floats of V. A row reads only tokens that it sees, because a weight of zero does not hide a NaN.
+// Adds weights times V as floats. A row reads only tokens that it sees: a weight of zero does not hide a NaN.
 static void weighted_rows(const Attention& a, const RowTile& tile, TileMemory& m, State& state, int count) {
   const int rows = (int)(tile.end - tile.first), dim = a.value.side->dim;
   if (std::all_of(m.seen, m.seen + rows, [&](const Seen& seen) { return seen.all(count); })) {

@@ -1,5 +1,5 @@
 // Encodes vectors to codes and fields, bit for bit as codec.quantize defines them: only integers are summed, and
-// everything else is single operations, rounded once. It must be compiled without contraction of a * b + c.
+// every other operation rounds its own result. It must be compiled without fusing a * b + c.
 #pragma once
 
 #include "hadamard.h"
@@ -37,7 +37,7 @@ static inline u32 largest_bits(const float* x, int dim) {
 
 static inline float power_of_two(int biased_exponent) { return bits_as<float>((u32)biased_exponent << 23); }
 
-// x as integers, and the factor that undoes it (`down`); returns whether x counts as zero.
+// x as integers, and the factor that scales them back (`down`); returns whether x counts as zero.
 static bool fixed_point(const float* x, int dim, u32 largest, int bits, i32* fixed, float* down) {
   int exponent = (int)(largest >> 23);
   const bool zero = exponent < LEAST_EXPONENT;
@@ -51,7 +51,7 @@ static bool fixed_point(const float* x, int dim, u32 largest, int bits, i32* fix
   return zero;
 }
 
-// Integers -> the exact rotated sums, rounded once.
+// Rotates integers: exact sums, each rounded once.
 static void rotate_fixed(EncodeScratch& s, const Side& side) {
   const int dim = side.dim;
   if (dim <= 512) {  // sums of up to 512 integers of 21 bits fit 32 bits
@@ -148,8 +148,8 @@ static void encode_lloyd(EncodeScratch& s, const Side& side, u32 largest, bool n
     query_aware_indices(standard, side, weights, s.sums, index);
   } else {
     if (short_integers) {
-      // The exact product of 48 bits is compared: a product that was rounded down moves up by a step, which crosses a
-      // boundary only if it was rounded onto that boundary.
+      // Boundaries must be compared with the exact 48-bit product. So a product that was rounded down moves up by one
+      // step, which crosses a boundary only if rounding had put the product onto it.
       for (int d = 0; d < dim; d++) {
         const double rest = (double)s.rotated[d] * (double)factor - (double)standard[d];
         const i32 bits_of = bits_as<i32>(standard[d]);
@@ -204,7 +204,7 @@ static void encode_fp8(EncodeScratch& s, const Side& side, u32 largest, Encoded&
   e.fields[0] = encode_unsigned(power_of_two(exponent - 8 + over));
 }
 
-// Encodes row `token`, `head` of x into codes and fields; marks a vector that cannot be encoded. weights: the
+// Encodes row `token`, `head` of x into codes and fields; marks it invalid if it cannot be encoded. weights: the
 // transposed matrix of query-aware rounding, [dim, dim]; null rounds to the nearest centroid.
 static void encode(const Vectors& x, i64 token, i64 head, const Side& side, const i8* weights, EncodeScratch& s,
     Encoded& e) {

@@ -3,7 +3,7 @@
 
 #include "simd.h"
 
-// Butterflies between x[i] and x[i + half], both `half` long.
+// Butterflies between the two halves of x, each `half` long.
 template <typename T>
 static inline void butterflies(T* x, int half) {
   for (int i = 0; i < half; i++) {

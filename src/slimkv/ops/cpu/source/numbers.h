@@ -30,8 +30,8 @@ static inline float half_to_float(u16 h) {
 static inline u16 float_to_half(float f) {
   const u32 bits = bits_as<u32>(f), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
   if (magnitude > 0x7F800000) return (u16)(sign | 0x7E00);
-  if (magnitude >= 0x477FF000) return (u16)(sign | 0x7C00);  // rounds beyond 65504
-  if (magnitude < 0x38800000) {                              // subnormal: adding 0.5 leaves its bits at the bottom
+  if (magnitude >= 0x477FF000) return (u16)(sign | 0x7C00);  // rounds to infinity
+  if (magnitude < 0x38800000) {                              // subnormal: adding 0.5 moves its bits to the bottom
     const float shifted = bits_as<float>(magnitude) + 0.5f;
     return (u16)(sign | (bits_as<u32>(shifted) - 0x3F000000));
   }
@@ -49,7 +49,7 @@ static inline u16 float_to_bf16(float f) {
 // |f| <= 448 -> e4m3, ties to even.
 static inline u8 float_to_e4m3(float f) {
   const u32 bits = bits_as<u32>(f), sign = bits >> 24 & 0x80, magnitude = bits & 0x7FFFFFFF;
-  if (magnitude < 121u << 23) {  // below 2^-6: adding 2^14 leaves multiples of 2^-9 at the bottom
+  if (magnitude < 121u << 23) {  // below 2^-6: adding 2^14 moves multiples of 2^-9 to the bottom
     const float shifted = bits_as<float>(magnitude) + 16384.0f;
     return (u8)(sign | (bits_as<u32>(shifted) - (141u << 23)));
   }

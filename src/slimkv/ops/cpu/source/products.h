@@ -26,7 +26,7 @@ static inline void digits_of(const float* x, float up, i8* low, i8* middle, i8* 
 
 #if defined(SLIMKV_DOT)
 // x [count] (a multiple of 16) as digits [3][stride], in units of the returned number, which is NaN for a row that is
-// not finite. offset[j]: the contribution of the 128 added to every code to a product with digit j.
+// not finite. offset[j]: how much the 128 added to every code contributes to a product with digit j.
 static float as_digits(const float* x, i64 count, i64 stride, i8* digits, i32* offset) {
   VF most = {}, sum = {};
   for (i64 i = 0; i < count; i += W) {
@@ -153,7 +153,7 @@ static void weighted_bytes(const float* weights, int rows, const i8* v, int toke
 
 // ---- products of bytes ----------------------------------------------------------------------------------------------
 
-// acc += four bytes of codes by four signed bytes, in each lane.
+// acc += the dot product of four code bytes and four signed bytes, in each lane.
 static inline VI dot4(VI acc, VI codes, VI digits) {
 #if defined(SLIMKV_NEON)
   return (VI)vdotq_s32((int32x4_t)acc, (int8x16_t)codes, (int8x16_t)digits);
@@ -181,7 +181,7 @@ static inline I4 sum_four(const VI* acc) {
 }
 
 // One query's digits [3][stride] by T tokens [stride] -> scores [T], in units of the digits.
-// `offset`: the contribution of the 128 added to every code, by digit.
+// `offset`: see as_digits.
 template <int T>
 static inline void scores_dot_block(const i8* q, const i32* offset, const u8* keys, i64 stride, float* scores) {
   VI acc[3][T] = {};
@@ -216,7 +216,7 @@ struct WeightDigits {
   float* out;  // [dim]
 };
 
-// acc += four tokens of N vectors of V by the K-th four of 16 digits.
+// acc += four tokens of N vectors of V times the K-th four of 16 digits.
 template <int N, int K>
 static inline void add_four_tokens(VI (&acc)[3][N], const VI (&values)[N], const i8* digits) {
   for (int j = 0; j < 3; j++) {

@@ -1,4 +1,4 @@
-// Vectors of the widest registers of this build, on the compiler's vector types.
+// SIMD vectors as wide as the registers of this build, in the compiler's vector types.
 #pragma once
 
 #include "numbers.h"
@@ -25,12 +25,12 @@
 #define SLIMKV_WIDTH 4
 #endif
 
-// Four signed bytes by four bytes, added to each 32-bit lane.
+// SLIMKV_DOT: an instruction adds the dot product of four signed bytes and four bytes to each 32-bit lane.
 #if defined(SLIMKV_NEON) && defined(__ARM_FEATURE_DOTPROD)
 #define SLIMKV_DOT 1
 #elif defined(SLIMKV_AVX512) && (defined(__AVX512VNNI__) || defined(SLIMKV_SIMDE_AVX512))
 #define SLIMKV_DOT 1
-#define SLIMKV_DOT_UNSIGNED 1  // its first operand is unsigned: 128 is added to bytes
+#define SLIMKV_DOT_UNSIGNED 1  // its first operand is unsigned, so 128 is added to bytes
 #endif
 
 constexpr int W = SLIMKV_WIDTH;
@@ -82,7 +82,7 @@ static inline VF bytes_to_float(const i8* p) {
 #endif
 }
 
-// The low bytes of 16 lanes.
+// Stores the low bytes of 16 lanes.
 static inline void store_low_bytes(i8* p, const VI* v) {
 #if defined(SLIMKV_AVX512) && !defined(SLIMKV_SIMDE)
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v[0]));
@@ -94,7 +94,7 @@ static inline void store_low_bytes(i8* p, const VI* v) {
 #endif
 }
 
-// a * b + c, fused if the instruction set has it.
+// a * b + c, fused if there is an instruction for it.
 static inline VF fma_f(VF a, VF b, VF c) {
 #if defined(SLIMKV_AVX512)
   return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -127,7 +127,7 @@ static inline float greatest_f(VF v) {
 #endif
 }
 
-// e^x for x <= 0, to 2 units in the last place; 1e-38 from -87.3 down; NaN stays NaN.
+// e^x for x <= 0, within 2 units in the last place; 1e-38 at -87.3 and below; NaN stays NaN.
 static inline VF exp_f(VF x) {
   const VF low = splat(-87.3f);
   const VF inside = x < low ? low : x;

@@ -1,5 +1,5 @@
 // The library: three operations on pages, called through ctypes. A call returns a Status. If it is not OK, `fault`
-// has the value that was out of range, and nothing was written.
+// holds the value that was out of range, and nothing was written.
 #include "attend.h"
 #include "gather.h"
 

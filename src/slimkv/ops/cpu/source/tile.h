@@ -12,7 +12,7 @@ constexpr int TILE_ROWS = 32;
 struct SideUse {
   const Side* side;
   bool bytes;
-  float unit;  // the value of 1 in a byte
+  float unit;  // the value that byte 1 stands for
   u8 table[16];
   float numbers[256];
   i32 order[MAX_DIM];  // position -> dimension
@@ -75,7 +75,7 @@ struct Attention {
   AttendCall& call;
   SideUse key, value;
   i64 group;
-  i64 key_stride;  // bytes of a row of K: dimensions rounded up to 64
+  i64 key_stride;  // elements of a row of K: key_dim rounded up to a multiple of 64
   float* rotated_fresh[2] = {nullptr, nullptr};
 
   explicit Attention(AttendCall& c) : call(c) {
@@ -124,12 +124,12 @@ struct TileMemory {
   i8* digits;  // [rows][3][key_stride]
   i32* offset;  // [rows][3]
   float *row_scale, *row_sum, *row_shift, *rescale;  // [rows]
-  Seen* seen;  // [rows]: of the chunk
+  Seen* seen;  // [rows]: in the current chunk
   float* scores;  // [rows][CHUNK]; then weights
   i8* weight_digits;  // [rows][3][CHUNK]
   i32* weight_offset;  // [rows][3]
-  // A chunk of K ([CHUNK][key_stride]) and, once its scores are computed, of V ([CHUNK][value_dim], or of bytes as
-  // value_offset says), in the same memory, which then stays in the L1 cache.
+  // A chunk of K ([CHUNK][key_stride]) and, once its scores are computed, of V ([CHUNK][value_dim], or bytes at
+  // value_offset). Both use the same memory, so it stays in the L1 cache.
   float* floats;
   u8* bytes;
   float *key_scale, *key_zero, *value_scale, *value_zero;  // [CHUNK]

@@ -46,7 +46,7 @@ struct Side {
   Plane planes[3];
   Piece pieces[4];
   i32 hadamard_block;  // the rotation is block-diagonal in blocks of this size
-  i32 core;            // each a Kronecker product of Sylvester's matrix with a matrix of this order
+  i32 core;            // each block is a Kronecker product of Sylvester's matrix with a matrix of this order
   const i8* core_matrix;    // [core, core] of +-1
   const float* signs;       // [dim] of +-1
   const float* levels;      // [2 ** bits] by code

@@ -10,7 +10,7 @@
 constexpr int CHUNK = 128;  // tokens that are unpacked together
 
 // A chunk of K has rows [token][position]. A chunk of V is [position / 16][token / 4][position % 16][4]: four tokens of
-// a dimension are contiguous. `order[position]` is the dimension, in an order that suits the pages.
+// a dimension are contiguous. `order[position]` is the dimension of a position; the order follows the pages.
 static inline i64 value_offset(i64 position, i64 token) {
   return (position / 16 * (CHUNK / 4) + token / 4) * 64 + position % 16 * 4;
 }
@@ -44,7 +44,7 @@ static void value_order(int dim, i32* order) {
   }
 }
 
-// The token of a tile at [4 t + k] of V.
+// The token within its tile at index 4 t + k of V.
 static inline int value_token(int at) { return 2 * (at >> 2) + (at & 1) + 8 * (at >> 1 & 1); }
 
 // Whether the codes of a side become bytes.
@@ -79,7 +79,7 @@ static inline int fragment_word(int word, int lane, int words) {
   return pairs * LANES + lane;
 }
 
-// A plane of 1 or 2 bits joins the nibbles of a tile's words, which are in the order of a 4-bit plane.
+// Adds a plane of 1 or 2 bits to the nibbles of a tile's words, which are in the order of a 4-bit plane.
 static void add_plane(const u8* codes, const Plane& plane, int slices, u32* nibbles) {
   const int per_word = 4 / plane.bits;
   const u32 mask = plane.bits == 1 ? 0x11111111u : 0x33333333u;
@@ -103,7 +103,7 @@ static const u8* nibble_words(const Side& side, const u8* codes, u32* nibbles) {
   return (const u8*)nibbles;
 }
 
-// One word of a lane at a time, for groups of fewer than four words and without byte-shuffle instructions.
+// One word of a lane at a time: for groups of fewer than four words, or without byte-shuffle instructions.
 static void key_group_plain(const u8* data, int v, int g, const u8* table, u8* low_token, u8* high_token) {
   for (int i = 0; i < 4 * v; i++) {
     const u8* word = data + 4 * (g * 4 * v + i);
@@ -129,7 +129,7 @@ static void value_group_plain(const u8* data, int v, int g, const u8* table, u8*
     }
 }
 
-// Four slices of tokens g and g + 8: 64 bytes -> 64 bytes each.
+// Four slices of tokens g and g + 8: 64 packed bytes -> 64 bytes for each token.
 static inline void key_group(const u8* data, int g, const u8* table, u8* low_token, u8* high_token) {
 #if defined(SLIMKV_NEON)
   const uint8x16_t levels = vld1q_u8(table), low_bits = vdupq_n_u8(15);
@@ -163,7 +163,7 @@ static inline void key_group(const u8* data, int g, const u8* table, u8* low_tok
 #endif
 }
 
-// Four slices, dimensions g and g + 8 of each: 64 bytes -> 32 bytes for each four tokens.
+// Four slices, dimensions g and g + 8 of each: 64 packed bytes -> 32 bytes for every four tokens.
 static inline void value_group(const u8* data, int g, const u8* table, u8* out, int position, int token) {
 #if defined(SLIMKV_NEON)
   const uint8x16_t levels = vld1q_u8(table), low_bits = vdupq_n_u8(15);
@@ -189,7 +189,7 @@ static inline void value_group(const u8* data, int g, const u8* table, u8* out, 
 #endif
 }
 
-// group(data, v, first, g): each eighth of the v words that slices [first, first + v) of a tile have for every lane.
+// Calls group(data, v, first, g) for each eighth g of the words of slices [first, first + v): v words per lane.
 template <typename Group>
 static inline void for_groups(const Side& side, const u8* codes, Group group) {
   alignas(64) u32 nibbles[MAX_DIM / SLICE * LANES];
@@ -218,7 +218,7 @@ static void unpack_value_bytes(const Side& side, const u8* codes, const u8* tabl
   });
 }
 
-// The number of each code of up to 8 bits, less `centre`, before scale and zero: float32 [256].
+// The number that each code of up to 8 bits stands for, before scale and zero (uniform: less `centre`): float32 [256].
 static void number_table(const Side& side, int centre, float* table) {
   for (int code = 0; code < 256; code++) {
     if (side.kind == LLOYD) table[code] = side.levels[code & ((1 << side.bits) - 1)];

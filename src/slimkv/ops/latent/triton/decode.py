@@ -1,8 +1,8 @@
 """The Triton kernel of attend_latent: scores from latents and rope parts, values from the same latents.
 
 The latents of a step are unpacked once, as keys [tokens, dimensions]: scores use them directly, the output uses their
-transpose. Scores are in base 2; the scale of a latent multiplies its score and its probability, which is at most 2 in
-fp16 because the running maximum is over score + log2(scale).
+transpose. Scores are in base 2; the scale of a latent multiplies its score and its probability. The latter is at
+most 2, so fp16 holds it, because the running max is over score + log2(scale).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _rope_scores(page, inside, field_at, tile_valid, valid_tiles, qh, rest, q_sum, levels, EXACT: tl.constexpr,
                  R: tl.constexpr):  # fmt: skip
-    """The scores of the rope parts of one step: float32 [BT, M], before the factors of the queries."""
+    """The scores of the rope parts of one step: float32 [BT, M], without the queries' scale factors."""
     k = values_as_keys(tile_numbers(page, inside, tile_valid, levels, R))
     if R.KIND == RAW:
         k = tl.where(tl.reshape(valid_tiles, (k.shape[0],))[:, None], k, 0.0).to(k.dtype)

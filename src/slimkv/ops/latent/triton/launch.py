@@ -18,7 +18,7 @@ _LARGEST_DIM = 512
 
 
 def supports(request: LatentRequest) -> str | None:
-    """Every format and number of heads; latents and rope parts of 32 to 512; blocks of at least a tile."""
+    """Supports all formats, any number of heads, latents and rope parts of 32 to 512, blocks of at least a tile."""
     spec = request.layout.spec
     if request.layout.plain_rows:
         return PLAIN_ROWS

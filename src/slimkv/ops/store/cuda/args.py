@@ -55,8 +55,8 @@ def code_tables(
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor]]:
     """The shift, the index of cell 0 and the tables (cells, bounds, levels); see ``cells``.
 
-    Up to 4 bits, the cells' levels times ``error_steps`` follow the cells as floats; up to ``RECORD_BITS``, their
-    ``CellRecord`` does.
+    Up to 4 bits, the cells' levels times ``error_steps`` follow the cells as floats; up to ``RECORD_BITS``, the
+    cells' ``CellRecord`` entries do.
     """
     nothing = torch.zeros(0, device=device)
     if fmt.kind != Kind.LLOYD:
@@ -99,7 +99,7 @@ def cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
             break
     else:
         raise AssertionError(f"boundaries of {book.bits} bits for {book.dim} dimensions do not fit any cells")
-    # A norm of short integers may be 3.2% too small; 8 cells cover what 3% do not.
+    # A norm of short integers may be 3.2% too small; the factor covers 3%, and 8 more cells the rest.
     zero = math.ceil(largest * 2**shift * 1.03) + 8
     zero += -zero % 8
     upper = np.arange(2 * zero) - zero

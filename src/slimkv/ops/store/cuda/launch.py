@@ -25,7 +25,7 @@ from slimkv.spec import SLICE_DIMS, TILE_TOKENS, Kind, PageLayout, SideLayout, T
 SOURCE, KERNEL = "store/store.cu", "store"
 LARGEST_DIM = 256
 FEW_VECTORS = 8192  # tokens times heads: below this, several warps share a tile
-_WARPS, _QUERY_AWARE_WARPS = 4, 2  # query-aware rounding needs much shared memory; small GPUs have 99 KiB
+_WARPS, _QUERY_AWARE_WARPS = 4, 2  # query-aware rounding needs shared memory; small GPUs have 99 KiB
 _MATRIX_WARPS, _MATRIX_ROOM = 4, 228 << 10  # warps that share a head's matrix, if two such blocks fit
 # Rotation: matrix products of few dimensions at a time, combined by additions.
 _GROUP_DIMS, _MOST_GROUPS = 32, 4
@@ -111,9 +111,9 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Struct
             args.matrix_stride, args.heads, args.spread = matrices[0].numel(), heads, int(few)
     blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
     if matrices is not None:
-        # Neighbouring tokens of a prefill chunk share a matrix. Those of a decode step do not: one block per matrix.
+        # Neighbouring tokens of a prefill chunk share a matrix. Those of a decode step do not: blocks for each matrix.
         return plan, (blocks, heads * (args.matrices if args.spread else 1)), args
-    if plan.resident:  # one wave of blocks; warps differ by at most one tile
+    if plan.resident:  # one wave of blocks; the warps' tile counts differ by at most one
         blocks = min(blocks, max(1, plan.resident // (2 * heads)))
     return plan, (blocks, 2 * heads), args
 
@@ -130,10 +130,10 @@ def _plan(
     room = device_of(device).shared_of_multiprocessor >= _MATRIX_ROOM
     shared_matrix = query_aware == 1 and not few and layout.spec.key_dim <= 128 and room
     warps = 1 if few or (query_aware and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if query_aware else _WARPS
-    rounding_warps = warps = _MATRIX_WARPS if shared_matrix else warps  # as many store values
+    rounding_warps = warps = _MATRIX_WARPS if shared_matrix else warps  # as many others store values
     tables: list[Tensor] = []
     shared, together = 0, few and not query_aware
-    # The matrix in shared memory: beyond head size 192, small GPUs have no room for it.
+    # Whether the matrix is in shared memory. Beyond head size 192, small GPUs have no room for it.
     shared_weights = shared_matrix or (bool(query_aware) and few and layout.spec.key_dim <= 192)
     cell_records = shared_weights and few and 4 < layout.spec.key.bits <= RECORD_BITS
     sides = (

@@ -1,7 +1,7 @@
 """Triton functions that encode rows into codes and fields, byte for byte like the reference.
 
-Only integers are summed, so the order does not matter: the rotation is a tensor-core product with a matrix of +-1, of
-short integers (with 11 significant bits, like the 16-bit floats they come from) or of the upper and lower 11 bits of
+Only integers are summed, so the order does not matter. The rotation is a tensor-core product of a matrix of +-1 with
+short integers (of 11 significant bits, like the 16-bit floats they come from) or with the upper and lower 11 bits of
 longer ones. Everything else is single IEEE operations, compiled without contraction.
 """
 
@@ -145,7 +145,7 @@ def encode_lloyd(x, x_ptr, row_mask, signs, bounds, entries, unit, weights, whic
     """Rows -> codes int32 [M, DP] and the scale's field int32 [M].
 
     x: in its own dtype; 16-bit floats become short integers. weights: the head's matrix of query-aware rounding, or
-    None; INDEXED: several matrices, matrix_stride apart, of which each row uses ``which`` [M].
+    None; INDEXED: there are several matrices, matrix_stride apart, and each row uses ``which`` [M].
     """
     col = tl.arange(0, DP)
     SHORT: tl.constexpr = BITS <= 4 and x.dtype.primitive_bitwidth == 16 and D <= _SHORT_DIM

@@ -30,7 +30,7 @@ def _store_plane(bits, base, place, keep, W: tl.constexpr, S: tl.constexpr):
     WORDS: tl.constexpr = SLICES // SUB
     TAIL: tl.constexpr = SLICES % SUB
     if WORDS > 0:
-        # A token has a byte of each of 8 (lane, byte) pairs of a word.
+        # For each word index, a token owns one byte at each of 8 (lane, byte) pairs.
         WP: tl.constexpr = S.SP // SUB
         at = place[:, None, None]
         j = tl.arange(0, 8)[None, None, :]
@@ -43,7 +43,7 @@ def _store_plane(bits, base, place, keep, W: tl.constexpr, S: tl.constexpr):
             x = tl.reshape(x, (M, WP, 8, SUB, 2))
             lane = 4 * (at % 8) + j // 2
             byte = 2 * (at // 8) + j % 2
-        x = _merge_bits(x, 4)  # the last axis left is sub
+        x = _merge_bits(x, 4)  # the last remaining axis is sub
         if SUB == 4:
             x = _merge_bits(_merge_bits(tl.reshape(x, (M, WP, 8, 2, 2)), W), 2 * W)
         elif SUB == 2:
@@ -183,7 +183,7 @@ def store_kernel(
 
 
 def supports(request: StoreRequest) -> str | None:
-    """Every format with the scale policy ``norm``; blocks of at least a tile."""
+    """Supports every format with the scale policy ``norm``, and blocks of at least a tile."""
     if request.layout.plain_rows:
         return PLAIN_ROWS
     return refuses_policy(request.layout) or refuses_raw_dtype(request)
@@ -211,7 +211,7 @@ def run(request: StoreRequest) -> None:
     k, v = request.codec.key_tables, request.codec.value_tables
     index = request.query_aware_index if request.matrices > 1 else None
     tiles, warps = _program(tokens, layout, request.query_aware is not None)
-    # Neighbouring tokens of a chunk share a matrix; the few tokens of a decode step do not, so each has programs.
+    # Neighbouring tokens of a chunk share a matrix; those of a decode step do not, so each matrix has its own programs.
     spread = index is not None and tokens * pages.shape[1] < FEW_VECTORS
     grid = (triton.cdiv(tokens, 16 * tiles), pages.shape[1], 1 + (request.matrices if spread else 1))
     store_kernel[grid](

@@ -1,7 +1,7 @@
 """Triton functions that choose levels, nearest or query-aware, byte for byte like the reference.
 
-Rounding goes from the last coordinate to the first, in slices of 16. Errors of later slices correct a whole slice by a
-product on the tensor cores. Within a slice, each row of 16 coordinates is split into 16 columns, so that the sequential
+Rounding goes from the last coordinate to the first, in slices of 16. A tensor-core product corrects a whole slice for
+the errors of later slices. Within a slice, the rows of 16 coordinates are split into 16 columns, so that the sequential
 part is arithmetic on registers. All sums are sums of integers below 2^24: exact in any order.
 """
 
@@ -164,7 +164,7 @@ def shaped_levels(standard, weights, bounds, levels, error_steps, D: tl.constexp
         at = D // 16 - 1 - n
         row = at * 16 + tl.arange(0, 16)
         piece = tl.load(weights + row[None, :] * D + col[:, None], mask=(col < D)[:, None], other=0)
-        sums = tl.dot(tl.reshape(errors, (M, DP)), _as_float(piece).to(tl.float16))  # zero errors where not yet rounded
+        sums = tl.dot(tl.reshape(errors, (M, DP)), _as_float(piece).to(tl.float16))  # errors are 0 until rounding
         own = tl.sum(tl.where(number == at, by_slice, 0.0), 1)
         found, error = _shape_slice(
             own, sums, weights + at * 16 * (D + 1), bounds, levels + (1 << (BITS - 1)), error_steps, back, M, D, BITS
@@ -179,7 +179,7 @@ def indexed_levels(standard, weights, which, matrix_stride, row_mask, bounds, le
                    DP: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
     """`shaped_levels` with the matrix ``which`` int32 [M] of each row; matrices are matrix_stride apart.
 
-    Rows outside row_mask are arbitrary. Tokens of a program nearly always share a matrix, as neighbours in a chunk.
+    Rows outside row_mask are arbitrary. Tokens of a program are neighbours in a chunk and nearly always share a matrix.
     """
     first = tl.min(tl.where(row_mask, which, 0x7FFFFFFF), 0)
     last = tl.max(tl.where(row_mask, which, -1), 0)

@@ -7,9 +7,9 @@
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
 // A plane of W <= 4 bits with S slices: whole words in fragment order, then token rows for the remaining slices, which
-// become one more word. A lane loads all words, or those of one of PARTS parts of OF_PART slices, each of whole words
-// or a fraction of a word. If PARTS does not divide the slices, the last parts have fewer slices or none, and their
-// unused bits are undefined.
+// become one more word. A lane loads all words, or one of PARTS parts: OF_PART slices, which are whole words or a
+// fraction of one. If PARTS does not divide the slices, the last parts have fewer slices or none, and their unused bits
+// are undefined.
 template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS - 1) / PARTS> struct Plane {
   static constexpr int PER_WORD = 4 / W;
   static constexpr bool FRACTION = PARTS > 1 && OF_PART < PER_WORD;
@@ -26,7 +26,7 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
     } else if constexpr (S != PARTS * OF_PART || TAIL > 0) {
       load_uneven_part(plane, lane, part);
       if constexpr (FRACTION) words[0] >>= shift_of_part(part);
-    } else if constexpr (FRACTION) {  // bits of other parts above its own remain
+    } else if constexpr (FRACTION) {  // bits of other parts remain above this one's
       load_words_of_part<1, S / PER_WORD>(plane, lane, word_of_part(part), words);
       words[0] >>= shift_of_part(part);
     } else {
@@ -41,7 +41,7 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
   DEVICE_MEMBER static int word_of_part(int part) { return part / (PER_WORD / OF_PART); }
   DEVICE_MEMBER static int shift_of_part(int part) { return W * OF_PART * (part % (PER_WORD / OF_PART)); }
 
-  // Parts in token rows, which load_rows loads instead of `load`.
+  // Parts stored as token rows are loaded by load_rows instead of `load`.
   static constexpr bool SOME_IN_ROWS = PARTS > 1 && TAIL > 0;
   static_assert(!SOME_IN_ROWS || WORDS == 1, "words and rows of a part");
   DEVICE_MEMBER static bool in_rows(int part) { return OF_PART * part >= S - TAIL; }
@@ -92,7 +92,7 @@ template <int W, int S, bool TRANSPOSED, int PARTS = 1, int OF_PART = (S + PARTS
                      : 128 * PAIRS + 4 * lane;
   }
 
-  // For parts of unequal size. Loads two words at a time; the last of an odd number comes with the next lane's.
+  // For parts of unequal size. Loads two words at a time; an odd last word is loaded together with the next lane's.
   DEVICE_MEMBER void load_uneven_part(const u8* plane, int lane, int part) {
     constexpr int ALL = at_least_one(S / PER_WORD), LAST_PAIR = (ALL - 1) & ~1;
     if constexpr (WORDS % 2 == 0) {
@@ -125,14 +125,14 @@ template <class P, int N, class Tile> DEVICE void load_plane_of_tiles(const Tile
   UNROLL_FOR (int i = 0; i < N; i++) tile(i).plane.load(tile(i).at, lane, part);
 }
 
-// All planes of a tile's codes. low(s) and high(s) return the codes of slice s. Up to 4 bits, nibble n of low is code
-// n; 5-7 bits, nibbles of low and high are the low four and the upper bits; 8 bits, the bytes of codes 0-3 and 4-7.
+// All planes of a tile's codes. low(s) and high(s) return the codes of slice s. Up to 4 bits: nibble n of low is code
+// n. 5-7 bits: nibbles n of low and high are its low four and its upper bits. 8 bits: the bytes are codes 0-3 and 4-7.
 template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
   static_assert(BITS >= 1 && BITS <= 7, "bits");
   static constexpr int WIDTH = BITS;
   static constexpr bool VALUES = TRANSPOSED;
   static constexpr int FIRST = BITS >= 4 ? 4 : (BITS >= 2 ? 2 : 1);
-  static constexpr int REST = BITS - FIRST;  // 0..3: a plane of 2 and/or one of 1
+  static constexpr int REST = BITS - FIRST;  // 0..3: a plane of 2 bits, of 1 bit, or both
   typedef Plane<FIRST, S, TRANSPOSED, PARTS> First;
   typedef Plane<2, S, TRANSPOSED, REST >= 2 ? PARTS : 1> Two;
   typedef Plane<1, S, TRANSPOSED, REST & 1 ? PARTS : 1> One;
@@ -180,7 +180,7 @@ template <int BITS, int S, bool TRANSPOSED, int PARTS = 1> struct Codes {
     if (BITS > 4 && (REST & 1)) x |= one.nibbles(s) << (REST >= 2 ? 2 : 0);
     return x;
   }
-  // 5-7 bits: the codes at even places (pair[0]) and odd places (pair[1]) as bytes. ANYTHING_ABOVE: at 6 bits, the
+  // 5-7 bits: the codes of even index (pair[0]) and odd index (pair[1]) as bytes. ANYTHING_ABOVE: at 6 bits, the
   // highest two bits are undefined, and the LUT has an entry for each of their values.
   template <bool ANYTHING_ABOVE> DEVICE_MEMBER void bytes(int s, u32 (&pair)[2]) const {
     const u32 nibbles = low(s), mask = 0x0F0F0F0Fu;
@@ -259,17 +259,17 @@ DEVICE void code_bytes(u32 low, u32 high, Table table, u32& first, u32& second) 
 
 // ---- halves -------------------------------------------------------------------------------------------------------
 
-// The offset that `code_halves` adds to uniform codes: fp16 with the bytes 0x64 and x is 1024 + x. Keys keep this
+// The offset that `code_halves` adds to uniform codes: the fp16 number of bytes 0x64 and x is 1024 + x. Keys keep this
 // offset, which is subtracted from their scores. Values are centred, because they are summed over many tokens.
 template <int KIND, int BITS, bool TRANSPOSED> constexpr float half_offset() {
   return KIND != UNIFORM ? 0.0f : TRANSPOSED ? -(float)(1 << (BITS - 1)) : 1024.0f;
 }
-// The factor from the halves of `code_halves` to levels.
+// The factor that turns the fp16 numbers of `code_halves` into levels.
 template <int KIND, int BITS> constexpr float half_unit() { return KIND == FP8 ? 256.0f : 1.0f; }
 
 // The values of a slice as an MMA operand: the pairs (0, 2), (1, 3), (4, 6), (5, 7); for keys, the middle two are
 // swapped. Lloyd-Max of 6 bits and more: one LUT access per value (fewer bits: see below). FP8: the bits of e4m3,
-// shifted to fp16's fields, are the value over 256.
+// shifted to fp16's fields, are the value / 256.
 template <int KIND, int BITS, bool TRANSPOSED, class Levels>
 DEVICE void code_halves(u32 low, u32 high, Table table, const Levels& levels, u32 (&a)[4]) {
   constexpr int ODD = TRANSPOSED ? 1 : 2, NEXT = 3 - ODD;

@@ -112,8 +112,8 @@ template <int N> DEVICE void wgmma_fence_operand(u32 (&x)[N]) {
       : HELD_##R("+f") \
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), adds)
 
-// c [64, N] = (or, ADD, +=) A B in fp16 or (BF16) bfloat16, k = 16. A is 64 x 16, the 16 contiguous, or (transposed_a)
-// 16 x 64, the 64 contiguous. B is N x 16, the 16 contiguous, or (across) 16 x N, the N contiguous.
+// c [64, N] = A B (ADD: += A B) in fp16 or (BF16) bfloat16, k = 16. A is 64 x 16 with the 16 contiguous (transposed_a:
+// 16 x 64 with the 64 contiguous). B is N x 16 with the 16 contiguous (across: 16 x N with the N contiguous).
 template <int N, bool BF16> struct WgmmaOf;
 #define SLIMKV_WGMMA(N, R, BF16, TYPE, A0, A1, A2, A3, A4, A5) \
   template <> struct WgmmaOf<N, BF16> { \
@@ -156,9 +156,9 @@ template <int N> struct Wgmma : WgmmaOf<N, false> {
   }
 };
 
-// 8-bit operands; B is N x 32, the 32 contiguous. s8: signed, with int32 accumulators and A in shared memory, the 32
-// contiguous. e4m3: with fp32 accumulators and A in registers; add: as ADD. The hardware keeps only about 14 bits of
-// e4m3 sums, so long sums must be promoted.
+// 8-bit operands; B is N x 32 with the 32 contiguous. s8: signed, with int32 accumulators, and A in shared memory with
+// the 32 contiguous. e4m3: with fp32 accumulators and A in registers; `add` is ADD at run time. The hardware keeps only
+// about 14 bits of e4m3 sums, so long sums must be promoted.
 template <int N> struct WgmmaBytes;
 #define SLIMKV_WGMMA_BYTES(N, R, A0, A1, A2, A3, A4, A5) \
   template <> struct WgmmaBytes<N> { \

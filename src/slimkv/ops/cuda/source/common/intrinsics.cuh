@@ -1,6 +1,6 @@
-// Named functions for the instructions of the kernels, which contain no assembly themselves. To run kernels on another
-// machine, only this file must be replaced: tests run them on a CPU (tests/ops/cuda/host.h), where every lane is a
-// coroutine. NVRTC compiles it without headers of the CUDA toolkit.
+// Named functions for the instructions of the kernels, which contain no assembly themselves. To run kernels elsewhere,
+// only this file and hopper.cuh must be replaced: tests run them on a CPU (tests/ops/cuda/host.h), where every lane is
+// a coroutine. NVRTC compiles this file without headers of the CUDA toolkit.
 #pragma once
 #ifdef SLIMKV_HOST
 #include "host.h"
@@ -61,7 +61,7 @@ DEVICE bool team_any(bool p, int number, int threads) {
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
 
-// Instructions of two or three words, or of one float.
+// Instructions on two or three words, or on one float.
 #define SLIMKV_OF_2(name, instruction) \
   SLIMKV_ASM(u32, "r", name, (u32 a, u32 b), instruction " %0, %1, %2;", "r"(a), "r"(b))
 #define SLIMKV_OF_3(name, T, instruction) \
@@ -140,7 +140,7 @@ DEVICE u32 pack_e4m3x2(float, float) { return 0; }
 DEVICE u32 pack_e4m3x4(float, float, float, float) { return 0; }
 DEVICE u32 unpack_e4m3x2(u32) { return 0; }
 #endif
-// Elementwise, the larger magnitude with any sign; NaN if either is.
+// Elementwise, the larger magnitude with an arbitrary sign; NaN if either is NaN.
 #if __CUDA_ARCH__ >= 860
 SLIMKV_OF_2(max_abs_f16x2, "max.NaN.xorsign.abs.f16x2");
 SLIMKV_OF_2(max_abs_bf16x2, "max.NaN.xorsign.abs.bf16x2");
@@ -197,7 +197,7 @@ SLIMKV_OF_3(dp4a_s8, i32, "dp4a.s32.s32");
 SLIMKV_OF_3(dp2a_low, u32, "dp2a.lo.u32.u32");
 DEVICE u32 high_half(u32 x) { return dp2a_low(x, 0x0100u, 0u); }
 
-// c += A B, A 16 x k row by row, B k x 8 column by column, in the lanes' fragments (see docs/design/page-format.md).
+// c += A B, with A 16 x k row-major and B k x 8 column-major, in the lanes' fragments (docs/design/page-format.md).
 // from_zero is d = A B, without clearing registers first.
 #define SLIMKV_MMA(name, T, C, shape) \
   DEVICE void name(T c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { \
@@ -265,7 +265,7 @@ SLIMKV_ASM_MEMORY(cp_async_16, (void* shared, const void* global), "cp.async.cg.
 template <int OFFSET>
 SLIMKV_ASM_MEMORY(cp_async_16_behind, (u32 shared, const void* global),
     "cp.async.cg.shared.global.L2::128B [%0 + %2], [%1 + %2], 16;", "r"(shared), "l"(global), "n"(OFFSET));
-// Unless `real`, writes 16 zeros and does not access `global`.
+// Unless `real`, writes 16 zero bytes and does not access `global`.
 SLIMKV_ASM_MEMORY(cp_async_16_or_zero, (bool real, void* shared, const void* global),
     "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;", "r"(shared_address(shared)), "l"(global),
     "r"(real ? 16 : 0));
@@ -298,15 +298,15 @@ DEVICE void griddepcontrol_wait() {
 }
 #endif
 
-// Call before any access to memory that other kernels use. The next grid may start only after this call, when all grids
-// before this one have finished.
+// Call before any access to memory that other kernels use. The next grid starts only after this call; all grids before
+// this one have finished by then.
 DEVICE void pdl_wait() {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 }
 
 // Quotients of non-negative numbers. n / d takes 22 instructions, which are slow to fetch in code that runs once.
-DEVICE int small_quotient(int n, int d) {  // n < 2^20: 0.5 / d away from any integer
+DEVICE int small_quotient(int n, int d) {  // n < 2^20: (n + 0.5) / d is at least 0.5 / d from any integer
   return (int)(((float)n + 0.5f) * rcp_approx((float)d));
 }
 DEVICE int quotient(int n, int d) {

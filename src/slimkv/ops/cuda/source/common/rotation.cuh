@@ -21,14 +21,14 @@ template <int DIM> DEVICE void hadamard(float (&x)[(DIM + 31) / 32], int lane) {
       }
 }
 
-// The rotation by random signs and a matrix that doubles a core of CORE dimensions: dimension CORE a + b is element b
-// of the a-th vector that the core multiplies. `signs`: the whole matrix, whose first rows and columns hold the core's
-// entries (times the signs of the first CORE dimensions). BACK: by the transpose.
+// The rotation by random signs and the Kronecker product of Sylvester's matrix and a core matrix of CORE dimensions:
+// dimension CORE a + b is element b of the a-th vector that the core multiplies. `signs`: the whole matrix; its first
+// rows and columns hold the core's entries (times the signs of the first CORE dimensions). BACK: by the transpose.
 template <int DIM, int CORE, bool BACK>
 DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch,
     int lane) {
   constexpr int N = (DIM + 31) / 32;
-  const auto sign_of = [&](float y, int d) {  // the sign of dimension d, without that of the core's entry
+  const auto sign_of = [&](float y, int d) {  // the sign of dimension d without b's, which is in the core's entry
     const int b = d % CORE;
     return as_float(as_bits(y) ^ (bits[d / 32] >> (d % 32) ^ bits[b / 32] >> (b % 32)) << 31);
   };
@@ -67,7 +67,7 @@ DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const
 
 // The same for a core of up to 32 dimensions: a lane holds one dimension of the core, for all vectors that the core
 // multiplies or for half of them. A lane then needs one word of the core's entries, `core` (a set bit is -1), and
-// doubling is additions within the lane.
+// Sylvester's matrix is applied by additions, mostly within the lane.
 constexpr bool core_of_lanes(int core) { return core > 1 && core <= 32 && core % 4 == 0; }
 template <int DIM, int CORE, bool BACK>
 DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bits, const u32* core, float norm,

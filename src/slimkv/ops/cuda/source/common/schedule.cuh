@@ -29,14 +29,14 @@ struct WorkPartition {
   }
 };
 
-// The KV blocks of all work tiles, the non-empty work tiles, and the maximum of KV blocks of one.
+// The total KV blocks, the number of non-empty work tiles, and the largest number of KV blocks of a work tile.
 struct WorkTotals { i32 kv_blocks, tiles, longest; };
 DEVICE WorkTotals add_sequence(WorkTotals sums, const Sequence& s) {
   const i32 tiles = s.kv_blocks ? s.tiles : 0;
   return {sums.kv_blocks + tiles * s.kv_blocks, sums.tiles + tiles, max_i32(sums.longest, s.kv_blocks)};
 }
 
-// The partition from the totals of all lanes together.
+// The partition for the totals of all lanes together.
 DEVICE WorkPartition make_partition(WorkTotals sums, int blocks, WorkCosts costs) {
   UNROLL_FOR (int d = 16; d; d >>= 1) {
     sums.kv_blocks += shfl_xor(sums.kv_blocks, d), sums.tiles += shfl_xor(sums.tiles, d);
@@ -110,7 +110,7 @@ struct WorkRange {
   Sequence s;
 };
 
-// One warp: the first range of a thread block, and its positions (`left`, maybe none). Scans 32 sequences at a time.
+// One warp: the first range of a thread block, and the block's positions (`left`, maybe 0). Scans 32 sequences at once.
 template <class Args>
 DEVICE WorkRange first_range(const Args& args, int block, int blocks, int lane, WorkPartition& partition, int& left) {
   Sequence s = {};

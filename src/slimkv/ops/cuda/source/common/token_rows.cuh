@@ -42,8 +42,8 @@ template <int W, int TAIL> DEVICE u32 value_rows_word(const u8* rows, int lane) 
     const u32 first = row_part<u32>(rows, 4 * t) >> g, second = row_part<u32>(rows, 16 + 4 * t) >> g;
     return bit_select(0x0F0F0F0Fu, prmt(first, second, 0x6420), prmt(first, second, 0x7531) << 4);
   } else {
-    // Bit g of a byte of a row belongs to one half of a slice. A multiplication gathers four of them, because the logic
-    // units are busier: bits j and 4 + j of a token's byte are dimensions g and g + 8 of slice j, all shifted by g.
+    // Bit g of each byte of a row is dimension g or g + 8 of a slice. A multiplication gathers four such bits, because
+    // logic units are busier: bits j and 4 + j of a token's byte are dimensions g and g + 8 of slice j, shifted by g.
     const u32 own = 0x01010101u << g;
     u32 two_tokens[2];
     UNROLL_FOR (int i = 0; i < 2; i++) {

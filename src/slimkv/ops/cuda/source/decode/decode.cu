@@ -3,13 +3,13 @@
 // (schedule.cuh) in turn. Each warp has its own ring in shared memory, prefetched with asynchronous copies, and its own
 // online softmax.
 //
-// Up to 4 columns (one narrow group), integer tensor cores give exact sums without converting centroids. A query,
+// Up to 4 columns (query rows; a narrow group), integer tensor cores give exact sums of unconverted centroids. A query,
 // rotated and scaled to 15 bits, is two signed bytes; a probability times its value's scale, 16 bits relative to the
 // largest of the step, is two unsigned bytes; centroids are bytes. The bytes of a value word alternate between
 // dimensions g and g + 8 and are regrouped. Formats without byte centroids use pairs of fp16 numbers in the same way.
 //
 // With more columns (wide groups of 8), integer products become expensive, and work per score outweighs work per
-// centroid. Everything is in fp16, and the output stays in the accumulators.
+// centroid. So everything is in fp16, and the output stays in the accumulators.
 #define VERIFY 0
 #define WARPGROUPS 0
 #include "decode/decode_combine.cuh"
@@ -61,7 +61,7 @@ DEVICE void attend_step(const DecodeArgs& args, const DecodeRange& range, int st
   Loader& loader = ring.loader;
   loader.wait(taken % STAGES, true);
   if (STAGES > 1) ring.copy(range, step + (STAGES - 1) * WARPS);
-  const int next_step = step + WARPS, g = lane >> 2;  // next_step: with one slot
+  const int next_step = step + WARPS, g = lane >> 2;  // next_step: used with one slot
   u8* slot = ring.slot(taken);
   const int token0 = range.s.begin + step * STEP;
   const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
@@ -126,7 +126,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
       attend_step(args, range, step, taken, shared, ring, queries, columns, tables, lane, acc);
     ring.loader.wait_for_all();
 
-    // The next range is loaded while this one is finished; slot 0 is kept free for its results.
+    // The next range is loaded while this one is finished; slot 0 is kept free for this one's results.
     DecodeRange next = range;
     ring.filled = 1;
     same_queries = next.next_split(args);
@@ -139,7 +139,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
     combine_warps(args, range, columns, acc, shared, ring.loader.ring, warp, lane);
     if (left <= 0) return;
     if (STAGES == 1) {
-      if (BULK) fence_proxy_async(), sync_warp();  // pages overwrite results
+      if (BULK) fence_proxy_async(), sync_warp();  // pages will overwrite results
       begin_loading(next);
     }
     range = next;

@@ -50,7 +50,7 @@ DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, Qu
       UNROLL_FOR (int r = 0; r < 2; r++) s[n][x][r] = (float)(128 * c[x][n][2 * r] + c[x][n][2 * r + 1]);
 }
 
-// Queries as halves (narrow: two of them) times levels as halves.
+// Queries as halves (narrow: as sums of two halves) times levels as halves.
 DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, QueryOperands& queries,
     const LevelTables& tables, int lane, StepScores& s) {
   float c[NT][NG][4];
@@ -81,7 +81,7 @@ DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queri
   else multiply_key_halves(codes, shared, queries, tables, lane, s);
 }
 
-// Masks hidden tokens and tokens marked as NaN; `clear`: none is hidden. The only branch of a step.
+// Masks hidden tokens and tokens marked as NaN; `clear`: no token is hidden. This is the only branch of a step.
 DEVICE void apply_mask(const u8* slot, const u8* shared, int token0, bool clear, int lane, StepScores& s,
     u32& largest_fields) {
   if (clear) {

@@ -1,17 +1,17 @@
-// From a warp's scores to the probability operand of the products with values, and the accumulator of these.
+// From a warp's scores to the probability operand of the products with values, and the accumulator of those products.
 #pragma once
 #include "decode/softmax.cuh"
 
 constexpr bool V_AS_STORED = !WIDE && V_IN_PAIRS;
 constexpr int OUT_NUMBERS = OUT_IN_PRODUCTS ? 4 : 2;
 
-// Narrow bytes: exponents are raised, so that exponentials can be multiplied by fields as stored. The running maximum
-// is updated if one gets too high.
+// Narrow bytes: exponents are raised, so that exponentials can be multiplied by scales as stored. The running maximum
+// is updated if an exponent gets too high.
 constexpr float RAISED_BY = 16.0f, RAISED = 65536.0f, MOST_RAISED = RAISED_BY + 24.0f;
 
 // The output and the online softmax. Bytes: out[n][i][r] is dimension 16 i + g + 8 r of column 4 n + t. Wide:
-// out[n][i][2 r + j] is that of column 8 n + 2 t + j. Narrow halves: it is out[n][i][2 r] + out[n][i][2 r + 1] or, for
-// V_AS_STORED and even i, in out[n][i + r], which has slices i and i + 1.
+// out[n][i][2 r + j] is that of column 8 n + 2 t + j. Narrow halves: it is out[n][i][2 r] + out[n][i][2 r + 1], except
+// with V_AS_STORED, where out[n][i + r] for even i holds the numbers of slices i and i + 1.
 struct Accumulator : RunningSoftmax {
   static constexpr int SLICES = V_AS_STORED ? (VS + 1) / 2 * 2 : VS;
   float out[NG][SLICES][OUT_NUMBERS];
@@ -36,12 +36,12 @@ struct Accumulator : RunningSoftmax {
 // Probabilities times their values' scales, as MMA operands.
 struct Probabilities {
   u32 p[NG][NT][2];  // bytes: one word, of tokens 2 t, 2 t + 8, 2 t + 1, 2 t + 9
-  float fold[NG];  // bytes: the factor from integer products to outputs
+  float fold[NG];  // bytes: the factor that turns integer products into outputs
   i32 offset[NG];  // bytes: minus the levels' offset, 63.5, times the sum of the probabilities
 };
 
 // Updates the running maximum of columns from the scores of a step, and rescales sums and output. `moves`: one bit for
-// each of the lane's columns that lag; a column depends on its own scores alone.
+// each of the lane's columns to be updated. A column must depend on its own scores alone.
 DEVICE void update_max(const u8* slot, const ColumnState& columns, int g, const StepScores& s, Accumulator& acc,
     u32 moves = 0) {
   float highest[C];
@@ -83,8 +83,8 @@ DEVICE void exponentials(const u8* slot, const ColumnState& columns, int g, Step
 }
 
 // Narrow bytes: raised exponents of probabilities relative to the current running maximum. Returns the columns whose
-// maximum must be updated: an exponent is MOST_RAISED or more, or there is no maximum yet. Positive floats compare like
-// their bits, and an integer maximum takes three operands.
+// maximum must be updated: an exponent is MOST_RAISED or more, or there is no maximum yet. Bits are compared:
+// positive floats are ordered like their bits, and an integer maximum takes three operands.
 DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, const Accumulator& acc,
     StepScores& exponents) {
   u32 moves = 0;
@@ -93,7 +93,7 @@ DEVICE u32 raised_exponents(const ColumnState& columns, const StepScores& s, con
     const float base = LATE_UNIT ? columns.unit_of(c) : 1.0f;
     const bool unseen = acc.row_max[c] == MINUS_INFINITY;
     const float row_max =
-        MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded as store_states does
+        MAX_WITHOUT_UNIT ? mul_rn(acc.row_max[c], base) : acc.row_max[c];  // rounded as in store_states
     const float raised = unseen ? RAISED_BY : RAISED_BY - row_max;
     UNROLL_FOR (int x = 0; x < NT; x++) {
       UNROLL_FOR (int r = 0; r < 2; r++) exponents[c][x][r] = fma_rn(s[c][x][r], base, raised);
@@ -155,9 +155,9 @@ DEVICE void pack_probabilities(const StepScores& s, Probabilities& w) {
   }
 }
 
-// Narrow halves: a probability, relative to the current running maximum, is the sum of two halves: the rounded value
-// and its remainder. Returns the columns whose maximum must be updated: one is 2^RESCALE_THRESHOLD or more. AGAIN:
-// after the update; a column without visible tokens so far has no maximum.
+// Narrow halves: splits each probability, relative to the current running maximum, into two halves: the rounded value
+// and the remainder. Returns the columns whose maximum must be updated, because a probability is
+// 2^RESCALE_THRESHOLD or more. AGAIN: after the update, when columns without visible tokens still have no maximum.
 template <bool AGAIN>
 DEVICE u32 weigh_in_halves(const u8* slot, const ColumnState& columns, int g, const StepScores& s,
     const Accumulator& acc, Probabilities& w, float (&sum)[C], float (&shift)[C]) {

@@ -103,7 +103,7 @@ DEVICE void add_value_pairs_as_stored(const PairCodes (&codes)[NT], const Probab
     }
 }
 
-// Wide, values looked up in pairs from two tiles: a pair has a token of each, and so have the probabilities.
+// Wide, values looked up in pairs from two tiles: a pair is one token of each, and probabilities are paired alike.
 template <class PairCodes>
 DEVICE void add_merged_value_pairs(const PairCodes (&codes)[NT], const Probabilities& w, const LevelTables& tables,
     Accumulator& acc) {

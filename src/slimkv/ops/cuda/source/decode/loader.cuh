@@ -1,5 +1,5 @@
-// Prefetches the steps of a range into a warp's ring in shared memory. If a step is whole pages, one lane issues one
-// bulk copy per page, which signals the slot's barrier (BULK). Otherwise all lanes copy. With one slot (STAGES = 1),
+// Prefetches the steps of a range into a warp's ring in shared memory. If a step is whole pages, one lane per page
+// issues a bulk copy, which signals the slot's barrier (BULK). Otherwise all lanes copy. With one slot (STAGES = 1),
 // keys are copied while values are multiplied and vice versa: half the memory, half the prefetch distance. Codes and
 // fields are then copied separately.
 #pragma once
@@ -44,7 +44,7 @@ struct Loader {
           min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? lane & (PIECES - 1) : i), last_page));
   }
 
-  // Copies the keys, the values, or both, of a step that exists (`real`).
+  // Copies the keys, the values, or both, of a step, if it exists (`real`).
   template <bool KEYS = true, bool VALUES = true> DEVICE_MEMBER void copy(int step, int slot, bool real) const {
     u8* to = ring + slot * SLOT;
     if constexpr (BULK && STAGES == 1) {  // either keys or values
@@ -77,7 +77,7 @@ struct Loader {
     }
   }
 
-  // Waits for the copy to this slot, the oldest one, if it is of a real step.
+  // Waits for the copy to this slot, which is the oldest one, if its step exists (`real`).
   DEVICE_MEMBER void wait(int slot, bool real) {
     if (!BULK) {
       cp_async_wait<STAGES == 1 ? 1 : STAGES - 2>();
@@ -88,7 +88,7 @@ struct Loader {
     sync_warp();
   }
 
-  // With one slot: waits for its values; `wait` is for its keys.
+  // With one slot: waits for the values. `wait` waits for the keys.
   DEVICE_MEMBER void wait_for_values() {
     if (!BULK) cp_async_wait<0>();
     else mbarrier_wait(barriers + 1, phases >> 1 & 1), phases ^= 2;

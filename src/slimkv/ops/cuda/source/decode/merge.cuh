@@ -1,5 +1,5 @@
-// Merges the partial results of a (query, head) and writes its output, unless a single thread block already has. Thread
-// blocks are small: they fit beside those of `attend` and have loaded their metadata when the last of these ends.
+// Merges the partial results of a (query, head) and writes its output, unless a single thread block of `attend` already
+// has. Blocks are small: they fit beside those of `attend` and have loaded their metadata when the last of those ends.
 //
 // `merge` visits all rows. args.merge_split warps share the partial results of a row, so that few rows with many of
 // them do not load serially. `merge_cuts` visits the boundaries between thread blocks of `attend`: with many work

@@ -1,10 +1,10 @@
-// A row of the output: adds the sink, divides, rotates back and writes.
+// Finishes a row of the output: adds the sink, divides, rotates back and writes.
 #pragma once
 #include "common/rotation.cuh"
 #include "decode/schedule.cuh"
 
 constexpr int VN = (VD + 31) / 32;
-// Thread blocks that process all keys of a work tile write its output themselves, by as many warps as scratch allows.
+// Thread blocks that process all keys of a work tile write its output themselves, with as many warps as scratch allows.
 constexpr int WRITERS = OUTPUT_TAKES_SCRATCH && OUTPUT_SCRATCH_ROWS < WARPS ? OUTPUT_SCRATCH_ROWS : WARPS;
 constexpr bool WHOLE_TILES = !OUTPUT_TAKES_SCRATCH || VD <= 2 * KD;
 static_assert(!WHOLE_TILES || WRITERS > 0, "queries are two bytes a number, of four columns");

@@ -1,5 +1,5 @@
 // Work of the decode kernels: a work tile is a KV head and a chunk of queries of one sequence. A step is STEP tokens,
-// and a KV block of the schedule is a step.
+// and each KV block of the schedule is one step.
 //
 // SPLITS: a KV block of the schedule is a split of args.split_steps steps instead, counted from the sequence's first
 // token. Its partial result is the same in every call, whatever else is in the batch and whichever thread block
@@ -15,7 +15,7 @@ DEVICE int in_group(const DecodeArgs& args, int column) { return column - by_gro
 struct Sequence {
   int start, queries, length;
   int begin;  // token of step 0, a multiple of STEP
-  int steps;  // up to the last token
+  int steps;  // from `begin` to the last token
   int skipped;  // SPLITS: steps that no query sees
   int tiles;  // work tiles: chunks of queries times KV heads
   int kv_blocks;  // of each work tile
@@ -45,7 +45,7 @@ DEVICE Sequence from_lane(const Sequence& s, int lane) {
       shfl(s.kv_blocks, lane)};
 }
 
-// The cost of another work tile in KV blocks: of switching to it, and with idle warps in its last blocks added.
+// The cost of another work tile, in KV blocks: of switching to it, and that plus idle warps in its last KV blocks.
 constexpr int TILE_SWITCH_COST = VERIFY ? 2 * RINGS : WARPS + WARPS / 4, TILE_COST = TILE_SWITCH_COST + RINGS / 2;
 constexpr int MIN_SHARE = VERIFY ? 1 : 4;  // with fewer KV blocks, merging costs more than splitting saves
 constexpr bool PAD_TILES = true;
@@ -54,9 +54,9 @@ DEVICE WorkCosts costs_of(const DecodeArgs&) {
   return SPLITS ? WorkCosts{0, 0, 1} : WorkCosts{TILE_COST, TILE_SWITCH_COST, MIN_SHARE};
 }
 
-// A range of KV blocks of a work tile. A result is written after steps `from` to `to`: all, or the first split.
+// A range of KV blocks of a work tile. A result is written after steps `from` to `to`: of all, or of the first split.
 struct DecodeRange : WorkRange {
-  int chunk, head;  // of queries; KV head
+  int chunk, head;  // chunk of queries; KV head
   int base, from, to;  // base: the step from which warps count
 
   DEVICE_MEMBER DecodeRange(const DecodeArgs& args, const WorkRange& range) : WorkRange(range) {
@@ -93,7 +93,7 @@ DEVICE Partials decode_partials(const DecodeArgs& args, int b, int tile, int lan
   return {(tiles_before(args, b, lane) + tile) * args.max_splits, sequence_at(args, b).kv_blocks};
 }
 
-// The only range of a thread block if each KV head of every sequence has its own (args.blocks == 0).
+// The only range of a thread block, if each KV head of every sequence has a block of its own (args.blocks == 0).
 DEVICE WorkRange whole_tile(const DecodeArgs& args) {
   WorkRange range = {};
   range.number = block_index();

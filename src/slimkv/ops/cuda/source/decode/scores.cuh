@@ -12,7 +12,7 @@ DEVICE void key_halves(const KeyCodes& codes, int slice, const LevelTables& tabl
     pair_halves<false>(codes, slice, tables.key_levels, pair);
     a[0] = pair[0], a[1] = pair[2], a[2] = pair[1], a[3] = pair[3];
     if (WARPGROUPS && K_BITS == 5)
-      wgmma_fence_operand(a);  // forces the signs before the wgmmas, which would serialise otherwise
+      wgmma_fence_operand(a);  // applies the signs before the wgmmas, which would be serialised otherwise
   } else code_halves<K_KIND, K_BITS, false>(codes.low(slice), codes.high(slice), tables.key, tables.key_levels, a);
 }
 

@@ -7,7 +7,7 @@
 //
 // A column is a query row: one query head of one query. A step is one KV block. Columns are processed in groups, the 8
 // columns of an MMA. In a narrow group (COLUMNS <= 4, or NARROW, which gives more columns the results of 4), a query
-// row takes two MMA columns, its high and low bytes (or halves): lane 4 g + t has both of row t. A wide group has 8
+// row takes two MMA columns, for its high and low bytes (or halves): lane 4 g + t has both of row t. A wide group has 8
 // query rows in fp16: lane 4 g + t has rows 2 t and 2 t + 1.
 #pragma once
 #include "common/numbers.cuh"
@@ -34,8 +34,8 @@ constexpr int SCORED_TILES = TILE_BY_TILE ? 1 : OWN_TILES;  // at a time
 constexpr bool K_BYTES = !WIDE && in_bytes<K_KIND, K_BITS>(), V_BYTES = !WIDE && in_bytes<V_KIND, V_BITS>();
 constexpr int K_TILE = 2 * KD * K_BITS, V_TILE = 2 * VD * V_BITS;
 constexpr int K_NUMBER_OF_FIELDS = K_KIND == UNIFORM ? 2 : 1, V_NUMBER_OF_FIELDS = V_KIND == UNIFORM ? 2 : 1;
-constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // of a step
-// A step in the ring: key codes, value codes, then the fields, of all tiles, or page by page (BULK).
+constexpr int PAGES = NT > BLOCK_SIZE / 16 ? NT / (BLOCK_SIZE / 16) : 1;  // that a step touches
+// A step in the ring: key codes, value codes, then fields, for all tiles together or (BULK) page by page.
 constexpr int PIECES = BULK ? PAGES : 1, PIECE_TILES = NT / PIECES;
 constexpr int FIELDS = K_NUMBER_OF_FIELDS + V_NUMBER_OF_FIELDS, FIELD_STRIDE = 32 * PIECE_TILES;
 constexpr int VALUES_AT = PIECE_TILES * K_TILE, FIELDS_AT = VALUES_AT + PIECE_TILES * V_TILE;
@@ -64,9 +64,9 @@ constexpr int OUT_ROW = 16 * OUT_SLICES + 8 / OWN;  // floats; keeps the columns
 constexpr int RESULT_BYTES = 4 * GROUP * (16 * OUT_SLICES + 8),
               SLOT = FIELDS_END > RESULT_BYTES ? FIELDS_END : RESULT_BYTES;
 
-// fp16 centroids come from LUTs in shared memory, up to 5 bits by pairs of codes. PERMUTED: 4-bit ones come from byte
+// fp16 centroids come from LUTs in shared memory, up to 5 bits for pairs of codes. PERMUTED: 4-bit ones come from byte
 // permutations, which balances logic and shared-memory load: for values, which need transposing anyway (pair_halves),
-// for keys of teams, and for keys of the largest heads unless many rows leave too few registers (verify.cu).
+// for keys in verify_warps.cu, and for keys of the largest heads, unless many rows leave too few registers (verify.cu).
 constexpr bool K_PERMUTED =
     WIDE && K_KIND == LLOYD && K_BITS == 4 && (WARPGROUPS ? KD == 256 && COLUMNS <= 40 : KD == 256 || VERIFY);
 constexpr bool V_PERMUTED = WIDE && V_KIND == LLOYD && V_BITS == 4;
@@ -117,9 +117,9 @@ struct DecodeArgs {
   float scale;  // softmax scale times log2(e)
   float softcap;  // times log2(e)
   float key_norm, value_norm;  // factors that make the rotations orthonormal
-  Table key_table, value_table;  // their signs are unused
+  Table key_table, value_table;  // Table::signs is unused
   u32 key_sign_bits[8], value_sign_bits[8];  // the rotations' random signs, a set bit for -1
-  u32 key_core[32], value_core[32];  // columns of the keys' core, rows of the values' core, likewise
+  u32 key_core[32], value_core[32];  // columns of the keys' core, rows of the values' core; a set bit for -1
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
   i32 blocks;  // grid size of `attend`; 0: one block per KV head of every sequence, and nothing to merge
   i32 split_steps;  // SPLITS: steps per split (schedule.cuh)

@@ -5,7 +5,7 @@
 
 typedef Codes<V_BITS, VS, true, TEAM> PartCodes;  // a warp's slices
 
-// A warp's slices of the output: out[i][n][2 r + j] is dimension g + 8 r of the warp's slice i, of column
+// A warp's slices of the output: out[i][n][2 r + j] is dimension g + 8 r of the warp's slice i, for column
 // 8 n + 2 t + j. Warp m of a team has slices from OUT_SLICES m on.
 struct TeamOutput {
   float out[OUT_SLICES][NG][4];

@@ -1,7 +1,7 @@
 // A pair of warpgroups: its shared memory and loader.
 //
 // Slots of a pair's ring are whole steps. The value warpgroup is the last to need a slot, so its first warp refills it.
-// Probabilities pass through two buffers, each with a full barrier and an empty barrier.
+// Probabilities pass through two buffers, each with a `published` (full) and a `used` (empty) barrier.
 #pragma once
 #include "decode/loader.cuh"
 #include "decode/verify_team.cuh"
@@ -34,7 +34,7 @@ struct PairMemory {
   }
   DEVICE_MEMBER void wait_until_used(u32 number) const {
     mbarrier_wait(used + (number & 1), number >> 1 & 1);
-  }  // -1 and -2 return at once
+  }  // returns at once for -1 and -2
 };
 
 // Copies the steps of a range, one after the other.

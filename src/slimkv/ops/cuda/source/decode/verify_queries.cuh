@@ -1,8 +1,8 @@
-// Query operands of a team, which share one unit.
+// The query operands of a team, all scaled by one unit.
 #pragma once
 #include "decode/queries.cuh"
 
-// Turns the queries of a range, in the lanes' registers, into operands with one unit. STAGED: queries pass through
+// Turns the queries of a range, in the lanes' registers, into operands of one unit. STAGED: queries pass through
 // shared memory, so that a rolled loop handles all of them: fetching the unrolled, cold instructions is slow.
 template <int QUERIES>
 DEVICE void prepare_queries(const DecodeArgs& args, const DecodeRange& range, const float (&query)[QUERIES][QN],

@@ -4,7 +4,7 @@
 
 // The operand of a tile of each warp: a row of 64 tokens (16 per warp) for every column. Probabilities are relative to
 // the running maximum (`row_max`); `largest`, two halves, shows whether it must be updated. stmatrix stores four
-// matrices at a time: both halves of a tile for two groups, or of two tiles. Sums are those of the step.
+// matrices at a time: both halves of one tile for two groups, or of two tiles. Sums are those of the step.
 struct Weighing {
   float row_max[C], sum[C], shift[C];
   u32 largest;
@@ -40,7 +40,7 @@ template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepSco
     publish_pieces<I + 1, AGAIN>(place, s, slot, tokens, running_max, g, w);
 }
 
-// Returns the lane's store address. AGAIN: after an update; a column without visible tokens so far has no maximum.
+// Returns the lane's store address. AGAIN: after an update; columns without visible tokens still have no maximum.
 template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const TeamWarp& warp, int lane,
     const RunningSoftmax& acc, Weighing& w) {
   static_assert(NG > 1 || SCORED_TILES % 2 == 0, "two groups or two tiles at a time");

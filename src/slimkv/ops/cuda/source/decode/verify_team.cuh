@@ -33,8 +33,8 @@ DEVICE void find_max(const u8* slot, int g, const StepScores& s, const TokenFiel
 }
 
 // Updates the running maximum of the team; returns whether it changed. `maxima`: memory to exchange the warps' maxima,
-// in the place of their later states. `factors` receives the rescaling factors of the output. TILE_BY_TILE:
-// `running_max` are the warp's running maxima, for the columns of lanes t.
+// where their states are stored later. `factors` receives the rescaling factors of the output. TILE_BY_TILE:
+// `running_max` points to the warp's running maxima, see running_max_of.
 DEVICE bool update_team_max(const ColumnState& columns, int g, int t, float (&highest)[C], const TeamWarp& warp,
     float* maxima, float* factors, float* running_max, RunningSoftmax& acc) {
   bool moves = false;

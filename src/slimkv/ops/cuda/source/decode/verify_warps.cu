@@ -20,7 +20,7 @@ struct StepCodes {
   i64 page_stride;
   int begin_tile, last_page, warp, lane;
   i32 id;  // the page of tile `lane` of the next step to load
-  int tile;  // its number in the page
+  int tile;  // that tile's number in the page
   u8* fields;  // of the warp's tile, double-buffered
   KeyCodes keys;
   PartCodes values[NT], next_values[NT];
@@ -94,13 +94,13 @@ DEVICE void multiply_keys(const KeyCodes& codes, const u8* shared, const LevelTa
     UNROLL_FOR (int i = 0; i < 4; i++) s[2 * n + i % 2][0][i / 2] = c[n][i];
 }
 
-// Sums of a step, and the largest of its probabilities as two halves.
+// The sums of a step, and its largest probabilities, as two halves.
 struct StepSums {
   float sum[C], shift[C];
   u32 largest;
 };
 // Publishes probabilities times their values' scales to all warps, relative to the current running maximum. Returns
-// whether that must be updated. AGAIN: after the update; a column without visible tokens so far has no maximum.
+// whether that must be updated. AGAIN: after the update; columns without visible tokens still have no maximum.
 template <bool AGAIN>
 DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& tokens, u8* operands, int tile, int lane,
     const RunningSoftmax& acc, StepSums& sums) {

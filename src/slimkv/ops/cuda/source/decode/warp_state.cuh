@@ -8,14 +8,14 @@ constexpr int C = NG * OWN;  // columns of a lane
 // The column in the thread block of a lane's column c.
 DEVICE int own_column(int c, int t) { return c / OWN * GROUP + OWN * t + c % OWN; }
 
-// LATE_UNIT: scores are kept without the query's unit, which is multiplied inside the exponential. MAX_WITHOUT_UNIT: so
-// is the running maximum.
+// LATE_UNIT: scores exclude the query's unit, which is applied inside the exponential. MAX_WITHOUT_UNIT: so does the
+// running maximum.
 constexpr bool LATE_UNIT = !SOFTCAP && !VERIFY, MAX_WITHOUT_UNIT = !WIDE && V_BYTES && LATE_UNIT;
 // Byte values: probabilities are relative to the largest of a step, and each step's product is scaled and added to the
 // output. fp16 values: the output stays in the MMA accumulators, and the running maximum includes the values' scales.
 constexpr bool OUT_IN_PRODUCTS = WIDE || !V_BYTES;
 
-// All columns share one unit: a factor per token (unit x key scale), fused into the exponential, makes products scores.
+// All columns share one unit: a factor per token (unit x key scale) in the exponential turns products into scores.
 constexpr bool TOKEN_UNITS = VERIFY && !SOFTCAP && K_KIND != UNIFORM;
 
 // The running maximum is updated only if it lags by this many powers of two, so that the output is seldom rescaled.
@@ -64,5 +64,5 @@ struct RunningSoftmax {
   }
 };
 
-// Scores, later probabilities, of a step: of tokens g and g + 8 of each tile.
+// Scores, later probabilities, of a step: for tokens g and g + 8 of each tile.
 typedef float StepScores[C][SCORED_TILES][2];

@@ -16,7 +16,7 @@ DEVICE void latent_matrices(u32 low, u32 high, Table table, const LevelTable& le
   }
 }
 
-// 6- and 7-bit codes of a slice of rope parts as bytes, of the first or of the last 8 tokens.
+// 6- and 7-bit codes of a slice of rope parts as bytes, for the first or the last 8 tokens.
 DEVICE u32 rope_code_bytes(u32 low, u32 high, int half) {
   const u32 even = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4;
   const u32 odd = (low >> 4 & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);

@@ -2,10 +2,10 @@
 // parts, values from the same latents.
 //
 // Query rows are the columns of wgmmas, so that a work tile can have any multiple of 8 rows. KV blocks have 64 tokens.
-// Two score warpgroups alternate between KV blocks. They unpack codes to levels, which fp16 represents exactly, into
-// registers, as the A operand (tokens x dimensions) of products with the queries, and also store them for the values.
-// Scores and probabilities are multiplied by the tokens' scales. Two value warpgroups, each for half the dimensions,
-// multiply levels, which `wgmma` reads transposed (dimensions x tokens), by probabilities.
+// Two score warpgroups alternate between KV blocks. They unpack codes to levels (exact in fp16) in registers, the A
+// operand (tokens x dimensions) of products with the queries, and also store the levels as values. Scores and
+// probabilities are multiplied by the tokens' scales. Two value warpgroups, each for half the dimensions, multiply the
+// stored levels, which `wgmma` reads transposed (dimensions x tokens), by probabilities.
 #include "common/hopper.cuh"
 
 constexpr int THREADS = 512, TILE_COST = 4;

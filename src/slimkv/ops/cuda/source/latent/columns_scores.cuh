@@ -3,11 +3,11 @@
 #include "latent/columns_shape.cuh"
 #include "latent/columns_tokens.cuh"
 
-// Slices that are unpacked while the products of as many others are in flight, whose operands have their own registers.
+// Slices that are unpacked while the products of as many others are in flight. Both have their own operand registers.
 constexpr int AT_ONCE = 4, BUFFERS = 2;
 typedef u32 Operand[AT_ONCE][4];
 
-// Sums over lanes g = 0 to 7: the row of sum i of lane 4 g + t, and the reduction of the N rows of lanes t.
+// Sums over lanes g = 0 to 7 of the N rows of lanes t: the row of sum i of lane 4 g + t, and the reduction.
 constexpr int OWN_SUMS = (ROWS + 31) / 32;
 DEVICE int row_of_sum(int i, int lane) {
   const int at = lane / 4 * OWN_SUMS + i;  // among a lane's rows
@@ -57,7 +57,7 @@ struct Scorer : Place {
     }
     wgmma_commit();
   }
-  // Converts them to units of the latents' scales.
+  // Converts rope scores to units of the latents' scales.
   DEVICE_MEMBER void scale_rope_scores(Scores& s, const LaneScales& scales) const {
     wgmma_fence_operand(s);
     UNROLL_FOR (int i = 0; i < ROWS / 2; i++) {
@@ -66,7 +66,7 @@ struct Scorer : Place {
     }
     wgmma_fence_operand(s);
   }
-  // Unpacks AT_ONCE slices to registers and to the stage. start: issues their products.
+  // Unpacks AT_ONCE slices to registers and to the stage; `start` issues their products.
   template <int FIRST> DEVICE_MEMBER void unpack(const PackedTokens& tokens, Operand& a, u32 row) const {
     UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
       const int k = FIRST + i;

@@ -3,11 +3,11 @@
 #include "common/numbers.cuh"
 #include "latent/schedule.cuh"
 
-constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64;  // of 64 dimensions
+constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64;  // chunks of 64 dimensions
 constexpr int CHUNK = KV_BLOCK * 128, STAGE = CHUNKS * CHUNK;  // bytes
 constexpr int QUERY_CHUNK = ROWS * 128, PROBABILITIES = ROWS * 128;
 
-constexpr int OWN_CHUNKS = (CHUNKS + 1) / 2;  // per value warpgroup
+constexpr int OWN_CHUNKS = (CHUNKS + 1) / 2;  // chunks per value warpgroup
 constexpr int ALL = 1, SCORERS = 2, TURN = 3, SCORER = 5, SUMS = 7;  // named barriers; TURN and SCORER have two each
 constexpr float LOWEST = -1e30f;  // the running maximum of a row without visible tokens so far
 static_assert(STAGES == 2 && ROWS % 8 == 0 && ROWS <= 32 && KV_BLOCK == 64 && CHUNKS >= ROPE_CHUNKS, "operands");

@@ -2,10 +2,10 @@
 #pragma once
 #include "latent/wide_tokens.cuh"
 
-constexpr int PARTS = L_BITS > 4 && LD % 256 == 0 ? LD / 128 : 1, OF_PART = LATENT_SLICES / PARTS;  // of codes
+constexpr int PARTS = L_BITS > 4 && LD % 256 == 0 ? LD / 128 : 1, OF_PART = LATENT_SLICES / PARTS;  // of the codes
 
-// A warp's 16 packed tokens; of latents, one part or two at a time. Loads are unconditional, because conditions would
-// make them wait. Tokens beyond the sequence are from any page; no row sees them.
+// A warp's 16 packed tokens; of their latents, one or two parts at a time. Loads are unconditional, because a condition
+// would make them wait. Tokens beyond the sequence come from an arbitrary page; no row sees them.
 struct PackedTokens {
   Codes<L_BITS, LATENT_SLICES, false, PARTS> latent[PARTS > 1 ? 2 : 1];
   RopeCodes rope;

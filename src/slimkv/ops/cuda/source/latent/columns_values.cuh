@@ -1,4 +1,4 @@
-// A value warpgroup of columns.cu: every other 64 dimensions of the output.
+// A value warpgroup of columns.cu: computes every other 64 dimensions of the output.
 #pragma once
 #include "latent/columns_shape.cuh"
 #include "latent/results.cuh"

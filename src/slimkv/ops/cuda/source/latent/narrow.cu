@@ -4,12 +4,12 @@
 // A work tile has up to 16 rows of a sequence. Eight consumer warps form two teams that alternate between KV blocks. A
 // producer warpgroup issues bulk copies of KV blocks into each team's ring in shared memory. The warps of a team divide
 // the latent's dimensions equally, for scores and for values: each unpacks its codes once, in the operand order of the
-// scores, and transposes them for the values. A warp's scores are partial sums over its own dimensions. They are added
-// up in shared memory, 8 tokens per warp, and that warp computes these tokens' probabilities for the team.
+// scores, and transposes them for the values. A warp's scores are partial sums over its own dimensions. Through shared
+// memory, each warp adds up the scores of 8 tokens, and then computes these tokens' probabilities for the team.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 
-constexpr int TEAMS = 2, WARPS = 4;  // WARPS: of a team
+constexpr int TEAMS = 2, WARPS = 4;  // WARPS: per team
 constexpr int CONSUMER_WARPS = TEAMS * WARPS, THREADS = 32 * (CONSUMER_WARPS + 4);  // and the producer warpgroup
 constexpr int TILE_COST = 4;
 #include "latent/merge.cuh"

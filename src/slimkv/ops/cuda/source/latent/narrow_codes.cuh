@@ -4,7 +4,7 @@
 
 constexpr int OWN = LATENT_SLICES / WARPS;  // slices of a warp
 constexpr bool BY_PAIRS = L_KIND == LLOYD && L_BITS == 4;  // levels are looked up in pairs
-// Entries of the LUT: for pairs of 4-bit codes, for bytes with a 6-bit code and undefined upper bits, or for codes.
+// Entries of the LUT: for pairs of 4-bit codes, for bytes of a 6-bit code and two undefined bits, or for single codes.
 constexpr int ENTRIES = BY_PAIRS ? PAIR_ENTRIES : L_LEVELS && L_BITS == 6 ? 256 : L_LEVELS;
 constexpr int COPIES = 32;  // one per lane, to avoid bank conflicts
 constexpr int TOKEN_TILES = KV_BLOCK / 16, OCTETS = KV_BLOCK / 8;

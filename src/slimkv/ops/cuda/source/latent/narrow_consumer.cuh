@@ -4,7 +4,7 @@
 
 constexpr float SHIFT = BY_PAIRS ? 0.0f : OFFSET;  // the offset of levels in operands
 constexpr bool HELD = BY_PAIRS;  // queries stay in registers; other formats have too few
-// Work that hides the latency of reading whether a maximum is raised (measured): transposing slices, reading p.
+// Work that hides the latency of reading whether a maximum was raised (by measurement): transposing slices, reading p.
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 constexpr int TRANSPOSED_EARLY = L_LEVELS ? 0 : min_of(R_KIND == RAW ? 3 : 4, OWN);
 constexpr bool READ_EARLY = !L_LEVELS && R_KIND != RAW;
@@ -20,7 +20,7 @@ struct __attribute__((aligned(16))) Row {
 typedef float Fragment[4];
 typedef u32 Levels[TOKEN_TILES][OWN][4];  // of 16 tokens each: tokens x dimensions, later transposed
 
-// The two tokens for which a lane computes probabilities of rows g and g + 8: as fields, and decoded.
+// The two tokens for which a lane computes probabilities of rows g and g + 8: their fields, and their decoded scales.
 struct Fields { u32 latent, rope; };
 struct TokenPair {
   int token;
@@ -99,7 +99,7 @@ struct Consumer {
       else mma_f16(r, q.x, q.y, q.z, q.w, b[0], b[1]);
     }
   }
-  // Partial scores of the warp's dimensions, to shared memory; `kept` receives the levels.
+  // Writes partial scores, over the warp's dimensions, to shared memory; `kept` receives the levels.
   DEVICE_MEMBER void score_latents(const OwnCodes (&codes)[TOKEN_TILES], Levels& kept) const {
     Fragment s[OCTETS];
     UNROLL_FOR (int j = 0; j < OCTETS; j++) s[j][0] = 0.0f, s[j][1] = 0.0f, s[j][2] = 0.0f, s[j][3] = 0.0f;
@@ -138,7 +138,7 @@ struct Consumer {
     if (slot == STAGES) slot = 0, phase ^= 1;
   }
 
-  // Sums the warps' partial scores for the lane's two rows and two tokens, and masks them (x). Transposing levels of
+  // Sums the warps' partial scores for the lane's two rows and two tokens into x, and masks them. Transposing levels of
   // the last 16 tokens hides the latency of the additions.
   DEVICE_MEMBER void sum_scores(const Fragment& r, const TokenPair& pair, bool clear, Levels& kept,
       float (&x)[4]) const {
@@ -165,7 +165,7 @@ struct Consumer {
 
   // ---- softmax ------------------------------------------------------------------------------------------------------
 
-  // Probabilities relative to the current running maximum, which seldom rises. Returns false if one is too large.
+  // Probabilities relative to the current running maximum, which seldom rises. Returns false if any is too large.
   DEVICE_MEMBER bool exponentiate(const float (&x)[4], const TokenPair& pair, float (&sum)[2]) const {
     bool fine = true;
     UNROLL_FOR (int n = 0; n < 2; n++) {

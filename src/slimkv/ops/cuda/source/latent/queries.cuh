@@ -44,7 +44,7 @@ DEVICE float number_of(u32 bits, int type) {
   return type == FLOAT32 ? as_float(bits) : type == BFLOAT16 ? as_float(bits << 16) : f16_to_f32(bits & 0xFFFF);
 }
 
-// The same, converted to floats.
+// A query row, converted to floats.
 struct Query {
   float x[LD / 32], y[RD / 32];
   int exponent, rope_exponent, lane;
@@ -61,7 +61,7 @@ struct Query {
     // A latent part 2^40 times smaller than the rope part makes no difference. The bound limits the units' ratio.
     rope_exponent = exponent_of_row<RD>(y), exponent = max_i32(exponent_of_row<LD>(x), rope_exponent - 40);
   }
-  // The factors from operands to numbers.
+  // The factors that turn operands back into numbers.
   DEVICE_MEMBER float latent_unit() const { return as_float((u32)exponent << 23) * L_UNIT; }
   DEVICE_MEMBER float rope_unit() const { return BF16_ROPE ? R_UNIT : as_float((u32)rope_exponent << 23) * R_UNIT; }
   // Calls put(column, bits), or put_pair(column, bits of two columns).
@@ -83,7 +83,7 @@ struct Query {
 };
 
 // One warp: writes row n of ROWS as a wgmma operand at `to`, in chunks of 64 dimensions, first the latent's, then the
-// rope part's. Returns the units of scores: of latents with levels in `level_unit`, and of rope parts relative to that.
+// rope part's. Returns the units of scores: of latents with levels in `level_unit`, and of rope parts relative to it.
 struct Units { float latent, rope; };
 DEVICE Units stage_operand(const LatentArgs& args, const Query& query, int n, u8* to, float level_unit) {
   const u32 sign = args.scale < 0.0f ? 0x8000u : 0u;  // makes units positive

@@ -12,7 +12,7 @@ DEVICE i64 output_row(const LatentArgs& args, const WorkTile& tile, int n) {
   const int query = (tile.first_row + n) / args.num_heads, head = tile.first_row + n - query * args.num_heads;
   return (tile.start + query) * args.out_stride + head * args.out_head_stride;
 }
-// The normalising factor of a row's sums; and storing its log-sum-exp.
+// The factor that normalises a row's sums, and a function that stores the row's log-sum-exp.
 DEVICE float normaliser(float row_sum) { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
 DEVICE void store_lse(const LatentArgs& args, const WorkTile& tile, int n, float row_max, float row_sum) {
   if (args.lse)
@@ -20,9 +20,9 @@ DEVICE void store_lse(const LatentArgs& args, const WorkTile& tile, int n, float
         row_sum == 0.0f ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;
 }
 
-// Partial results are fp16: a level is less than 2^LEVEL_BITS and a probability at most 2^RESCALE_THRESHOLD, so sums over
-// 2^n tokens fit after a division by 2^(n + 2). Maxima are raised and sums of probabilities divided accordingly. Of 16
-// columns, a partial result has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 together, as a lane has them (fragment order).
+// Partial results are fp16: a level is less than 2^LEVEL_BITS and a probability at most 2^RESCALE_THRESHOLD, so sums
+// over 2^n tokens fit after a division by 2^(n + 2). Maxima are raised and sums of probabilities divided accordingly.
+// Of 16 columns, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 are stored together, as a lane has them (fragment order).
 constexpr int LEVEL_BITS = 9;
 
 struct Results {
@@ -44,7 +44,7 @@ struct Results {
     if (whole) store_lse(args, tile, n, row_max, row_sum);
     else args.states[2 * (part + n)] = row_max + lowered, args.states[2 * (part + n) + 1] = row_sum * part_factor();
   }
-  // The offset of row n. Numbers are stored multiplied by the row's factor: N = 2 or 4 adjacent ones of an output row.
+  // The offset of row n. put_all stores N = 2 or 4 adjacent numbers of an output row, already multiplied by its factor.
   DEVICE_MEMBER i64 row(int n) const {
     return whole ? ((i64)tile.start * args.num_heads + tile.first_row + n) * args.out_head_stride : (part + n) * LD;
   }

@@ -26,7 +26,7 @@ struct WorkTile {
   }
 };
 
-// All work tiles of a sequence count as many KV blocks as the last one, and at least one, so that outputs are written.
+// Every work tile of a sequence counts as many KV blocks as the last one, and at least one, so outputs are written.
 struct Sequence { int tiles, kv_blocks; };
 DEVICE Sequence sequence_at(const LatentArgs& args, int b) {
   const int queries = ldg_i32(args.cu_seqlens_q + b + 1) - ldg_i32(args.cu_seqlens_q + b);
@@ -42,8 +42,8 @@ constexpr bool PAD_TILES = false;
 #include "common/schedule.cuh"
 DEVICE WorkCosts costs_of(const LatentArgs&) { return {TILE_COST, TILE_COST, MIN_SHARE, TILE_COST + 2}; }
 
-// Whether `merge` visits only the work tiles that a thread block begins and another one ends, at most one per block: if
-// there are more work tiles than thread blocks. Otherwise it visits all work tiles.
+// Whether `merge` visits only the work tiles that one thread block begins and another ends, at most one per block. It
+// does if there are more work tiles than thread blocks; otherwise it visits all work tiles.
 DEVICE bool merges_by_block(const LatentArgs& args) {
   return args.direct && args.num_seqs * args.row_tiles > args.blocks;
 }
@@ -72,7 +72,7 @@ struct WorkRanges {
   }
 };
 
-// The same; one thread of the block (`tells`) announces to `merge` the work tiles that the ranges begin.
+// WorkRanges that are announced to `merge`: one thread of the block (`tells`) lists the work tiles that they begin.
 struct AnnouncedRanges : WorkRanges {
   int share;  // positions of a thread block
   bool tells;
@@ -98,8 +98,8 @@ struct AnnouncedRanges : WorkRanges {
   }
 };
 
-// Reads a range in shared memory, which one thread advances for all to save registers. The compiler knows that values
-// broadcast from one lane are uniform, so descriptors stay in uniform registers.
+// Reads a range in shared memory, where one thread advances it for all, to save registers. The compiler knows values
+// broadcast from one lane to be uniform, so descriptors stay in uniform registers.
 DEVICE WorkRange broadcast(const WorkRange& range) {
   return {shfl(range.b, 0), shfl(range.tile, 0), shfl(range.number, 0), shfl(range.first, 0), shfl(range.last, 0),
       from_lane(range.s, 0)};

@@ -14,9 +14,9 @@ struct Tokens {
   RopeCodes rope;
   u32 fields[2], rope_fields[2];  // scales of tokens g and g + 8
   const u8* codes;
-  int left;  // tokens of the sequence from the first one on
+  int left;  // tokens of the sequence from the warp's first one on
 
-  // Loads are unconditional: conditions would make them wait. Tokens beyond the sequence, from any page, are masked.
+  // Loads are unconditional: a condition would make them wait. Tokens beyond the sequence are arbitrary and masked.
   DEVICE_MEMBER void load_first(const u8* page, u32 place, int left_, int lane) {
     codes = page + place / 16 * L_TILE, left = left_;
     rope.load(page + R_CODES + place / 16 * R_TILE, lane);
@@ -41,7 +41,7 @@ struct Tokens {
     UNROLL_FOR (int s = 0; s < ROPE_SLICES; s++) rope.store(s, table, levels, to, lane);
     if (lane % 4 < 2) scales.put(first + token, own);
   }
-  // The same for latents: of quarter Q of the dimensions, the first slice (piece 0) and the rest (piece 1).
+  // The same for latents, in quarter Q of the dimensions: the first slice (piece 0), the rest (piece 1), or both.
   template <int Q, int FROM = 0, int TO = 2> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
     const u32 row = operand_row(lane);
     UNROLL_FOR (int s = Q * QUARTER + FROM; s < Q * QUARTER + (TO == 2 ? QUARTER : TO); s++) {

@@ -8,7 +8,7 @@ constexpr int PROBABILITIES_OF_FIRST = 1, CONSUMERS = 3;  // named barriers; the
 typedef float Output[HALF / 2];
 typedef u32 Probabilities[4][4];  // an operand for every 16 tokens
 
-// A row's factor from products of latents to scores, the unit of rope parts relative to it, and the visible tokens.
+// A row's factor that turns products of latents into scores, the rope parts' unit relative to it, the visible tokens.
 struct __attribute__((aligned(16))) Row {
   float unit, rope;
   i32 visible_end;
@@ -67,7 +67,7 @@ struct Consumer {
     }
     wgmma_commit();
   }
-  // Converts them to units of the latents' scales.
+  // Converts rope scores to units of the latents' scales.
   DEVICE_MEMBER void scale_rope_scores(float (&s)[32], int stage) const {
     const TokenScales& scales = scales_of(stage);
     wgmma_fence_operand(s);
@@ -150,7 +150,7 @@ struct Consumer {
     fence_proxy_async();
     bar_arrive(PROBABILITIES_OF_FIRST + group, 256);
   }
-  // Waits for the other warpgroup's probabilities and maxima. Returns whether any maximum differs from ours.
+  // Waits for the other warpgroup's probabilities and maxima. Returns whether any maximum differs.
   DEVICE_MEMBER bool receive(float (&by)[2]) {
     bar_sync(PROBABILITIES_OF_FIRST + 1 - group, 256);
     const float* maxima = (const float*)(shared + ROW_MAX_AT);
@@ -164,7 +164,7 @@ struct Consumer {
   }
 
   // -- output
-  // Issue products of this, or of the other warpgroup's probabilities with values in this warpgroup's dimensions.
+  // Issue products of this or the other warpgroup's probabilities with the values in this warpgroup's dimensions.
   DEVICE_MEMBER void start_values(Output& o, const Probabilities& p, int stage) const {
     wgmma_fence_operand(o);
     wgmma_fence();
@@ -199,8 +199,8 @@ struct Consumer {
     rescale(o, raised, by);
     start_others_values(o, stage_of(i));
   }
-  // Issues half of the scores of an own KV block, then the values of the other warpgroup's, whose probabilities arrive
-  // meanwhile, then the other half and the own values. The output is rescaled only when no product adds to it.
+  // Issues half of the scores of an own KV block; then the values of the other warpgroup's block, whose probabilities
+  // have arrived; then the other half and the own values. The output is rescaled only when no product adds to it.
   template <bool AFTER_OTHER> DEVICE_MEMBER void attend_own(Output& o, int i) {
     const int stage = stage_of(i), token = (first + i) * KV_BLOCK;
     const u32 turn = (u32)((before + i) / STAGES & 1);

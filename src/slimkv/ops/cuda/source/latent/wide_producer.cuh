@@ -4,7 +4,7 @@
 #include "latent/schedule.cuh"
 #include "latent/tile_tokens.cuh"
 
-constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64;  // of 64 dimensions
+constexpr int CHUNKS = LD / 64, ROPE_CHUNKS = (RD + 63) / 64;  // chunks of 64 dimensions
 constexpr int CHUNK = KV_BLOCK * 128, STAGE = (CHUNKS + ROPE_CHUNKS) * CHUNK;  // bytes
 
 // Regions of shared memory, one after the other.

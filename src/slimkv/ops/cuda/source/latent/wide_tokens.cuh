@@ -28,7 +28,7 @@ struct TokenScale {
     scale = marked ? NOT_A_NUMBER : least, rope = rope_scale * inverse;
   }
 };
-// The same for a KV block.
+// The scales of a KV block's tokens.
 struct __attribute__((aligned(16))) TokenScales {
   float scale[KV_BLOCK], inverse[KV_BLOCK], log[KV_BLOCK], rope[R_KIND == RAW ? 4 : KV_BLOCK];
 
@@ -44,7 +44,7 @@ struct __attribute__((aligned(16))) TokenScales {
 DEVICE void level_bytes(u32 codes, Table table, u32& first, u32& second) {
   if constexpr (L_BITS == 4) {
     const Table negative = {table.low ^ table.signs, table.high ^ table.signs}, positive = {~table.low, ~table.high};
-    const u32 one = (table.signs & 0xFF) - 127, others = codes ^ 0x88888888u;  // one: unknown to the compiler
+    const u32 one = (table.signs & 0xFF) - 127, others = codes ^ 0x88888888u;  // one: 1, unknown to the compiler
     auto bytes = [&](int from) {
       return prmt(negative.low, negative.high, codes >> from) * one + prmt(positive.low, positive.high, others >> from);
     };
@@ -54,7 +54,7 @@ DEVICE void level_bytes(u32 codes, Table table, u32& first, u32& second) {
   }
 }
 
-// A slice of 16 tokens like latent_matrices, in units of LEVEL_UNIT and without OFFSET. A byte x in a half is the
+// A slice of 16 tokens as in latent_matrices, but in units of LEVEL_UNIT and without OFFSET. A byte x in a half is the
 // denormal number 2^-24 x; the result is 2^15 * 2^-24 (x - 63.5).
 constexpr float LEVEL_UNIT = IN_BYTES ? 512.0f * L_UNIT : L_UNIT;
 DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4], const LevelTable& levels = {0}) {
@@ -69,7 +69,7 @@ DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4], const Le
   }
 }
 
-// A lane's offset in an operand of 16 rows; slice s of 64 dimensions is at operand_row ^ 32 s.
+// A lane's offset in an operand of 16 rows; slice s of every 64 dimensions is at operand_row ^ 32 s.
 DEVICE u32 operand_row(int lane) { return lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4); }
 
 struct RopeCodes {

@@ -2,8 +2,8 @@
 //
 // An earlier launch (unpack.cu) unpacks the first `lead` items (args.cuh). Item i + lead is unpacked by the blocks of
 // item i, each of which takes a share of the tiles. The workspace holds `slots` items, more than `lead`: an item
-// replaces the item `slots` before it, once all blocks of that have finished. A block therefore waits only for blocks
-// of lower index, which have already started.
+// replaces the item `slots` before it, once all blocks of that one have finished. So a block waits only for blocks of
+// lower index, which have already started.
 #pragma once
 #include "prefill/unpacker.cuh"
 #include "prefill/work.cuh"
@@ -28,7 +28,7 @@ DEVICE void unpack_share(const PrefillArgs& args, const Work& block, const Level
     wait_until(args.attended + item - args.slots, blocks_of(args, before));
   }
   const Work w = find_item(args, item, block.present, lane);
-  // Work is divided in groups of 16 tokens, so that all warps have equally much.
+  // Work is divided into groups of 16 tokens, so that all warps get about the same share.
   const int first = GROUPS_OF_TILE * w.origin, groups = GROUPS_OF_TILE * end_tile_of(w) - first;
   const int of_share = (groups + shares - 1) / shares, begin = min_i32(groups, share * of_share),
             count = min_i32(of_share, groups - begin);
@@ -49,7 +49,7 @@ DEVICE void wait_for_tiles(const PrefillArgs& args, const Work& w, int item) {
   fence_proxy_async_global();
 }
 
-// The same thread, after issuing all copies: waits until tiles are in shared memory, then releases the workspace.
+// That thread, after issuing all copies: waits until tiles are in shared memory, then releases the workspace.
 DEVICE void release_tiles(const PrefillArgs& args, const Work& w, const Rings& rings, int item) {
   for (int i = max_i32(0, w.count - STAGES); i < w.count; i++) {
     mbarrier_wait(rings.keys_full + i % STAGES, i / STAGES & 1);

@@ -13,7 +13,7 @@ struct MergedSplits { i32 start, queries, head, first, splits; };
 
 struct PrefillArgs {
   const void* query;
-  u8* keys;  // [slot, tile], from the first tile that a query of the sequence sees on
+  u8* keys;  // [slot, tile], starting at the first tile that a query of the sequence sees
   u8* values;
   TileScale* tile_scales;
   const i32* seq_lens;
@@ -45,7 +45,7 @@ struct PrefillArgs {
   const float* value_levels;
   i64 page_stride, page_head_stride, table_stride;
   Table key_table, value_table;  // twice the magnitudes of levels of up to 4 bits; EIGHT_BIT: see unpack_bytes.cuh
-  float value_factor;  // EIGHT_BIT: the factor in the table of values' levels
+  float value_factor;  // EIGHT_BIT: the factor that the values' level table includes
   const u16* key_signs;  // bf16 [D, D], the rotation's entries +-1
   const u16* value_signs;
   // AHEAD:
@@ -57,11 +57,11 @@ struct PrefillArgs {
 // The work tile of a thread block.
 struct Work {
   PrefillSequence s;
-  int sequence, head, first;  // query
+  int sequence, head, first;  // first: query
   int tile, count;  // the last tile, and the number of tiles
   int origin;  // the first tile that any query of the sequence sees
   int clear_begin, clear_end;  // tokens that all queries of the block see
-  int end;  // of the tokens that some query of the block sees
+  int end;  // one past the last token that any query of the block sees
   int present;  // sequences of this pass
   int split, splits;  // FUSED: the split of the keys, and the number of splits
 };

@@ -1,6 +1,6 @@
 // Attention of many queries per sequence on unpacked keys and values (tiles.cuh), for sm_90a.
 //
-// A thread block has 64 CONSUMERS ROW_BLOCKS query rows (queries x heads of a group) of one KV head and visits its
+// A thread block has 64 x CONSUMERS x ROW_BLOCKS query rows (queries x heads of a group) of one KV head and visits its
 // tiles from last to first. One thread copies tiles into two rings in shared memory, or (FUSED) producer warpgroups
 // unpack them there from their pages. Consumer warpgroups of 64 rows per row block keep scores, probabilities and
 // output in registers. As in FlashAttention-3, a warpgroup issues the scores of the next tile and the output of the
@@ -104,8 +104,8 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
 HOST_TESTABLE(attend, PrefillArgs)
 
 #if FUSED
-// Adds up the splits of a work tile: block x those from block x of `attend` on, block y its rows 64 y to 64 y + 63. One
-// row a thread: most of the time goes to instructions that are fetched for the first time.
+// Adds up the splits of a work tile: block (x, y) those that start at block x of `attend`, for rows 64 y to 64 y + 63.
+// A thread has one row, because most of the time goes to fetching instructions for the first time.
 KERNEL(256, 1) merge(GRID_CONSTANT PrefillArgs args) {
   SHARED_MEMORY(scratch);
   const int lane = thread_index() & 31, warp = thread_index() / 32, row_block = block_index_y();

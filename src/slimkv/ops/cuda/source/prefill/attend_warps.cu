@@ -1,5 +1,5 @@
 // Attention of many queries per sequence on unpacked keys and values (tiles.cuh), from sm_80 on: attend.cu with
-// mma.sync, where all threads copy. A thread block has 64 CONSUMERS ROW_BLOCKS rows, a warp 16 of each 64.
+// mma.sync, where all threads copy. A thread block has 64 x CONSUMERS x ROW_BLOCKS rows, a warp 16 of every 64.
 // Defines in addition to work.cuh: BLOCKS_PER_SM (limits registers).
 #if EIGHT_BIT
 #include "prefill/warp_bytes.cuh"

@@ -64,7 +64,7 @@ struct CoreRow {
   }
 };
 
-// Writes the two query rows of a quad to the operand of their warpgroup. Returns the factors from products to scores.
+// Writes a quad's two query rows to its warpgroup's operand. Returns the factors that turn products into scores.
 DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first,
     int t, float (&factor)[2], float (&)[2]) {
 #pragma unroll 1

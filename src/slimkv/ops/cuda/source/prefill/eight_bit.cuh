@@ -4,11 +4,11 @@
 #include "prefill/work.cuh"
 
 // Limits of probabilities, as exponents. Probabilities from 432 on round to the largest e4m3. A tile with one of these
-// is recomputed with a running maximum that brings its largest below 2^FRESH_WEIGHT. LARGE ones are valid, but those of
-// the next tile may not be, so the running maximum is raised by LIFT. A LIFT of 2 recomputes a third less often than 1.
+// is recomputed with a running maximum that brings its largest below 2^FRESH_WEIGHT. LARGE ones are valid, but the next
+// tile's may not be, so the running maximum is raised by LIFT. A LIFT of 2 recomputes a third fewer tiles than 1 does.
 constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 7.0f, LIFT = 2.0f;
 constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u,
-              TOP_BITS = 0x80808080u;  // sets bit 7 of a byte: from 0x7E on; from 2^7 on
+              TOP_BITS = 0x80808080u;  // adding TO_MOST sets bit 7 of bytes from 0x7E on, TO_LARGE from 2^7 on
 // Integer scores, without scales.
 using Sums = u32[SCORES];
 
@@ -58,7 +58,7 @@ DEVICE void start_output(float (&o)[OUTPUTS], float (&digits)[4], const u32 (&p)
 
 // Output totals in fp32, to which the tensor cores' 14-bit sums are promoted, and the running maxima they refer to.
 struct Totals {
-  float* mine;  // this thread's groups of four, interleaved with those of all threads
+  float* mine;  // this thread's groups of four, interleaved with those of the other threads
   float row_max[2];
 
   DEVICE_MEMBER void clear() {
@@ -122,7 +122,7 @@ struct Softmax : RowState {
   }
 
   // Probabilities as e4m3, four per word, in operand order; `scales`: of the first four tokens. Sets one of TOP_BITS in
-  // `large` if a probability in the lane's row is LARGE, or NaN, which all are in a row without a running maximum.
+  // `large` if a probability in the lane's row is LARGE or NaN, as all are in a row without a running maximum.
   DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, int t, float softcap,
       u32 none, u32 (&p)[WORDS], u32 (&large)[2]) const {
     const float from[2] = {-row_max[0], -row_max[1]};
@@ -183,7 +183,7 @@ struct Softmax : RowState {
     UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[i] *= rescale[i / 2 % 2];
   }
 
-  // Adds the products with a tile's digits to the row sums. These then consist of the rounded probabilities.
+  // Adds the products with a tile's digits to the row sums, which thus sum up the rounded probabilities.
   DEVICE_MEMBER void add_sums(const float* digits, float inverse) {
     UNROLL_FOR (int r = 0; r < 2; r++)
       row_sum[r] = fma_rn(fma_rn(digits[2 * r + 1], 0.03125f, digits[2 * r]), inverse, row_sum[r]);

@@ -69,7 +69,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     }
     lifted = softmax.find_lift(large, lane, lift);
   };
-  // Rescales the output to the current running maxima before its next products; overlaps the products of next scores.
+  // Rescales the output to the current running maxima before its next products; overlaps the next score products.
   auto rescale_output = [&] {
     if (needs_rescale) softmax.rescale_output(o);
   };

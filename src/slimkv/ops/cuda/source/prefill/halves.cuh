@@ -22,7 +22,7 @@ template <int KIND, int BITS> struct Format {
                         LOOKED_UP = KIND == LLOYD && !BY_MAGNITUDE;
   // The exponent that the tile's largest scale gets in fp16; for uniform codes, its largest number.
   static constexpr int TOP = LOOKED_UP ? 7 : KIND == FP8 ? 14 : 15;
-  // Powers of two that `halves` leaves out: twice a level is a denormal number, and fp8 numbers are 2^-8 times theirs.
+  // Powers of two that `halves` leaves out: twice a level is a denormal number, and fp8 numbers come out times 2^-8.
   static constexpr int BELOW = BY_MAGNITUDE ? 23 : KIND == FP8 ? 8 : 0;
 
   // Converts 8 codes of a token: nibble i of `low`, with its upper bits in `high` (at 8 bits: even and odd codes). Word

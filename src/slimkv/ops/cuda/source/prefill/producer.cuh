@@ -24,7 +24,7 @@ struct Producer : Unpacker {
       copy_codes(from + place * K_TILE, K_TILE, to + q * K_TILE);
       copy_codes(from + V_CODES + place * V_TILE, V_TILE, to + GROUPS * K_TILE + q * V_TILE);
     }
-    constexpr int UNITS = FIELD_BYTES / 16;  // of 8 tokens
+    constexpr int UNITS = FIELD_BYTES / 16;  // units of 8 tokens
     UNROLL_FOR (int i = 0; i < FIELD_ARRAYS * UNITS; i += 32) {
       const int unit = (i + lane) % UNITS, array = (i + lane) / UNITS;
       const u8* from = page_at(page_with(page, 8 * unit)) + 2 * ((tile * STEP + 8 * unit) % BLOCK_SIZE);

@@ -16,7 +16,7 @@ struct HalfScale {
     down = as_float((254 - exponent) << 23 | (negative ? 0x80000000u : 0)), up = as_float(exponent << 23);
   }
 };
-// The factor from products to scores of a row whose operand was divided by `up`.
+// The factor that turns products into scores, for a row whose operand was divided by `up`.
 DEVICE float row_factor(const PrefillArgs& args, float up) {
   return up * (K_ROTATED ? args.key_norm : 1.0f) * (args.scale < 0 ? -args.scale : args.scale);
 }
@@ -68,7 +68,7 @@ DEVICE void load_row(const PrefillArgs& args, bool valid, i64 at, int t, float (
   if (K_ROTATED) hadamard_of_quad(x, t);
 }
 
-// Loads two rows of 16-bit queries in a quad, two dimensions a word.
+// Loads two rows of 16-bit queries in a quad, two dimensions per word.
 DEVICE void load_words(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], int t,
     u32 (&words)[2][OWN / 2]) {
   UNROLL_FOR (int r = 0; r < 2; r++) {
@@ -103,8 +103,8 @@ DEVICE void rotate_by_products(const PrefillArgs& args, u32 (&words)[2][OWN / 2]
     const Signs signs(args.key_sign_bits, dimension_of(2 * i, t));
     UNROLL_FOR (int k = 0; k < RUN; k++) words[0][i + k] ^= signs.pair(k), words[1][i + k] ^= signs.pair(k);
   }
-  // Entry (k, n) of the 16-point transform is -1 to the number of set bits that k and n share. Here, n = g, and k is 2
-  // t or 2 t + 1.
+  // Entry (k, n) of the 16-point transform is -1 to the power of the number of set bits that k and n share. Here, n is
+  // g, and k is 2 t or 2 t + 1.
   constexpr u32 ONES = Q_TYPE == BFLOAT16 ? 0x3F803F80u : 0x3C003C00u;
   const u32 shared_ones = (u32)(t & g >> 1), even = (shared_ones ^ shared_ones >> 1) & 1, odd = even ^ (u32)(g & 1);
   const u32 b = ONES ^ (even << 15 | odd << 31);
@@ -158,7 +158,7 @@ DEVICE float store_operand(const float (&x)[OWN], bool negative, u8* operand, in
 }
 #endif
 
-// Writes the two query rows of a quad to the operand of their warpgroup. Returns the factors from products to scores.
+// Writes a quad's two query rows to its warpgroup's operand. Returns the factors that turn products into scores.
 DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const i64 (&at)[2], u8* operand, int first,
     int t, float (&factor)[2], float (&bad)[2]) {
   float x[2][OWN];

@@ -36,7 +36,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
   // Zero, unknown to the compiler. Without it, the compiler would write to registers that wgmmas still read.
   const u32 none = (u32)args.num_seqs >> 31;
-  // Warpgroups take turns in issuing wgmmas (ping-pong) if they have equally many row blocks.
+  // Warpgroups take turns in issuing wgmmas (ping-pong) if they have the same number of row blocks.
   const bool takes_turns = ROW_BLOCKS == 1 || rows_of(args, w) > (ROW_BLOCKS * CONSUMERS - 1) * GROUP_ROWS ||
       rows_of(args, w) <= CONSUMERS * GROUP_ROWS;
   bool needs_rescale;
@@ -56,8 +56,8 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
     if (needs_rescale)
       UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[b][i] *= softmax[b].rescale[i / 2 % 2];
   };
-  // The output of row block `before`, with the values at `place`, overlapping the scores of row block `block`, with the
-  // keys of tile `tile` at `next`.
+  // Computes the output of row block `before`, from the values at `place`, while it computes the scores of row block
+  // `block`, from the keys of tile `tile` at `next`.
   auto step = [&](auto before, auto block, int tile, const Place& next, bool last) {
     constexpr int a = decltype(before)::value, b = decltype(block)::value;
     if (b == 0) mbarrier_wait(rings.keys_full + next.slot, next.parity);

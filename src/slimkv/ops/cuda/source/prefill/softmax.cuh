@@ -6,7 +6,7 @@ constexpr int OUTPUTS = PLACES / 2;
 
 // The online softmax of a lane's rows.
 //
-// Values are fp16 in units of their tile, a power of two. Probabilities are multiplied by the unit, and the running
+// Values are fp16 in their tile's unit, a power of two. Probabilities are multiplied by the unit, and the running
 // maximum includes it. The unit depends on the largest scale of the tile, including tokens that a row may not see.
 // BY_ROW: exponents do not include the unit; the output is in units of the latest tile, and the factor to another
 // tile's units is exact.
@@ -16,9 +16,9 @@ struct Softmax : RowState {  // row_max: score plus the exponent of the values' 
 
   DEVICE_MEMBER static float power(float exponent) { return as_float((u32)(127 + (int)exponent) << 23); }
   DEVICE_MEMBER static float exponent_of(const TileScale& unit) { return BY_ROW ? 0.0f : unit.value; }
-  // The factor from the accumulators to a sum of probabilities times values.
+  // The factor that turns the accumulators into sums of probabilities times values.
   DEVICE_MEMBER float output_factor() const { return BY_ROW ? power(out_unit) : 1.0f; }
-  // BY_ROW: changes to the unit of a tile; returns whether it differs. `followed`: after an update by `update_max`.
+  // BY_ROW: changes the output's unit to the tile's; returns whether they differed. `followed`: update_max set rescale.
   DEVICE_MEMBER bool move_unit(const TileScale& unit, bool followed) {
     if (!BY_ROW || unit.value == out_unit) return false;
     const float by = power(out_unit - unit.value);
@@ -52,8 +52,8 @@ struct Softmax : RowState {  // row_max: score plus the exponent of the values' 
     return warp_any(behind);
   }
 
-  // Probabilities times the values' unit, as fp16, and their sums. Returns whether one of the lane's is 2^8 or more, or
-  // NaN, which all are in a row without a running maximum.
+  // Probabilities times the values' unit, as fp16, and their sums. Returns whether any of the lane's is 2^8 or more, or
+  // NaN, as all are in a row without a running maximum.
   template <bool MASKED>
   DEVICE_MEMBER bool weigh(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t,
       float softcap, u32 (&p)[N / 2], float (&sum)[2]) const {
@@ -69,7 +69,7 @@ struct Softmax : RowState {  // row_max: score plus the exponent of the values' 
         sums[r][k] += w[k];
       }
       p[i / 2] = pack_f16x2(w[0], w[1]);
-      large |= p[i / 2] + 0x24002400u;  // the top bit of a half of 0x5C00 (2^8) or more
+      large |= p[i / 2] + 0x24002400u;  // sets the top bit of halves of 0x5C00 (2^8) or more
     }
     UNROLL_FOR (int r = 0; r < 2; r++) sum[r] = sums[r][0] + sums[r][1];
     return large & 0x80008000u;

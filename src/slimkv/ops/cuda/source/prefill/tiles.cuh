@@ -14,17 +14,17 @@
 //   keys: place 8 t + 4 b + 2 c + a is dimension 16 a + 8 b + 2 t + c
 //   values: place 4 g + 2 b + a is dimension 16 a + 8 b + g
 //
-// EIGHT_BIT: keys are twice their centroids, as bytes. A row of 128 bytes holds one token, or at head size 64 token n
+// EIGHT_BIT: keys are twice their centroids, as bytes. A row of 128 bytes holds one token or, at head size 64, token n
 // and token n + STEP / 2. The tokens' factors (enum TokenNumber), which stand for their scales, follow the rows.
 //   place 64 j + 16 t + 4 s + 2 a + b is dimension 64 j + 16 s + 8 a + 2 t + b              (j < D / 64, t < 4, s < 4)
 // EIGHT_BIT: values are their centroids as e4m3. A row of 128 bytes holds one dimension (of the places above). Its
 // tokens are in the order of pages, which is the order of a lane's scores if keys are in natural order:
 //   place 16 w + 4 t + 2 m + b is token 16 w + 8 m + 2 t + b
 // The tokens' factors have the same order. Eight further rows make the products also sum the probabilities: two digits
-// of unit / scale of each token, where unit is 2^-4 of the power of two above the tile's largest scale. The quotient,
-// 2^-4 to 2^8, is row 2 i + row 2 i + 1 / 2^5 for tokens 4 n + i, and scales are chosen to make this exact. Tensor
-// cores drop bits below 2^-13 of the largest term, so a token with a large probability hides small terms of only a
-// quarter of its tile.
+// of unit / scale of each token, where unit is 2^-4 times the power of two above the tile's largest scale. Quotients,
+// 2^-4 to 2^8, are (row 2 i) + (row 2 i + 1) / 2^5 for tokens 4 n + i, and scales are chosen to make this exact. Tensor
+// cores drop bits below 2^-13 of the largest term. With four pairs of rows, a token with a large probability hides only
+// small terms of a quarter of its tile.
 // INTEGERS: values are twice their centroids, like keys, and no rows follow. In tiles of 256 tokens, all dimensions of
 // the first 128 tokens come before those of the last 128.
 #pragma once
@@ -36,7 +36,7 @@ constexpr bool POWER_OF_TWO_D = (D & (D - 1)) == 0;
 static_assert(D % 16 == 0 && D >= 64 && D <= 256 && STEP % 16 == 0, "shape");
 static_assert(!EIGHT_BIT || (INTEGERS ? STEP <= 256 : STEP == 128 && D <= 128), "rows of bytes");
 
-// EIGHT_BIT: the row and the 16-byte unit of unit `unit` of a key; a token's place; the offset of its factor `which`.
+// EIGHT_BIT: the row, and the 16-byte unit in it, of a key's unit; a token's place; the offset of its factor `which`.
 DEVICE int key_row(int token) { return D == 64 ? token % (STEP / 2) : token; }
 DEVICE int key_unit(int token, int unit) { return D == 64 ? 4 * (token / (STEP / 2)) + unit : unit; }
 DEVICE int token_place(int token) { return token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2; }
@@ -57,7 +57,7 @@ DEVICE int unit_at(int half, int row, int unit, int rows) {
 
 // How a tile was scaled into fp16: a key is `key` times its halves, a value 2^value times its halves; 1 and 0 for
 // bytes. INTEGERS: `value` is the factor of products of probabilities and values, negative if the tile's scales are
-// UNEVEN. value_inverse: the factor from the accumulated row sum to the sum of probabilities.
+// UNEVEN. value_inverse: the factor that turns the accumulated row sum into the sum of probabilities.
 struct __attribute__((aligned(16))) TileScale { float key, value, value_inverse, unused; };
 
 // A sequence; `rank` is the number of prefilled sequences before it.

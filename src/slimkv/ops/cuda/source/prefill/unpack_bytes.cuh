@@ -1,10 +1,10 @@
 // Unpacks the codes of pages, Lloyd-Max of up to 4 bits, into a tile of bytes (tiles.cuh).
 //
 // A warp unpacks 16 tokens of a tile, whose codes its lanes hold in the order of docs/design/page-format.md. Its 16
-// tokens of each row of values are only half a sector, so rows are assembled in shared memory. Tokens that no query
+// tokens are only half a sector of a value row, so rows are assembled in shared memory. Tokens that no query
 // sees become zeros, since their pages may hold anything. Defines: BLOCK_SIZE, K_BITS, K_FIELDS, V_BITS, V_CODES,
 // V_FIELDS (the pages), STAGED_AT (offset of the value rows in shared memory, after a word per warp). Tables: for keys
-// as in code_bytes; for values the magnitudes of levels, times value_factor as e4m3 (INTEGERS: times 2).
+// as in code_bytes; for values the magnitudes of levels times value_factor, as e4m3 (INTEGERS: times 2, as integers).
 #pragma once
 #include "common/numbers.cuh"
 #include "prefill/args.cuh"
@@ -30,7 +30,7 @@ struct Digits {
   }
 };
 
-// 16 tokens of a tile: from token `begin` of the sequence on, at index `place` of their page.
+// 16 tokens of a tile, starting at token `begin` of the sequence, which has index `place` in its page.
 struct TokenBytes {
   const PrefillArgs& args;
   const u8* page;
@@ -49,7 +49,7 @@ struct TokenBytes {
     return Digits(div_rn(value_limit * MOST_QUOTIENT, max_f32(value_scale(i), value_limit)));
   }
 
-  // Sets value_limit: 2^-12 of the power of two above the tile's largest scale. `fields`: a shared word per warp.
+  // Sets value_limit: 2^-12 times the power of two above the tile's largest scale. `fields`: a shared word per warp.
   DEVICE_MEMBER void find_value_limit(u32* fields) {
     const bool counts = sees(lane % 16) && value_field(lane % 16) != INVALID_FIELD;
     u32 most = warp_max(counts ? value_field(lane % 16) : 0);

@@ -1,6 +1,6 @@
 // Unpacks the codes of pages into a tile of fp16 (tiles.cuh).
 //
-// A warp unpacks 16 GROUPS tokens of a tile at a time, whose codes its lanes hold in the order of
+// A warp unpacks 16 x GROUPS tokens of a tile at a time, whose codes its lanes hold in the order of
 // docs/design/page-format.md. A lane writes whole 16-byte units of the tile. Tokens that no query sees become zeros,
 // since their pages may hold anything. Every warp reads the fields of all tokens, because they determine the tile's
 // units (powers of two).
@@ -12,7 +12,7 @@ struct Unpacker {
   const PrefillArgs& args;
   const Work& w;
   Levels levels;
-  int warp;  // index of its 16 GROUPS tokens in the tile
+  int warp;  // index of its 16 x GROUPS tokens in the tile
   int lane;
 
   // The page of the tokens whose fields the lane reads, or of the whole tile if it lies in one page.
@@ -93,7 +93,7 @@ struct Unpacker {
     const int first = FUSED ? 2 * t : t, second = FUSED ? 2 * t + 1 : t + 4;  // units of 32 dimensions and of the next
     u8* const units[2] = {keys + unit_at(0, 16 * GROUPS * warp + g, first, STEP),
         keys + unit_at(0, 16 * GROUPS * warp + g, second, STEP)};
-    u8* const rest = keys + unit_at(0, 16 * GROUPS * warp + g, t, STEP);  // of a remainder of 32 dimensions
+    u8* const rest = keys + unit_at(0, 16 * GROUPS * warp + g, t, STEP);  // for a remainder of 32 dimensions
     UNROLL_FOR (int q = 0; q < GROUPS; q++) {
       u32 scale[2], zero[2] = {0, 0};
       UNROLL_FOR (int i = 0; i < 2; i++) {

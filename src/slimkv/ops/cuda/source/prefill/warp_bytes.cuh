@@ -2,7 +2,7 @@
 // over the tiles of a thread block, half a tile at a time. Shared memory has one tile of keys and one of values; all
 // threads copy one half while the other is attended.
 //
-// Probabilities of half a tile are relative to the row's largest score there, so that every half has all 8 bits.
+// Probabilities of half a tile are relative to the row's largest score there, so that every half uses all 8 bits.
 // UNEVEN: relative to the largest score plus the logarithm of the value's scale, so that a token with a small value
 // does not use up the bits. Integer products of half a tile are added to the output in fp32.
 #pragma once
@@ -12,23 +12,23 @@
 constexpr i32 MAGIC_BITS = 0x4B400000;
 constexpr u32 BYTE_MAGIC =
     0x64006400;  // 1024 as halves: added to a number below 256, it leaves the nearest integer in the low byte
-constexpr u32 QUARTERS = 0x34003400;  // as halves
+constexpr u32 QUARTERS = 0x34003400;  // 0.25 as halves
 // In powers of two: how far scores may exceed the maximum that the output is relative to.
 constexpr float MOST_ABOVE = 32.0f;
 constexpr float LOWEST = -1e30f;  // the maximum of a row without visible tokens
-constexpr float LEAST_LOG = -15.0f;  // of a value's scale: probabilities relative to it stay within halves
+constexpr float LEAST_LOG = -15.0f;  // of a value's scale, so that probabilities relative to it fit halves
 
 typedef RowState Softmax;  // row_max: what the output and the sums are relative to, a former maximum
 
-// The products, scores and then probabilities in operand order (tiles.cuh) of half a tile, for BLOCKS row blocks.
+// Half a tile for BLOCKS row blocks: products and then scores, and probabilities in operand order (tiles.cuh).
 template <int BLOCKS> struct HalfTile {
   i32 s[BLOCKS][SCORES];
   u32 p[BLOCKS][WORDS];
   float most[BLOCKS][2];  // a row's largest score, to which its exponents are relative
   float scale[BLOCKS][2];  // of its probabilities, relative to row_max
 
-  // s = Q K^T, 16 tokens after 16 tokens, so that finished scores need not wait for the rest. At head size 256 the
-  // queries of all dimensions would take too many registers, so 32 dimensions after 32 dimensions.
+  // s = Q K^T, 16 tokens at a time, so that finished scores need not wait for the rest. At head size 256, 32 dimensions
+  // at a time, because the queries of all dimensions would take too many registers.
   DEVICE_MEMBER void multiply_scores(const Queries<BLOCKS>& queries, u32 keys) {
     constexpr int GROUPS = SCORES / 8;
     u32 q[K_STEPS][BLOCKS][4];
@@ -90,7 +90,7 @@ template <int BLOCKS> struct HalfTile {
   DEVICE_MEMBER void update_max(Softmax& softmax, float (&o)[OUTPUTS], int b) {
     bool behind[2];
     UNROLL_FOR (int r = 0; r < 2; r++) {
-      // Two ulps up, so that rounding makes no probability larger than a byte.
+      // Two ulps up, so that rounding makes no probability larger than a byte holds.
       const float top = quad_max(most[b][r]), up = fma_rn(as_float(as_bits(top) & 0x7FFFFFFF), 0x1p-22f, top);
       most[b][r] = max_f32(up, LOWEST);
       behind[r] = most[b][r] > softmax.row_max[r] + MOST_ABOVE;

@@ -3,14 +3,14 @@
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
-constexpr int K_STEPS = EIGHT_BIT ? D / 32 : PLACES / 16;  // of 32 bytes of a row
+constexpr int K_STEPS = EIGHT_BIT ? D / 32 : PLACES / 16;  // steps of 32 bytes of a row
 
-// A warp's queries are its own.
+// A warp reads only the queries that it wrote.
 DEVICE void queries_are_written(int) { sync_warp(); }
 
-// The ldmatrix address of a lane's first 16-byte unit in rows of 128 bytes (tiles.cuh); further units differ in other
-// bits. ldmatrix loads four 8 x 8 matrices of 16-bit elements (or pairs of bytes): the second pair has the next columns
-// of queries and values, and the next rows of keys.
+// The ldmatrix address of a lane's first 16-byte unit in rows of 128 bytes (tiles.cuh); addresses of further units
+// differ in other bits. ldmatrix loads four 8 x 8 matrices of 16-bit elements (or pairs of bytes): the second pair has
+// the next columns of queries and values, and the next rows of keys.
 DEVICE u32 by_columns(u32 tile, int row, int lane) {
   return tile + (row + lane % 16) * 128 + ((lane / 16 ^ (lane & 7)) << 4);
 }

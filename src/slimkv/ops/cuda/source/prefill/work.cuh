@@ -85,7 +85,7 @@ struct TokenScales {
 
 // The running softmax of a lane's rows g and g + 8.
 struct RowState {
-  float factor[2];  // from products to scores
+  float factor[2];  // turns products into scores
   float shift[2];  // SCORE_SHIFT: added to scores, times cap_factor
   float row_max[2];  // the running maximum that exponents are relative to
   float row_sum[2];  // of this lane's share of the row, relative to row_max
@@ -100,7 +100,7 @@ struct RowState {
 
 // The query and head of a row of a thread block; `valid`: they exist.
 struct Row {
-  int of_sequence;  // query
+  int of_sequence;  // the query's index in its sequence
   i64 query;
   int head;
   bool valid;
@@ -118,13 +118,13 @@ DEVICE Row row_of(const PrefillArgs& args, const Work& w, int row_block, int row
 // Finds the queries of a thread block; false if it has none in this pass.
 DEVICE bool find_queries(const PrefillArgs& args, int lane, Work& w) {
   const int queries_of_block = ROWS / args.group_size;
-  // The heads of a section share the L2 cache. Within a section, blocks with most visible tokens (causal) come first.
+  // The heads of a section share the L2 cache. Within a section, blocks that see the most tokens (causal) come first.
   const int per_section = args.section * args.query_blocks, section = block_index() / per_section;
   const int inside = block_index() - section * per_section;
   const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);
   const int block = args.query_blocks - 1 - inside / heads;
   w.head = section * args.section + inside % heads;
-  // The last sequence whose blocks begin at or before this one, and the prefilled sequences up to it and in all.
+  // The last sequence whose blocks begin at or before this one; the number of prefilled sequences up to it, and of all.
   u32 begun = 0, prefilled = 0, prefilled_of_all = 0;
   PrefillSequence own = {0, 0, 0, 0};  // the last sequence read by the lane
 #pragma unroll 2
@@ -165,7 +165,7 @@ DEVICE bool find_work(const PrefillArgs& args, int lane, Work& w) {
   return true;
 }
 
-// The query rows of the sequence from the block's first row on.
+// How many query rows the sequence has from the block's first row on.
 DEVICE int rows_of(const PrefillArgs& args, const Work& w) { return (w.s.queries - w.first) * args.group_size; }
 
 // Whether all queries of the block see all tokens of a tile.

@@ -35,7 +35,7 @@ struct TokenScalars {  // of the lane's token (lane % 16), in fixed-point units
 
 DEVICE u32 larger_of(u32 a, u32 b) { return a > b ? a : b; }
 
-// The larger magnitude of values in the input's dtype, with any sign; NaN if either is.
+// The larger magnitude of values in the input's dtype, with an arbitrary sign; NaN if either is NaN.
 template <class F> DEVICE u32 larger_word(u32 a, u32 b) {
   return F::DTYPE == FLOAT32 ? larger_of(a & 0x7FFFFFFFu, b & 0x7FFFFFFFu)
       : F::DTYPE == FLOAT16  ? max_abs_f16x2(a, b)
@@ -136,11 +136,11 @@ template <class F> DEVICE float squared_norms(const Digits<F, false>& d, int lan
   return i64_to_f32_rn(sum_of_rows(sums, lane));
 }
 
-// The largest float32 exponent for which one power of two makes integers, and the smallest for which scales overflow.
+// The largest float32 exponent that one power of two turns into integers, and the smallest whose scales overflow.
 template <class F> constexpr u32 LARGEST_EXPONENT = F::DTYPE == FLOAT16 ? 142 : 135;
 constexpr u32 TOO_LARGE = 240;
 
-// The power of two that makes a vector of this exponent integers, as a pair.
+// The power of two that turns a vector of this exponent into integers, in both halves of a word.
 template <class F> DEVICE u32 power_for(u32 exponent) {
   u32 power = F::DTYPE != FLOAT16 ? (136 - exponent) << 7
       : exponent < 133            ? (133 - exponent) << 10
@@ -187,7 +187,7 @@ template <class F> DEVICE void take_integers(const u32 raw[F::CHUNKS][2][F::RAW]
   }
 }
 
-// From the exponents of tokens g and g + 8 to that of the lane's own token.
+// Picks the exponent of the lane's own token from those of tokens g and g + 8.
 DEVICE u32 exponent_of_token(u32 both, int lane) {
   u32 there = shfl(both, 4 * (lane & 7));
   return lane & 8 ? there >> 16 : there & 0xFF;

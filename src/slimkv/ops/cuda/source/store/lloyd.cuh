@@ -3,7 +3,7 @@
 #include "store/pages.cuh"
 #include "store/slices.cuh"
 
-// Tables in shared memory: the code, or the number of boundaries below, of each cell; the boundaries; level by code.
+// Tables in shared memory: for each cell its code, or the number of boundaries below it; the boundaries; the levels.
 template <class F> struct LloydTables {
   static constexpr int COUNT = F::BITS > 4 ? 1 << F::BITS : 0;  // bounds and levels
   static constexpr int CELL_BYTES = (F::CELLS + 15) / 16 * 16;
@@ -33,7 +33,7 @@ template <class F> constexpr int TILE_MEMORY =
 // The cell of a number. Cells include their upper edge.
 template <class F> DEVICE u32 cell_of(float x) { return ceil_product(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO); }
 
-// The same; numbers below all cells get the first cell.
+// As cell_of, but numbers below all cells get the first cell.
 template <class F> DEVICE u32 cell_from_below(float x) {
   return ceil_product_or_zero(x, as_float(1u << F::CELL_SHIFT), F::CELL_ZERO);
 }
@@ -115,7 +115,7 @@ template <class F> DEVICE void put_slice(CodePlanes<F>& codes, LevelSums<F>& sum
   else codes.put_bytes(slice, four_bytes(code), four_bytes(code + 4));
 }
 
-// The sum of squares in the lane of each token. total_of_squares: its float, rounded once.
+// The sum of squares in the lane of each token. total_of_squares turns it into a float, rounded once.
 template <class F> DEVICE auto sum_of_squares(const LevelSums<F>& sums, int lane) {
   if constexpr (LevelSums<F>::SQUARES) return sum_of_token<F>(sums.squares, lane);
   else return sum_of_token<F>(sums.sums, lane);
@@ -133,7 +133,7 @@ template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_codes(CodePlanes<F>&
   store_planes<F, PAGE_TOKENS>(codes, field, pages, args.page_stride, slots, lane, part);
 }
 
-// The factor from a sum of short integers to a number of cells, in units of the smallest denormal float.
+// The factor that turns sums of short integers into numbers of cells, in units of the smallest denormal float.
 template <class F> DEVICE float cells_per_sum(const TokenScalars& s) {
   return mul_rn(s.factor, power_of_two(SHORT_SHIFT<F> + F::CELL_SHIFT - 149));
 }
@@ -198,7 +198,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_rows(con
       slots, lane, part);
 }
 
-// The same with one slice per warp and digits in shared memory.
+// As store_lloyd_rows, with one slice per warp and digits in shared memory.
 template <class F, int PAGE_TOKENS> DEVICE void store_lloyd_slice(const SharedDigits<F>& digits,
     const SliceFragments<F>& matrix, const SideArgs& side, const StoreArgs& args, int head, int slice, Slots slots,
     u8* memory, int lane) {
@@ -231,7 +231,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together
     cp_async_wait<0>();
     sync_threads();
     if (mine) store_lloyd_slice<F, PAGE_TOKENS>(digits, matrix, side, args, head, part, slots, memory, lane);
-    else sync_threads();  // by whole warps
+    else sync_threads();  // the barrier of the branch above; warps do not diverge
   } else {
     prefetch_rotation<F>(side, thread_index(), threads);
     pdl_wait();
@@ -242,7 +242,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together
     sync_threads();
     if (first < args.tokens && part < F::SPLIT)
       store_lloyd_rows<F, PAGE_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
-    else if constexpr (F::SPLIT > 1) sync_threads();  // by whole warps
+    else if constexpr (F::SPLIT > 1) sync_threads();  // the barrier of the branch above, as before
   }
 }
 

@@ -67,7 +67,7 @@ template <class F, int W> struct NibblePlane {
     UNROLL_FOR (int i = 0; i < TAIL; i++) rest[i] &= ~mask;
   }
 
-  // `leave` before, `join` after a barrier of the warps; shared: [SPLIT][32].
+  // Call `leave` before and `join` after a barrier of the warps. shared: [SPLIT][32].
   DEVICE_MEMBER void leave(u32* shared, int lane, int part) const {
     if constexpr (JOINED > 1) shared[32 * part + lane] = word[0] << (W * F::PER * (part % JOINED));
   }
@@ -83,7 +83,7 @@ template <class F, int W> struct NibblePlane {
       if (JOINED == 1 || part % JOINED == 0) store_plane_words<PARTS>(base, word, lane, part / JOINED);
   }
 
-  // base: the plane in the tile of the lane's j-th token, which has ``position`` of 16.
+  // base: the plane in the tile of the lane's j-th token, whose index in that tile is ``position``.
   DEVICE_MEMBER void store_token(u8* base, int position, int j, int lane, int part) const {
     if (JOINED > 1 && part % JOINED) return;
     int row = position & 7, high = position >> 3;

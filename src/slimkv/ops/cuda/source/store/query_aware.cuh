@@ -1,5 +1,5 @@
 // Query-aware rounding of keys (see slimkv.codec.query_aware): coordinates are rounded from the last to the first, each
-// corrected for the errors made so far. A warp rounds 32 tokens. Corrections by errors of later slices are 8-bit MMAs;
+// corrected for the errors made so far. A warp rounds 32 tokens. Corrections for errors of later slices are 8-bit MMAs;
 // within a slice, every lane rounds the 16 coordinates of its own token one after the other. This is one long
 // dependency chain, so a second warp works in parallel: it rotates and packs 16 of the 32 tokens, and stores values
 // while the first warp rounds.
@@ -9,9 +9,9 @@
 // The words of a token's packed codes per slice: two of nibbles, or four of bytes.
 template <class F> constexpr int CODE_WORDS = F::BITS <= 4 ? 2 : 4;
 
-// The correction of coordinate n by errors of its own slice, plus ``older``, the correction by later slices. w: weights
-// of its row in the slice; ``errors``: of coordinates from n + 2 on; ``newest``: of n + 1, which is then added to
-// ``errors``. Only the newest error is on the critical path; its product is added to an integer below 2^24 in a float.
+// The correction of coordinate n for errors of its own slice, plus ``older``, the correction for later slices. w: the
+// weights of its row in the slice; ``errors``: of coordinates from n + 2 on; ``newest``: of n + 1, then added to
+// ``errors``. Only the newest error is on the critical path; its product is added to the float of an integer < 2^24.
 DEVICE float add_errors_of_slice(int n, i32 older, const Words4& w, float newest, u32 newest_byte, u32 (&errors)[4]) {
   if (n < 14) older = dp4a_s8(errors[3], w.w, older);
   if (n < 10) older = dp4a_s8(errors[2], w.z, older);
@@ -76,7 +76,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
   LevelSums<F> sums;
   UNROLL_FOR (int i = 0; i < F::PER; i++) {
     UNROLL_FOR (int q = 0; q < F::GROUPS; q++) {
-      constexpr int BYTES = CODE_WORDS<F> / 2;  // of two neighbours
+      constexpr int BYTES = CODE_WORDS<F> / 2;  // of the codes of two neighbours
       const int slice = q * F::PER + i, order = i * F::GROUPS + q;
       u32 code[8], nibbles = 0;
       UNROLL_FOR (int j = 0; j < 4; j++) {  // two adjacent dimensions of a token per j

@@ -1,5 +1,5 @@
 // Query-aware rounding of 32 tokens by one warp (query_aware.cuh). Each lane itself computes the corrections of slice s
-// by errors of slice s + 1, which are still in its registers, so that no slice waits for MMAs of the previous one.
+// for errors of slice s + 1, which are still in its registers, so that no slice waits for MMAs of the previous one.
 #pragma once
 #include "store/lloyd.cuh"
 
@@ -64,7 +64,7 @@ template <class F> struct QueryAwareMemory {
 };
 
 // Centroids times error_steps, after the other tables in shared memory. Up to 4 bits they are indexed by cell, so that
-// the critical path has only one lookup, otherwise by code. Few tokens at 5 and 6 bits leave room for CellRecords.
+// the critical path has only one lookup, otherwise by code. With few tokens, 5 and 6 bits leave room for CellRecords.
 template <class F> struct ScaledLevels {
   static constexpr bool BY_CELL = F::BITS <= 4, RECORDS = CELL_RECORDS && !BY_CELL;
   static constexpr int TABLE_BYTES =
@@ -98,12 +98,12 @@ template <class F> struct ScaledLevels {
     }
   }
 };
-// (level - x) times error_steps, rounded once; `level` is already multiplied. error_steps is a power of two, so its
+// (level - x) times error_steps, rounded once; `level` includes the factor. error_steps is a power of two, so its
 // products are exact.
 DEVICE float error_of(float x, float error_steps, float level) { return fma_rn(x, -error_steps, level); }
 
-// The corrections of slice s by errors of slices from s + 2 on, for 32 tokens x 16 coordinates, in fragment order. MMAs
-// run during slice s + 1, when all these errors exist, two slices per coordinate, so that nothing waits for them.
+// Corrections of slice s for errors of slices from s + 2 on, of 32 tokens x 16 coordinates, in fragment order. MMAs
+// run during slice s + 1, when all these errors exist, for two slices per coordinate, so that nothing waits for them.
 // Branches would keep the compiler from interleaving them with the rounding, so other slices get zero weights instead.
 template <class F> struct LaterErrors {
   static constexpr int SLICES = F::D / 16, STEPS = (SLICES + 1) / 2, FIRST_AT = 10;
@@ -146,7 +146,7 @@ template <class F> struct LaterErrors {
   }
 };
 
-// Replaces the coordinates of each lane's token by codes, unless it is not ``mine``.
+// Replaces the coordinates of each lane's token by codes, if the token is ``mine``.
 template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables,
     const ScaledLevels<F>& levels, const u8* matrix, float error_steps, bool mine, int lane) {
   constexpr float LIMIT =

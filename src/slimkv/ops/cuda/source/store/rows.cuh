@@ -72,7 +72,7 @@ template <class F> DEVICE void load_rows(const SideArgs& side, int head, int fir
   if constexpr (!F::VALUES) subtract_offset<F>(side, head, lane, raw);
 }
 
-// The same, prefetched through shared memory. A lane copies only what it reads itself, so lanes need not synchronise.
+// load_rows with prefetching through shared memory. A lane copies only what it reads, so lanes need not synchronise.
 template <class F> struct RowBuffer {
   static constexpr int PIECES = F::RAW / 4, BYTES = F::VECTORS ? F::CHUNKS * 2 * PIECES * 512 : 0;
   u8* memory;

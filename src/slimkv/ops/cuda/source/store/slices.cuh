@@ -17,7 +17,7 @@ template <class F> struct SharedDigits {
   DEVICE_MEMBER SharedDigits(u8* memory)
       : low(memory), squared((float*)(memory + 3 * PLANE)), exponents((u32*)(squared + 16)) {}
 
-  // With 32 threads per slice.
+  // Called by 32 threads per slice.
   DEVICE_MEMBER void fill(const SideArgs& side, int head, int first, int tokens, int thread) const {
     const int token = thread / EIGHTS, eight = thread % EIGHTS;
     u32 raw[F::RAW] = {};

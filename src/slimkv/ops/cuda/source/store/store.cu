@@ -56,7 +56,7 @@ template <class K, class V> DEVICE void store_both(const StoreArgs& args, int he
       values);
 }
 
-// Grid: tiles (or any number of blocks, for many tiles) x 2 heads, keys and values alternating. With query-aware
+// Grid: tiles (or any number of blocks, for many tiles) x 2 * heads, keys and values alternating. With query-aware
 // rounding: groups of WARPS tiles x heads and, if few tokens use different matrices (spread), x matrices.
 KERNEL(32 * WARPS, MIN_BLOCKS) store(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);

@@ -28,7 +28,7 @@ struct Place {
   }
 };
 
-// Numbers of 8, 16 or 32 bits: a lane's words have eight of a slice; a token owns NUMBERS adjacent ones.
+// Numbers of 8, 16 or 32 bits: a lane's words have eight of a slice, of which a token owns NUMBERS adjacent ones.
 template <class F> struct WideLayout {
   static constexpr int SLICES = F::D / 16, PARTS = F::VALUES ? 8 : 4, UNITS = SLICES * PARTS, COUNT = (UNITS + 31) / 32;
   static constexpr int NUMBERS = F::VALUES ? 2 : 4, BYTES = NUMBERS * F::BITS / 8;

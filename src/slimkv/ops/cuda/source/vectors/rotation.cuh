@@ -1,6 +1,6 @@
 // The rotation of one vector in a warp, in exact integer sums.
 //
-// Doublings of a core are butterflies of pairs CORE 2^i apart.
+// The factor of Sylvester's matrix in the rotation is applied as butterflies of pairs that are CORE 2^i apart.
 #pragma once
 #include "vectors/layout.cuh"
 
@@ -36,7 +36,7 @@ template <int D, int TURNS> DEVICE void put_eights(i32* numbers, const i32 (&x)[
       UNROLL_FOR (int n = 0; n < 8; n += 2)
         *(Words2*)(numbers + number_index(8 * (32 * i + lane)) + n) = {(u32)x[i][n], (u32)x[i][n + 1]};
 }
-// The rotation in shared memory by a matrix that doubles a core. core: the signs of each column.
+// The rotation, in shared memory, by a core and then Sylvester's matrix. core: the signs of each of its columns.
 template <int D, int CORE> DEVICE void rotate_by_core(i32* numbers, const u32* core, int lane) {
   constexpr int POWER = D / CORE;
   static_assert(CORE <= 32 && POWER <= 32, "a lane for each");

@@ -2,7 +2,7 @@
 // not fit the registers of a warp, for fp8, and for unquantized sides. Writes the bytes that slimkv.codec defines.
 //
 // Defines: BLOCK_SIZE, WARPS, MIN_BLOCKS (per SM), LONG_SLOTS, ROW_STRIDE (of token rows; 0: tiles), and for K_ and V_:
-// D, CORE (the rotation doubles a matrix of this size), KIND, BITS, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT,
+// D, CORE (the order of the rotation's core matrix), KIND, BITS, CODES, FIELDS, DTYPE, VECTORS, CELL_SHIFT,
 // CELL_ZERO (see Format).
 #include "vectors/encode.cuh"
 #include "vectors/write.cuh"
@@ -51,7 +51,7 @@ template <class F, int CORE> DEVICE void store_side(const SideArgs& side, const 
   }
 }
 
-// Grid: any number of blocks x 2 heads, keys and values alternating.
+// Grid: any number of blocks x 2 * heads, keys and values alternating.
 KERNEL(32 * WARPS, MIN_BLOCKS) store_vectors(GRID_CONSTANT StoreArgs args) {
   SHARED_MEMORY(memory);
   if (block_index_y() & 1) store_side<Value, V_CORE>(args.value, args, block_index_y() >> 1, memory);
