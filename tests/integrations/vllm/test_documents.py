@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -143,9 +144,10 @@ def test_soaks_pass(command, tmp_path):
 
 @pytest.mark.parametrize(("page", "snippet"), PYTHON)
 def test_python_runs(page, snippet, tmp_path):
-    assert 'LLM("MODEL",' in snippet, page
+    model = re.compile(r'LLM\(\s*"MODEL",')
+    assert model.search(snippet), page
     sizes = 'max_model_len=256, block_size=32, enforce_eager=True, dtype="float32",'
-    snippet = snippet.replace('LLM("MODEL",', f"LLM({model_folder()!r}, {sizes}")
+    snippet = model.sub(lambda _: f"LLM({model_folder()!r}, {sizes}", snippet)
     body = "".join(f"    {line}\n" for line in snippet.splitlines())
     script = tmp_path / "snippet.py"
     script.write_text(f"if __name__ == '__main__':\n{body}    print(llm.generate('Hello')[0].outputs[0].text)\n")
