@@ -1,4 +1,4 @@
-"""For all tests: kernels run in Triton's interpreter where there is no GPU; uninitialised memory is poison."""
+"""Setup of all tests: without a GPU, kernels run in Triton's interpreter; uninitialised memory is poisoned."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 
-# Threads that wait for one another sleep: on a busy machine, spinning takes as long as the work. torch reads this when
-# it is imported, here and in the processes that tests start.
+# Waiting OpenMP threads sleep instead of spinning: on a busy machine, spinning takes as much CPU time as the work.
+# torch reads the variable on import, here and in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # documents.py is shared by the lanes
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # scripts that are tested, and import one another
+sys.path.insert(0, str(Path(__file__).parent))  # helpers that tests in several folders share
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tested scripts, which import one another
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it on its first import
 
 torch.set_num_threads(1)  # tests run side by side
 
@@ -45,15 +45,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Compiles the CPU kernels before the workers start, all of which would compile them while they collect tests."""
+    """Compiles the CPU kernels once, before the workers start; otherwise each would compile them during collection."""
     from slimkv.ops.cpu import compiler, isa
 
-    with suppress(compiler.CompileError):  # then their tests are skipped
+    with suppress(compiler.CompileError):  # the tests of the CPU kernels are then skipped
         compiler.build_library(isa.find())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """``gpu`` tests are skipped where there is no GPU; ``full`` ones are left out there; a shard takes its share."""
+    """Without a GPU, skips ``gpu`` tests and deselects ``full`` tests (unless --full). Applies ``--shard``."""
     keep = items
     if not torch.cuda.is_available():
         for item in items:
@@ -73,12 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the garbage collector need not look at its millions of objects again and again."""
+    """Imported modules stay alive, so the garbage collector need not scan their millions of objects again and again."""
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # a library that counts its objects when Python ends takes frozen ones for leaks
+    gc.unfreeze()  # some libraries count their objects at exit and would report frozen ones as leaks
 
 
 POISON_BYTE = 0xA5
@@ -87,7 +87,7 @@ _METHODS = ("new_empty", "new_empty_strided")
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fills ``tensor`` in place: NaN for floats, 0xA5 in every byte of everything else."""
+    """Fills ``tensor`` in place: NaN for floats, True for bools, 0xA5 in every byte of other types."""
     if tensor.numel() == 0 or tensor.device.type == "meta" or type(tensor) is not torch.Tensor:
         return tensor
     with torch.no_grad():
@@ -103,7 +103,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A result that reads memory nobody wrote becomes NaN or 0xA5, not an accidental zero."""
+    """Uninitialised tensors hold NaN or 0xA5 instead of accidental zeros, so reading them shows in the result."""
 
     def wrap(function):
         @wraps(function)

@@ -1,4 +1,4 @@
-"""The snippets of the documents: what each block needs, and its commands."""
+"""Reads code snippets and shell commands from the documentation, with the requirements of each."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _FENCE = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```(\w*)\n(.*?)```", re.S)
 
 
 def snippets(path: Path) -> list[tuple[str | None, str, str]]:
-    """(what it needs, language, text) of every fenced block."""
+    """(requirement, language, text) of every fenced block."""
     return [(m[1], m[2], m[3]) for m in _FENCE.finditer(path.read_text(encoding="utf-8"))]
 
 
 def commands() -> list[tuple[str | None, str]]:
-    """(what it needs, command) of every line of every shell block, without its comment; each once."""
+    """(requirement, command) for every distinct command of all shell blocks, without comments."""
     found: dict[str, str | None] = {}
     for path in PAGES:
         for need, language, text in snippets(path):
             pending = ""
             for line in text.replace("\\\n", " ").splitlines() if language == "bash" else ():
                 command = f"{pending} {line.split('  #')[0].split(' # ')[0]}".strip()
-                pending = command if command.count("'") % 2 else ""  # a quoted text goes on in the next line
+                pending = command if command.count("'") % 2 else ""  # a quoted string continues on the next line
                 if command and not pending and not command.startswith("#"):
                     found.setdefault(" ".join(command.split()), need)
     return [(need, command) for command, need in found.items()]

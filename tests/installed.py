@@ -1,4 +1,4 @@
-"""Run by ``make test-install`` in an environment that has the wheel and its extras only: what a new user does first."""
+"""First steps of a new user. ``make test-install`` runs this in an environment with only the wheel and its extras."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 from documents import ROOT, snippets
 
-SMALLER = 2.5  # times: what the first size that is printed must show
+SMALLER = 2.5  # the least factor by which the example's cache must be smaller than bf16
 
 
 def quick_start() -> None:
-    """The Python blocks of the quick start that need no engine, one after another."""
+    """Runs the Python blocks of the quick start that need no engine, one after another."""
     scope: dict[str, object] = {}
     for need, language, text in snippets(ROOT / "docs" / "guides" / "quickstart.md"):
-        if language == "python" and need is None and "calibrate_model" not in text:  # half a minute of sampling
+        if language == "python" and need is None and "calibrate_model" not in text:  # sampling takes half a minute
             exec(compile(text, "quickstart.md", "exec"), scope)
 
 
 def example() -> None:
-    """``examples/generate.py``, and the saving that it prints."""
+    """Runs ``examples/generate.py`` and checks the saving that it prints."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "generate.py"), "--new-tokens", "8"],
         stdout=subprocess.PIPE, text=True, check=True,

@@ -1,7 +1,7 @@
-"""Takes half of the time out of Triton's interpreter, which replaces ``triton.language`` at every call of a function.
+"""Halves the run time of Triton's interpreter, which patches ``triton.language`` on every call of a device function.
 
-A launch puts the interpreter's functions into ``triton.language``, and takes them out when it ends. Every call of a
-device function within it does so again, which looks at a thousand names and finds nothing left to do.
+A launch patches the interpreter's functions into ``triton.language`` and restores the originals when it ends. Every
+call of a device function in between patches again: it looks at a thousand names and finds nothing to do.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Any
 
 
 def install() -> None:
-    """Once per launch and module from here on; nothing, if this release of Triton does it in another way."""
+    """Makes the interpreter patch each module once per launch. Does nothing if this Triton works differently."""
     try:
         from triton.runtime import interpreter
 
         patch, _ = interpreter._patch_lang, interpreter._LangPatchScope.restore
     except (ImportError, AttributeError):
         return
-    seen: set[int] = set()  # modules, by their dictionaries; empty between launches
+    seen: set[int] = set()  # ids of the dictionaries of patched modules; empty between launches
 
     def patch_once(function: Any) -> Any:
         module = id(function.__globals__)
         if module in seen:
-            return None  # the call of a device function, which keeps no scope
+            return None  # called for a device function, whose call does not use the scope
         scope = patch(function)
-        if not seen:  # the launch itself
+        if not seen:  # called for the launch itself
 
             def restore() -> None:
                 seen.clear()

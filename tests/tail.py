@@ -1,4 +1,4 @@
-"""Which cases of a long list ``make test`` runs: a sample. ``make test-all`` runs all of them."""
+"""Selects the sample of a long list of cases that ``make test`` runs. ``make test-all`` runs all of them."""
 
 from __future__ import annotations
 

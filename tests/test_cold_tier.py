@@ -1,4 +1,4 @@
-"""The round trip of ``benchmarks/cold_tier.py``: what the pages give back."""
+"""The encode and decode round trip of ``benchmarks/cold_tier.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one configuration: its grammar, its messages, and what engines ask of it."""
+"""``KVCacheConfig``: parsing, error messages, and the values that engines read from it."""
 
 import re
 
@@ -126,7 +126,7 @@ def test_something_else_altogether():
 def test_prefill_of_a_layer():
     k4v4, k5v4 = CodecSpec.parse("k4v4", 64), CodecSpec.parse("k5v4", 64)
     auto, eight = KVCacheConfig(), KVCacheConfig(prefill="8bit")
-    assert auto.prefill_of(k4v4, shared_pages=True) == "16bit"  # a hit answers as the miss did
+    assert auto.prefill_of(k4v4, shared_pages=True) == "16bit"  # a prefix-cache hit must give the output of a miss
     assert auto.prefill_of(k4v4, shared_pages=False) == "auto"
     assert eight.prefill_of(k4v4, shared_pages=True) == "8bit"
     assert not eight.reads_fresh_raw(shared_pages=False)

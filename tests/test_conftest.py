@@ -1,4 +1,4 @@
-"""The poison of uninitialised memory, which other tests rely on."""
+"""Poisoning of uninitialised memory, on which other tests rely."""
 
 import pytest
 import torch

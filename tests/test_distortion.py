@@ -7,7 +7,7 @@ from distortion import gaussian_optimum, measure_distortion
 from slimkv.errors import SpecError
 from slimkv.spec import ScalePolicy
 
-# Lloyd-Max for a Gaussian of variance 1, as printed in the literature.
+# Distortion of Lloyd-Max quantisers for a Gaussian of variance 1, from the literature.
 LITERATURE = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
 
 
@@ -21,10 +21,10 @@ def normal_mass(x):
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_gaussian_optimum_against_closed_forms(bits):
-    """Lloyd's iteration with the exact moments of a Gaussian, nothing shared with the solver but the idea."""
+    """Compares with Lloyd's iteration on the exact moments of a Gaussian, written independently of the solver."""
     from slimkv.codec.codebook import codebook
 
-    levels = codebook(bits, 10**8).exact_levels.copy() * 1.001  # start beside the answer; the iteration must return
+    levels = codebook(bits, 10**8).exact_levels.copy() * 1.001  # start near the answer; the iteration must return to it
     for _ in range(20_000 if bits <= 5 else 200):
         edges = np.concatenate([[-np.inf], (levels[1:] + levels[:-1]) / 2, [np.inf]])
         mass = np.diff(normal_mass(edges))
@@ -39,10 +39,10 @@ def test_gaussian_optimum_against_closed_forms(bits):
 
 
 def check_errors(w, above):
-    """The levels are solved for the dimension itself, where less error is possible than for a Gaussian."""
+    """Codebooks are optimal for the actual dimension, where the error can be smaller than for a Gaussian."""
     assert w.mse < above * w.gaussian_optimum
     assert w.mse < above * LITERATURE.get(w.bits, math.inf)
-    assert w.mse > 0.94 * w.gaussian_optimum  # not better than can be
+    assert w.mse > 0.94 * w.gaussian_optimum  # not better than is possible
     assert math.isclose(w.mse, w.dim_optimum, rel_tol=0.01)
     assert w.over_gaussian == w.mse / w.gaussian_optimum
     assert w.over_dim == w.mse / w.dim_optimum
@@ -61,7 +61,7 @@ def check_slopes(w):
     if w.bits >= 2:
         for policy, slope in slopes.items():
             assert math.isclose(slope, theory[policy], rel_tol=0.003), (w.bits, policy)
-    if w.bits <= 3:  # the three are told apart by far more than the tolerance
+    if w.bits <= 3:  # the policies differ by far more than the tolerance
         assert slopes["plain"] < 0.99 * slopes["norm"] < 0.985 * slopes["unbiased"]
 
 

@@ -1,4 +1,4 @@
-"""What the documents say is what the code does."""
+"""The documentation agrees with the code."""
 
 import importlib.util
 import re
@@ -26,11 +26,11 @@ def test_every_room_is_in_the_map_and_nothing_else():
     modules = {
         ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
         for path in SOURCE.rglob("*.py")
-        if path.name != "__main__.py"  # the module's name is the command
+        if path.name != "__main__.py"  # ``python -m slimkv``: a command, not a module to import
     }
-    rooms = {"ops", "integrations", "lab"}  # folders of which each subfolder has one line
+    rooms = {"ops", "integrations", "lab"}  # the map has one line per subfolder of these
     known = {m for m in modules if not (m.split(".")[0] in rooms and m.count(".") > 1)} - {"__init__"}
-    packages = {"codec", "ops", "cache", "integrations", "lab"}  # headings of the map
+    packages = {"codec", "ops", "cache", "integrations", "lab"}  # these are headings of the map
     assert known - packages - listed == set(), "modules without a line in docs/structure.md"
     assert listed <= modules, "docs/structure.md names modules that do not exist"
 

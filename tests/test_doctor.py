@@ -73,7 +73,7 @@ def test_version_numbers(version, numbers):
 
 
 def fake_engine(monkeypatch, engine, returncode=0, stderr="", entry_points=("slimkv",), stdout=""):
-    """An installed engine, whose import in another process ends like this."""
+    """Fakes an installed engine. Importing it in another process ends with ``returncode`` and the given output."""
     from types import SimpleNamespace
 
     done = SimpleNamespace(returncode=returncode, stderr=stderr, stdout=stdout)

@@ -1,4 +1,4 @@
-"""Tables in documents are made from reports, and the committed ones are up to date."""
+"""Tables in the documentation are generated from reports, and the committed tables are up to date."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Bad input at every public door: each argument of each public function gets what it cannot take.
+"""Bad input to the public API: every argument of every public function gets values that it cannot accept.
 
-The answer is a ``SlimKVError`` that names the argument or what was given, or a result where the value happens to be
-fine. Anything else (an ``AttributeError`` from within, an ``IndexError``, a crash) is a fault of the door.
+The function must raise a ``SlimKVError`` that names the argument or the value, or return a result if the value happens
+to be valid. Anything else (an internal ``AttributeError``, an ``IndexError``, a crash) is a bug.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ META = torch.device("meta")
 
 
 class Strange:
-    """Something nobody expects."""
+    """An object of an unexpected type."""
 
     def __repr__(self) -> str:
         return "<something strange>"
 
 
-# A few of everything. Numbers that would ask for terabytes are left out: nobody refuses a large machine.
+# A few values of every kind. Huge sizes are left out: they are valid, but would allocate terabytes.
 VALUES = [None, "wrong", "", 2.5, float("nan"), -1, 0, True, [], {}, (), Strange(), b"bytes", torch.float64, 3 + 0j]
 TENSORS = [
     torch.tensor(1.0), torch.zeros(0), torch.zeros(3, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.bool),
@@ -127,7 +127,7 @@ def plan(function, arguments: dict[str, Any]):
 
 CODEC = Codec(SPEC)
 ENCODED = CODEC.encode_key(torch.zeros(2, 32))
-# name: (what is called, arguments that are fine)
+# name: (function, valid arguments)
 DOORS: dict[str, tuple[Any, Any]] = {
     "Codec": (Codec, lambda: {"spec": SPEC, "device": "cpu"}),
     "Codec.from_format": (
@@ -228,7 +228,7 @@ DOORS: dict[str, tuple[Any, Any]] = {
             "backend": None,
         },
     ),
-    # Objects check kinds alone: shapes and devices are refused by the operation that is given one.
+    # These classes only check argument types. The operations that receive them reject bad shapes and devices.
     "PackedKV": (
         lambda **given: ops.gather_kv(PackedKV(**given), torch.arange(3)),
         kv_arguments,
@@ -401,7 +401,7 @@ def say(value: object) -> str:
 
 
 def told(message: str, argument: str, value: object) -> bool:
-    """Whether a message names the argument (any word of it) or what was given."""
+    """Whether a message contains a word of the argument's name, or describes the value."""
     words = {argument, argument.replace("_", " "), *argument.split("_")} - {"", "x", "q"}
     words |= {" file ."} if isinstance(value, str) and not value else set()
     if isinstance(value, torch.Tensor):
@@ -414,26 +414,26 @@ def told(message: str, argument: str, value: object) -> bool:
 
 @pytest.mark.parametrize("name", list(DOORS))
 def test_every_argument_is_refused_by_name(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # some take a path, and write there
+    monkeypatch.chdir(tmp_path)  # some functions take a path and write there
     function, good = DOORS[name]
     problems = []
     for argument in good():
         for value in [*VALUES, *TENSORS]:
             if isinstance(value, str) and argument == "name_or_path":
-                continue  # it would be looked up on a hub
+                continue  # would be looked up on a hub
             given = {**good(), argument: value}
             try:
                 function(**given)
             except SlimKVError as error:
                 if len(str(error)) < 15 or not told(str(error), argument, value):
                     problems.append(f"{argument}={say(value)}: {error} (does not say what was wrong)")
-            except Exception as error:  # the test is about which kinds come out
+            except Exception as error:  # any other type of error is what this test looks for
                 problems.append(f"{argument}={say(value)}: {type(error).__name__}: {str(error)[:150]}")
     assert not problems, f"{name}\n" + "\n".join(problems)
 
 
 def test_every_public_function_is_a_door():
-    """Every public callable, and every operation, is walked above."""
+    """DOORS covers every public callable and every operation."""
     walked = {name.split(".")[0] for name in DOORS}
     for name in slimkv.__all__:
         held = getattr(slimkv, name)

@@ -1,4 +1,4 @@
-"""The examples run as they stand, on a CPU. Those for vLLM run in its lane."""
+"""The examples run unchanged on a CPU. Those for vLLM run with the vLLM tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
-# What each prints, given small numbers.
+# By example: arguments for small sizes, and expected output.
 RUNS = {
     "generate.py": (["--new-tokens", "8"], "x smaller than bf16"),
     "chat.py": (["--new-tokens", "6"], "| [k4v4: "),
@@ -47,7 +47,7 @@ def test_example(name):
 
 @pytest.mark.slow
 def test_the_notebook(tmp_path):
-    """Its code runs from top to bottom, and it is stored without outputs."""
+    """Its code runs from top to bottom, and its cells are stored without outputs."""
     cells = json.loads((FOLDER / "slimkv.ipynb").read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)

@@ -1,4 +1,4 @@
-"""Errors of latent attention on made-up latents."""
+"""Errors of latent attention on synthetic latents."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ def test_rope_parts_of_uneven_pairs_want_precision():
         assert 0.05 < rows[kind, "c4"].latent < 0.15
         assert rows[kind, "c4"].output_rope_only < 0.01
         assert rows[kind, "c4r4"].output_rope_only > 0.05
-    # A rotation spreads the error of the large pairs over the small ones, which queries look at.
+    # The rotation spreads the error of large pairs over the small ones, which queries weight more.
     assert rows["heavy", "c4r8"].output_rope_only > 2 * rows["heavy", "c4rfp8"].output_rope_only
     assert rows["random", "c4r8"].output_rope_only < rows["random", "c4rfp8"].output_rope_only
 
 
 def test_a_shared_part_costs_what_centring_gains():
-    """Codes err in proportion to what is stored. What all tokens share moves no weight."""
+    """The error grows with the norm of the stored vector, including the part that all tokens share. Centring removes
+    that part.
+    """
     rows = {r.kind: r for r in compare_latent_formats(["c4"], 128, 64, seeds=1)}
     assert rows["shared"].output_centred < 0.7 * rows["shared"].output
     for kind in ("random", "heavy"):

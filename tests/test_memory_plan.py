@@ -107,7 +107,7 @@ def test_layers_that_are_not_listed_are_those_of_transformers(model):
 
 
 def test_layers_of_their_own_size():
-    """Gemma 4: larger heads in full layers, as transformers writes them and as its authors do."""
+    """Gemma 4: larger heads in full layers, both in transformers' config format and in that of the model's authors."""
     sliding = {**LLAMA, "num_hidden_layers": 4, "head_dim": 256, "sliding_window": 512}
     sliding |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
     wanted = (LayerGroup(FULL, 2, 2, 512, 512), LayerGroup(SLIDING, 2, 8, 256, 256, 512))
@@ -162,7 +162,7 @@ def test_chunked_layers_are_bounded_by_the_chunk():
 
 
 def test_latents_belong_to_all_heads():
-    """DeepSeek-V2-Lite: 27 layers of 512 + 64 numbers a token, whatever its 16 heads."""
+    """DeepSeek-V2-Lite: 27 layers cache 512 + 64 values per token, regardless of its 16 heads."""
     shape = shape_of({**LLAMA, "num_hidden_layers": 27, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
     assert shape.groups == (LayerGroup(LATENT, 27, 1, 512, 64),)
     plan = make_plan(shape, None, 2**34)
@@ -294,7 +294,7 @@ def test_a_pool_allocates_what_the_plan_says(format, dim, block):
 def test_sliding_layers_stop_growing():
     shape = shape_of(GEMMA3)
     sliding = next(g for g in make_plan(shape, ["k4v4"], 2**30).formats[0].groups if g.kind == SLIDING)
-    assert sliding.bytes_at_window == 5 * 4 * 65 * 16 * 260  # 1,024 tokens can touch 65 pages of 16
+    assert sliding.bytes_at_window == 5 * 4 * 65 * 16 * 260  # a window of 1,024 tokens can touch 65 blocks of 16
     longer, long = sequence_bytes(shape, "k4v4", 200_000, 16), sequence_bytes(shape, "k4v4", 100_000, 16)
     assert longer - long == 100_000 * 4 * 260
 

@@ -1,4 +1,4 @@
-"""What users may import, and what the house promises: pinned names, no import circles, files of one subject."""
+"""The names that users may import, and rules of the code base: no import cycles, short files."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def modules() -> dict[str, Path]:
 def test_no_function_shadows_a_package():
     for info in pkgutil.walk_packages(slimkv.__path__, "slimkv."):
         parent, _, name = info.name.rpartition(".")
-        if "vllm" in parent or "sglang" in parent or name == "__main__":  # need their engine to be imported
+        if "vllm" in parent or "sglang" in parent or name == "__main__":  # the engine must be installed to import them
             continue
         held = getattr(importlib.import_module(parent), name, None)
         assert held is None or type(held).__name__ == "module", f"{parent}.{name} is not the module"
 
 
 def imported(path: Path, known: dict[str, Path]) -> set[str]:
-    """The modules that a file imports, those imported inside functions included."""
+    """The modules that a file imports, including imports inside functions."""
     found, tree = set(), ast.parse(path.read_text())
     for block in [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]:
-        block.body = []  # names for annotations, imported by nobody
+        block.body = []  # imports for annotations only, not executed at run time
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name in known}

@@ -1,4 +1,4 @@
-"""States of hybrid models, against sizes that vLLM reports for the same configurations."""
+"""State sizes of hybrid models, compared with those that vLLM reports for the same configurations."""
 
 import re
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_states_of_unknown_size_are_refused(config, message):
 
 
 def _values_of_models_code(name: str, config: dict) -> tuple[int, int]:
-    """(values of the convolution state without its oldest column, of the recurrent state) that transformers keeps."""
+    """How many values transformers keeps: (convolution state without its oldest column, recurrent state)."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     few = {"num_hidden_layers": 2, "vocab_size": 32, "intermediate_size": 32, "pad_token_id": 0}
     model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[name](**few, **config)).eval()
@@ -137,7 +137,7 @@ def test_states_have_as_many_values_as_transformers_keeps(name):
 
 
 def test_no_model_of_transformers_has_states_of_no_bytes():
-    """Models whose code keeps states are counted or refused, with the defaults of their configuration."""
+    """For every model class that keeps states, the default configuration gives a positive state size or is refused."""
     transformers = pytest.importorskip("transformers")
     counted = 0
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
@@ -158,7 +158,7 @@ def test_no_model_of_transformers_has_states_of_no_bytes():
 
 
 def test_blocks_are_what_vllm_makes_of_them():
-    """Qwen3-Next: 544 tokens in bf16 and 2,112 in k4v4, as vLLM logs them."""
+    """Qwen3-Next: vLLM logs blocks of 544 tokens for bf16 and of 2,112 tokens for k4v4."""
     plan = make_plan(shape_of(QWEN3_NEXT), ["raw", "k4v4"], 2**34)
     assert [row.hybrid_block_size for row in plan.formats] == [544, 2112]
     assert aligned_block_size(1, 520.0, 64) == 64

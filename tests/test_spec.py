@@ -57,7 +57,7 @@ def test_equal_formats_have_one_canonical_name():
 
 @pytest.mark.parametrize("names", [("kfp8vu4", "turboquant_k8v4"), ("turboquant_k8v4", "kfp8vu4")])
 def test_layouts_keep_the_name_that_was_asked_for(names):
-    """The name decides whether an engine centres keys, so it may not be that of the first format of a process."""
+    """Engines decide by name whether to centre keys, so layouts of equal formats with different names stay distinct."""
     layouts = {name: page_layout(CodecSpec.parse(name, 48), 32) for name in names}
     assert {name: layout.spec.format for name, layout in layouts.items()} == {name: name for name in names}
     assert wants_offset(layouts["kfp8vu4"].spec)
@@ -188,7 +188,7 @@ def test_block_sizes_and_counts():
         layout.key.field_offset(1)
 
 
-# -- where bits sit ---------------------------------------------------------------------------------------------------
+# -- bit positions ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dim", [16, 48, 80, 128, 144])
@@ -213,7 +213,7 @@ def test_every_bit_of_a_tile_is_used_once_and_a_byte_has_one_token(dim, bits, bl
 
 
 def test_a_lane_finds_its_fragment_in_whole_words():
-    """4 bits at 128: the eight values of a lane in a slice are one 32-bit word, in mma.m16n8k16's register order."""
+    """4 bits, head size 128: a lane's eight values of a slice form one 32-bit word in mma.m16n8k16's register order."""
     layout = PageLayout(CodecSpec.parse("k4v4", 128), 16)
     key, value = (side.bit_positions(side.planes[0]) for side in (layout.key, layout.value))
     for g, t, piece in itertools.product(range(8), range(4), range(8)):

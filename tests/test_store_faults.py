@@ -1,4 +1,4 @@
-"""Stores under random faults: what comes back is what was stored, or nothing."""
+"""Stores under random faults: readers get exactly what was stored, or a miss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def test_faults_never_give_a_wrong_answer(count, tmp_path):
     report = inject_faults(count, tmp_path, seed=count)
     assert report.passed, report
     assert sum(report.faults.values()) == count
-    assert len(report.faults) == 14  # each kind, on each kind of store
+    assert len(report.faults) == 14  # each kind of fault on each kind of store
     assert report.missed > count / 4, "faults that change nothing test nothing"
 
 
 def test_an_unchecked_store_is_found_out(tmp_path, monkeypatch):
-    """Without its digest, a chunk's damage is an answer: the test sees it."""
+    """Without the digest, damaged chunks are returned to readers, and the check must notice."""
     monkeypatch.setattr("slimkv.wire.chunk_file.trailer", lambda *args: bytes(48))
     report = inject_faults(60, tmp_path)
     assert report.wrong > 0

@@ -1,4 +1,4 @@
-"""fake_quantize: forward as the engines store, gradient straight through."""
+"""fake_quantize: the forward pass rounds as engines do, the gradient is passed straight through."""
 
 import pytest
 import torch
