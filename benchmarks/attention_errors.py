@@ -8,7 +8,7 @@ Queries, keys and values come from a model, or are synthetic with the properties
 * a few key channels are many times larger than the rest and carry a constant offset (rotary pairs do this);
 * every channel has its own spread, and values have heavy tails (Student's t);
 * a few tokens have far larger norms, and the first one is an attention sink with a small value;
-* queries lie near a few directions, so attention is neither flat nor on one token.
+* queries lie near a few directions, so attention is neither uniform nor concentrated on one token.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from slimkv.spec import CodecSpec, ScalePolicy
 
 WIDTHS = tuple(range(1, 9))
 QUERIES = 1024
-NUMBERS = 1 << 21  # values encoded per width, so that the error does not depend on the dimension
+NUMBERS = 1 << 21  # values encoded per width; the sampling error is then about the same for every head size
 _GAUSSIAN_DIM = 10**8  # with this many dimensions a coordinate is Gaussian to eight digits
 
 

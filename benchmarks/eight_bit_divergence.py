@@ -3,9 +3,9 @@
     python benchmarks/eight_bit_divergence.py [--model NAME] [--format k4v4+cal] [--text FILE] [--windows 16] [--json F]
         [--device cuda]
 
-Any change in one layer flips some codes of later layers, which replaces most of their quantization error by different,
-unrelated error. The cost of 8-bit arithmetic alone is therefore visible only if later layers read the codes of the
-16-bit pass. Evaluation is strict and uses the reference backend; windows are those of ``slimkv eval agreement``.
+Any change in one layer flips some codes of later layers, and most of their quantization error is then drawn anew. The
+cost of 8-bit arithmetic alone is therefore visible only if later layers read the codes of the 16-bit pass. Evaluation
+is strict and uses the reference backend; windows are those of ``slimkv eval agreement``.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def test_slimkv_commands_run(command, workplace, tiny_folder, monkeypatch):
 
 
 def test_every_command_is_run_by_a_test():
-    """Here or in the tests of an engine; CI runs ``make`` targets, and installations with ``make test-install``."""
+    """Each runs here or in an engine's tests. CI runs ``make`` targets, and installs by ``make test-install``."""
     for need, command in commands():
         assert need in (*HERE, *ELSEWHERE), command
         assert need in ELSEWHERE or command.split()[0] in ("slimkv", "make", "pip", "git", "cd"), command

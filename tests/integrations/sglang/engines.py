@@ -74,7 +74,7 @@ def run_engine(
 
 
 def run_engines(*each: tuple[dict[str, Any], list[dict[str, Any]]], **extra: str) -> list[dict[str, Any]]:
-    """Runs several engines at the same time, each in a new process as for users."""
+    """Runs several engines at the same time, each started in a new process, as users do."""
     requests = [
         {"engine": {**BASE, **engine, "port": 31000 + 100 * i, "nccl_port": 32000 + i}, "runs": runs, "spawned": True}
         for i, (engine, runs) in enumerate(each)

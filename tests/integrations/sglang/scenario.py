@@ -1,7 +1,7 @@
 """Runs SGLang engines, each request in a fork of this process (``forked.serve``), and returns their results.
 
-The engine's scheduler is a separate process, as for users. With ``spawned`` it is also a new process as for users, and
-loads slimkv through the plugin. Otherwise it is forked, which saves two imports of SGLang.
+The engine's scheduler is a separate process, as in real use. With ``spawned``, it also starts from scratch and loads
+slimkv through the plugin. Otherwise it is forked, which saves two imports of SGLang.
 """
 
 from __future__ import annotations

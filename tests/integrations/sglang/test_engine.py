@@ -49,7 +49,7 @@ def raw():
 def codes():
     """One engine: prompts that miss the radix cache, hit it, and miss it again; 32 prompts as a batch and one by one.
 
-    Its scheduler is spawned, as for users.
+    Its scheduler is spawned, as in real use.
     """
     runs = [run("miss", prefixed(), 12), run("hit", prefixed(), 12), run("again", prefixed(), 12, reset=True)]
     return run_engine(engine(**slimkv("k4v4"), **FROM_MEMORY), [*runs, *both_ways()], spawned=True)

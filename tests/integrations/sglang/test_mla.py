@@ -1,4 +1,4 @@
-"""Latent attention in the real SGLang engine: lossless pages give the stock tokens, packed pages consistent ones."""
+"""Latent attention in the real SGLang engine: stock tokens with lossless pages, reproducible ones with codes."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_chunks_have_every_cached_token_once():
 
 
 def test_prefill_calls_flash_attention_with_its_lengths():
-    """The arguments on a GPU, with a stand-in for FlashAttention that returns log-sum-exps with heads first, too."""
+    """Checks FlashAttention's arguments with a stand-in that also returns log-sum-exps as [heads, tokens]."""
     asked = []
 
     def flash(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, return_softmax_lse, **others):

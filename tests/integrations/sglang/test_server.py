@@ -1,4 +1,4 @@
-"""SGLang's OpenAI server with slimkv, queried over HTTP as by users."""
+"""SGLang's OpenAI server with slimkv, queried over HTTP as users do."""
 
 from __future__ import annotations
 

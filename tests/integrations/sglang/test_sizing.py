@@ -145,7 +145,7 @@ def test_windows_without_shapes_of_their_own_have_those_of_full_layers():
 
 
 def windowed(kvc: Any, full_layers: int, drafts: int) -> Any:
-    """SGLang's configurator of a sliding-window model after its own ``__init__``."""
+    """Stands in for SGLang's configurator of a sliding-window model, after its ``__init__``."""
     configurator = SimpleNamespace(
         _full_per_token=1000, _swa_per_token=2000, _full_layers_num=full_layers, _swa_layers_num=3,
         _draft_full_layers_num=drafts, _draft_swa_layers_num=drafts, _cell_size=0,

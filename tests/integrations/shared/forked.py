@@ -21,7 +21,7 @@ from prompts import EngineError
 
 
 class Forked:
-    """Client of ``serve``: starts ``script`` in a separate process and sends it requests. It ends with this process."""
+    """Client of ``serve``: starts ``script`` in a separate process, sends it requests, and stops it at exit."""
 
     def __init__(self, script: Path, limit_seconds: float) -> None:
         self.script, self.limit_seconds = script, limit_seconds

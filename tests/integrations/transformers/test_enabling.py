@@ -280,7 +280,7 @@ def test_a_cache_attended_decoded_says_so():
         cache.layers[0].keys.sum()  # reading a cache is not attention
         with slimkv.attention(model):
             model.generate(ids, past_key_values=slimkv.SlimKVCache(model, "k4v4"), **arguments)
-        slimkv.enable(model, "k4v4", fused=False).generate(ids, **arguments)  # asked for
+        slimkv.enable(model, "k4v4", fused=False).generate(ids, **arguments)  # decoding was requested: no warning
         slimkv.disable(model)
         model.set_attn_implementation("slimkv")
         model.generate(ids, past_key_values=slimkv.SlimKVCache(model, "k4v4"), **arguments)
@@ -293,7 +293,7 @@ def test_enable_says_where_attention_is_decoded():
         slimkv.enable(model, "k4v4")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        slimkv.enable(model, "k4v4", fused=False)  # asked for
+        slimkv.enable(model, "k4v4", fused=False)  # decoding was requested: no warning
         slimkv.enable(tiny("llama"), "k4v4")
 
 

@@ -64,7 +64,7 @@ def decode(kind: str, packed: bool) -> Operations:
 
 @pytest.fixture
 def without_kernels(monkeypatch):
-    """Keeps only the host work of store and attend, and counts each like its launches on a GPU."""
+    """Keeps only the host work of store and attend. Attend then counts as one operation and store as none."""
     monkeypatch.setattr(store_reference, "run", lambda request: None)
     monkeypatch.setattr(store_reference, "fuses_offset", lambda request: True, raising=False)  # as on a GPU
     monkeypatch.setattr(attend_reference, "run", lambda request: request.out.zero_())
@@ -72,8 +72,8 @@ def without_kernels(monkeypatch):
 
 def test_a_step_launches_no_more_than_with_the_stock_cache(without_kernels):
     stock, packed = decode("llama", False), decode("llama", True)
-    # Per layer and step, stock runs two concatenations and attention. The packed cache runs one operation, the zeroing
-    # that replaces attend here; store is not counted.
+    # Per layer and step, stock runs two concatenations and attention. The packed cache runs one operation here, the
+    # zeroing in place of attend.
     assert packed.kernels + 2 * LAYERS * STEPS == stock.kernels
     assert packed.read_back == stock.read_back
 

@@ -113,7 +113,7 @@ def test_enable_centres_without_being_asked(name):
 
 
 def test_the_guard_compares_every_model_until_it_is_healthy():
-    """Models with equal configurations but different weights are checked separately, and the second prompt, too."""
+    """It checks models of one configuration with different weights separately, and stops the second prompt, too."""
     name, ids = next(iter(FAMILIES)), tokens(1, 300)
     healthy, biased = biased_model(name, False), biased_model(name, True)
     for model in (healthy, biased):

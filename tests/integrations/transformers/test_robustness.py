@@ -1,4 +1,4 @@
-"""Other uses of caches and models than generation: copies, pickles, threads, nested contexts, unusual arguments."""
+"""Uses of caches and models besides generation: copies, pickles, threads, nested contexts, unusual arguments."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_a_cache_that_packs_nothing_says_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         slimkv.SlimKVCache(model.config, "k4v4")
-        slimkv.SlimKVCache(config, "raw")  # asked for
+        slimkv.SlimKVCache(config, "raw")  # stock layers were requested: no warning
 
 
 # -- encoder-decoder models ------------------------------------------------------------------------------------------

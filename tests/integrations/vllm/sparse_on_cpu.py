@@ -80,7 +80,7 @@ def restricted_tokens(folder: str, prompts: list[list[int]], made: int, count: i
         for _ in range(made):
             size = ids.shape[1]
             seen = torch.zeros(size, size + 1, dtype=torch.bool)
-            seen.scatter_(1, picked(torch.arange(size), count).long() % (size + 1), True)  # -1 is an extra column
+            seen.scatter_(1, picked(torch.arange(size), count).long() % (size + 1), True)  # -1: extra column
             mask = torch.where(seen[None, None, :, :size], 0.0, torch.finfo(torch.float32).min)
             with torch.no_grad():
                 logits = model(ids, attention_mask=mask, use_cache=False).logits

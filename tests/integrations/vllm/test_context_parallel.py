@@ -31,7 +31,7 @@ class Threads:
 
 
 class Rank:
-    """Stands in for vLLM's group of one rank."""
+    """Stands in for vLLM's process group, as seen by one rank."""
 
     def __init__(self, threads: Threads, ranks: int, rank: int) -> None:
         self.threads, self.world_size, self.rank_in_group = threads, ranks, rank

@@ -1,7 +1,7 @@
 """``deterministic`` in the real engine: tokens and log-probabilities depend on their own prompt only.
 
 vLLM's CPU build has no batch-invariant GEMMs (it refuses VLLM_BATCH_INVARIANT=1), so linear layers run row by row here.
-Everything else, including attention and storing, is as for users.
+Everything else, including attention and storing, is as in real use.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_a_prompt_travels_from_transformers_to_vllm_and_back(folder, model, tmp_
 
 
 def test_two_processes_share_a_store_and_nobody_else_does(folder, tmp_path):
-    """vLLM's own ExampleConnector: a second process reads k4v4 pages of the first; different readers are refused."""
+    """vLLM's ExampleConnector: a second process reads the first one's k4v4 pages; readers that differ are refused."""
     store = tmp_path / "store"
     whole = {"max_num_batched_tokens": 512}  # ExampleConnector only writes prompts that are computed in one step
     base = {"model": folder, "skip_tokenizer_init": True, **whole, **connector("ExampleConnector", store)}
