@@ -1,10 +1,10 @@
-"""Acceptance length of drafts with a packed cache, relative to the stock cache: n-grams, and the model's first layers.
+"""Acceptance length of speculative drafts with a packed cache, relative to the stock cache.
 
     python benchmarks/acceptance.py --model qwen2.5-coder-1.5b-instruct --device cuda --prompts 768
 
-Half of the prompts are Python source, half prose. Greedy verification accepts a drafted token if the model would
-generate it, so answers generated without drafts show how many would be accepted. Ratios have the standard error of 400
-resamples of the prompts.
+Drafts come from n-gram lookup and from the model's first layers. Half of the prompts are Python source, half prose.
+Greedy verification accepts a drafted token if the model would generate it, so answers generated without drafts show how
+many would be accepted. The standard error of each ratio comes from 400 bootstrap resamples of the prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slimkv.lab.evals.texts import load_text
 
 
 def matching_steps(matches: list[bool], drafted: int = DRAFTED) -> int:
-    """Verification steps of an answer. ``matches``: which of its tokens a draft model predicts from those before."""
+    """Verification steps of one answer. ``matches``: for each of its tokens, whether the draft model predicts it."""
     steps, done = 0, 0
     while done < len(matches):
         accepted = 0
@@ -36,7 +36,7 @@ def matching_steps(matches: list[bool], drafted: int = DRAFTED) -> int:
 
 
 def prompts_of(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
-    """Windows side by side, of source and of prose."""
+    """Evenly spaced windows of tokens, half of them from Python source and half from prose."""
     source = "\n".join(path.read_text() for path in sorted(Path(slimkv.__file__).parent.rglob("*.py")))
     found = []
     for text in (source, load_text("shipped")):
@@ -47,7 +47,7 @@ def prompts_of(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
 
 
 def answers_of(model: Any, prompts: list[list[int]], kind: CacheKind, new: int, batch: int) -> list[list[int]]:
-    """Greedy continuations."""
+    """Greedy continuations of the prompts."""
     found = []
     for first in range(0, len(prompts), batch):
         ids = torch.tensor(prompts[first : first + batch], device=model.device)
@@ -76,7 +76,7 @@ def steps_with_first_layers(model: Any, prompts: list[list[int]], answers: list[
 
 
 def ratio_of(stock: list[int], own: list[int]) -> tuple[float, float]:
-    """The ratio of acceptance lengths, and its standard error."""
+    """The ratio of the acceptance lengths and its standard error."""
 
     def ratio(rows: list[int]) -> float:
         return sum(stock[i] for i in rows) / sum(own[i] for i in rows)
@@ -87,7 +87,7 @@ def ratio_of(stock: list[int], own: list[int]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """The command line."""
+    """Command-line entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=models.DEFAULT)
     parser.add_argument("--format", default="k4v4+cal,k4v4")

@@ -1,15 +1,14 @@
-"""The error of the attention output with quantised keys and values, by format and scale policy.
+"""Error of the attention output with quantised keys and values, by format and scale policy.
 
     python benchmarks/attention_errors.py
     python benchmarks/attention_errors.py --model smollm2-135m-instruct --text wiki.test.raw
 
-Queries, keys and values are those of a model, or synthetic ones with the properties that make real ones hard to
-quantise:
+Queries, keys and values come from a model, or are synthetic with the properties that make real ones hard to quantise:
 
 * a few key channels are many times larger than the rest and carry a constant offset (rotary pairs do this);
 * every channel has its own spread, and values have heavy tails (Student's t);
 * a few tokens have far larger norms, and the first one is an attention sink with a small value;
-* queries lie near a few directions, so attention is neither flat nor on one token.
+* queries lie near a few directions, so attention is neither uniform nor concentrated on one token.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class AttentionSample:
 
 
 def student(shape: tuple[int, ...], freedom: int, generator: torch.Generator) -> Tensor:
-    """Numbers of Student's t distribution with variance 1, or nearly so."""
+    """Samples of Student's t distribution, scaled to variance 1."""
     normal = torch.randn(shape, generator=generator)
     chi = torch.randn((*shape, freedom), generator=generator).square().mean(-1)
     return normal / chi.sqrt() * math.sqrt((freedom - 2) / freedom)
@@ -72,7 +71,7 @@ def _pick(heads: int, size: int, share: float, generator: torch.Generator) -> Te
 
 
 def _channels(heads: int, dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Spread of every channel, and which are outliers: float and bool [heads, 1, dim]."""
+    """The spread of each channel (float) and whether it is an outlier (bool), both [heads, 1, dim]."""
     spread = (0.5 * torch.randn(heads, 1, dim, generator=generator)).exp()
     return spread, _pick(heads, dim, OUTLIER_CHANNELS, generator)[:, None, :]
 
@@ -85,7 +84,7 @@ def _token_gain(heads: int, tokens: int, span: tuple[float, float], generator: t
 def heavy_tailed(
     heads: int = 8, tokens: int = 1024, dim: int = 128, queries: int = 64, seed: int = 0
 ) -> AttentionSample:
-    """One sample; the same seed gives the same statistics on every machine."""
+    """One synthetic sample. The same seed gives the same statistics on every machine."""
     generator = torch.Generator().manual_seed(seed)
     spread, outlier = _channels(heads, dim, generator)
     gain = torch.where(outlier, _uniform((heads, 1, dim), *CHANNEL_GAIN, generator), 1.0)
@@ -108,9 +107,9 @@ def heavy_tailed(
 
 
 def capture_attention(model: Any, token_ids: Tensor, queries: int = 64) -> list[AttentionSample]:
-    """One sample per layer of a transformers model reading ``token_ids`` (int64 [1, tokens]).
+    """One sample per layer from a forward pass of a transformers model on ``token_ids`` (int64 [1, tokens]).
 
-    Keys and values are those of every token, one copy per query head; queries are those of the last ``queries`` tokens.
+    Keys and values cover all tokens and are repeated for each query head. Queries cover the last ``queries`` tokens.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -151,7 +150,7 @@ class AttentionError:
 
 @dataclass(frozen=True)
 class PolicyError:
-    """The output's error with only the keys, or only the values, stored under a policy."""
+    """Error of the output if only the keys, or only the values, are stored with a scale policy."""
 
     bits: int
     policy: str
@@ -175,7 +174,7 @@ def relative_error(estimate: Tensor, truth: Tensor) -> float:
 
 
 def round_trip(codec: Codec, sample: AttentionSample) -> tuple[Tensor, Tensor]:
-    """K and V after the codec, float32."""
+    """K and V after encoding and decoding, float32."""
     key, value = sample.key, sample.value
     if codec.spec.key.kind == Kind.RAW:
         key = key.to(getattr(torch, codec.spec.key.raw_dtype))
@@ -185,7 +184,7 @@ def round_trip(codec: Codec, sample: AttentionSample) -> tuple[Tensor, Tensor]:
 
 
 def attention_error(sample: AttentionSample, spec: CodecSpec, name: str | None = None) -> AttentionError:
-    """The errors of ``spec`` on ``sample``."""
+    """Errors of ``spec`` on ``sample``."""
     key, value = round_trip(Codec(spec, sample.key.device), sample)
 
     def output(k: Tensor, v: Tensor) -> Tensor:
@@ -210,7 +209,7 @@ def compare_formats(sample: AttentionSample, formats: Iterable[str]) -> list[Att
 
 
 def compare_policies(sample: AttentionSample, widths: Sequence[int] = (2, 3, 4)) -> list[PolicyError]:
-    """Every scale policy at every width, for keys and for values on their own."""
+    """Errors of every scale policy at every width, with only the keys or only the values quantised."""
     out = []
     for bits in widths:
         for policy in ScalePolicy:
@@ -230,7 +229,7 @@ Row = TypeVar("Row", AttentionError, PolicyError)
 
 
 def average(tables: Sequence[Sequence[Row]]) -> list[Row]:
-    """The same table from several samples -> its mean; names and widths are kept."""
+    """Averages tables of the same shape over samples. Names and widths are kept."""
     out = []
     for rows in zip(*tables, strict=True):
         errors = [f.name for f in fields(rows[0]) if f.type == "float"]

@@ -1,4 +1,4 @@
-"""Perplexity of the text after a prefix whose K and V went through the cold tier's codec and came back.
+"""Perplexity of text after a prefix whose K and V were encoded and decoded by the cold tier's codec.
 
     python benchmarks/cold_tier.py MODEL --text wiki.test.raw --device cuda --dtype bfloat16
 
@@ -25,14 +25,14 @@ from slimkv.lab.evals.texts import load_text, token_windows
 def round_trip(
     key: Tensor, value: Tensor, layer: int, format: str, calibration: Calibration | None
 ) -> tuple[Tensor, Tensor]:
-    """key, value [1, heads, tokens, dim] -> what the pages of ``format`` give back."""
+    """key, value [1, heads, tokens, dim] -> the same, decoded from pages of ``format``."""
     known = calibration if format.endswith("+cal") else None
     return fake_quantize(key, value, format.removesuffix("+cal"), known, layer=layer, num_layers=layer + 1)
 
 
 @torch.inference_mode()
 def losses(model: Any, window: Tensor, prefix: int, formats: list[str], calibration: Calibration) -> dict[str, float]:
-    """Nats of the tokens after ``prefix``, summed, by format; the first entry is an unchanged cache."""
+    """Summed cross-entropy (nats) of the tokens after ``prefix``, by format. The first entry is an unchanged cache."""
     ids = window[None].to(model.device)
     read = DynamicCache(config=model.config)
     model(ids[:, :prefix], past_key_values=read, logits_to_keep=1)
@@ -49,7 +49,7 @@ def losses(model: Any, window: Tensor, prefix: int, formats: list[str], calibrat
 
 
 def main() -> None:
-    """Prints a line for each format."""
+    """Prints one line per format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--text", required=True)

@@ -1,10 +1,11 @@
-"""The KL divergence of one format under several calibrations of a model, on the same windows of a text.
+"""KL divergence of one format with several calibrations of a model, on the same windows of a text.
 
     slimkv calibrate smollm2-135m-instruct -o transformers.safetensors
     slimkv calibrate smollm2-135m-instruct --engine vllm --engine-options '{"dtype": "float32"}' -o vllm.safetensors
     python benchmarks/compare_calibrations.py transformers.safetensors vllm.safetensors --text wiki.test.raw --windows 8
 
-Prints the means after every window, each with its ratio to the first file's. Strict, as ``slimkv eval agreement``.
+After every window, prints the mean of each file and its ratio to the first file's mean. The evaluation mode is strict,
+as in ``slimkv eval agreement``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from slimkv.lab.evals.texts import load_text, token_windows
 
 
 def main() -> None:
-    """The command line."""
+    """Command-line entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, help="calibrations; ratios are to the first")
     parser.add_argument("--model", default="smollm2-135m-instruct")

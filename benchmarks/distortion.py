@@ -1,4 +1,4 @@
-"""Distortion of the Lloyd-Max codes on random directions, against what theory allows.
+"""Distortion of the Lloyd-Max codes on random directions, compared with theoretical values.
 
 python benchmarks/distortion.py --head-dim 128
 """
@@ -20,7 +20,7 @@ from slimkv.spec import CodecSpec, ScalePolicy
 
 WIDTHS = tuple(range(1, 9))
 QUERIES = 1024
-NUMBERS = 1 << 21  # values encoded per width, so that the error does not depend on the dimension
+NUMBERS = 1 << 21  # values encoded per width; the sampling error is then about the same for every head size
 _GAUSSIAN_DIM = 10**8  # with this many dimensions a coordinate is Gaussian to eight digits
 
 
@@ -31,7 +31,7 @@ class PolicyDistortion:
     policy: str
     mse: float  # mean of |x - x_hat|^2 / |x|^2
     slope: float  # of <q, x_hat> regressed on <q, x> over random queries
-    slope_theory: float  # 1 - D, sqrt(1 - D) or 1, with D the plain policy's mse
+    slope_theory: float  # 1 - D, sqrt(1 - D) or 1, where D is the plain policy's mse
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class WidthDistortion:
     bits: int
     mse: float
     gaussian_optimum: float
-    dim_optimum: float  # of Lloyd-Max levels for a coordinate of a unit vector in this many dimensions
+    dim_optimum: float  # mse of the Lloyd-Max codebook for one coordinate of a random unit vector
     paper_bound: float  # sqrt(3) pi / 2 / 4^bits
     over_gaussian: float  # mse / gaussian_optimum
     over_dim: float  # mse / dim_optimum
@@ -50,7 +50,7 @@ class WidthDistortion:
 
 @dataclass(frozen=True)
 class DistortionReport:
-    """All widths."""
+    """Results for all widths."""
 
     head_dim: int
     vectors: int
@@ -60,7 +60,7 @@ class DistortionReport:
 
 
 def gaussian_optimum(bits: int) -> float:
-    """Mean squared error of the optimal ``2 ** bits`` levels for a Gaussian of variance 1."""
+    """Mean squared error of the optimal codebook of ``2 ** bits`` centroids for a Gaussian of variance 1."""
     return expected_distortion(bits, _GAUSSIAN_DIM, exact=True)
 
 
@@ -82,7 +82,7 @@ def measure_policy(x: Tensor, query: Tensor, bits: int, policy: ScalePolicy) -> 
     codec = Codec(spec, x.device)
     restored = codec.decode_key(codec.encode_key(x))
     mse = ((restored - x).square().sum(-1).double() / x.square().sum(-1).double()).mean()
-    # Sums over all pairs (q, x): <q, x> <q, x_hat> = x' (q q') x_hat, so the queries enter by their second moment only.
+    # Summed over all pairs (q, x): <q, x> <q, x_hat> = x' (q q') x_hat, so only the second moment of q is needed.
     x, restored, moment = x.double(), restored.double(), (query.T @ query).double()
     slope = (x @ moment * restored).sum() / (x @ moment * x).sum()
     return float(mse), float(slope)

@@ -1,8 +1,8 @@
-"""Tables of results in the documentation, between two markers.
+"""Writes tables of results into the documentation, between two markers.
 
     python benchmarks/documents.py        # rewrites docs/design/kernels.md and docs/guides/suite.md
 
-They are made from the reports in ``benchmarks/results``; a test fails when they are out of date.
+The tables come from the reports in ``benchmarks/results``. A test fails if they are out of date.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slimkv.lab.suite.summary import Document, words
 from slimkv.lab.suite.written import markdown_table, read_results
 
 ROOT = Path(__file__).parent.parent
-END = "<!-- end -->"  # of results in a document
+END = "<!-- end -->"  # the marker after the results in a document
 NAMES = {
     "fa3_bf16": "FA3 bf16",
     "fa3_fp8": "FA3 fp8",
@@ -39,7 +39,7 @@ NAMES |= LATENT_NAMES
 
 
 def load(path: Path) -> Report:
-    """Reads a report that ``slimkv bench --output`` wrote; fields that reports no longer have are left out."""
+    """Reads a report written by ``slimkv bench --output``. Fields that no longer exist in reports are ignored."""
     data = json.loads(path.read_text(encoding="utf-8"))
     rows = [{**row, "baselines": [_made(Baseline, b) for b in row["baselines"]]} for row in data["rows"]]
     return _made(Report, {**data, "rows": [_made(Row, row) for row in rows]})
@@ -50,7 +50,7 @@ def _made(kind: Any, data: dict[str, Any]) -> Any:
 
 
 def filled(text: str, start: str, body: str) -> str:
-    """``text`` with ``body`` between the marker ``start`` and the next ``<!-- end -->``."""
+    """Replaces the text between the marker ``start`` and the next ``<!-- end -->`` with ``body``."""
     before, found, rest = text.partition(start)
     _, end, after = rest.partition(END)
     if not found or not end:
@@ -59,8 +59,8 @@ def filled(text: str, start: str, body: str) -> str:
 
 
 def table(report: Report) -> str:
-    """One report: where it was measured, a row per cell, and the cost of the rotation. Latents have other baselines and
-    a separate table.
+    """One report: where it was measured, a row per cell, and the cost of the rotation. Latents get a separate table
+    because their baselines differ.
     """
     lines = [
         f"`{report.operation}` on one {report.device} ({report.copy_bytes_per_second / 1e12:.2f} TB/s copy), "
@@ -84,7 +84,7 @@ def table(report: Report) -> str:
 
 
 def _table(rows: list[Row]) -> list[str]:
-    """A column for every baseline that ran."""
+    """A table with one column per baseline that ran."""
     present = list(dict.fromkeys(b.name for row in rows for b in row.baselines if b.ms is not None))
     with_error = any(row.error is not None for row in rows)
     head = ["cell", "format", "backend", "time", "of copy bandwidth", *(f"{NAMES[n]} takes" for n in present)]
@@ -112,7 +112,7 @@ def _ratio(row: Row, name: str) -> str:
 
 
 def section(results: Document) -> str:
-    """One run: what it was, its table, what its tests say, and its command."""
+    """One run: its command and settings, its table, and the outcome of its statistical tests."""
     run, size = results["run"], results["settings"]["size"]
     asked = next((row["answers"]["asked"] for row in results["summary"]["rows"] if "answers" in row), 0)
     versions = versions_line(run["versions"])
@@ -137,13 +137,13 @@ def _threads(count: int) -> str:
 
 
 def fill_kernels(text: str, folder: Path) -> str:
-    """``text`` with the reports of attend and store in ``folder`` between its markers."""
+    """Fills the marked section of ``text`` with the attend and store reports in ``folder``."""
     paths = [path for name in ("attend", "store") for path in sorted(folder.glob(f"{name}-*.json"))]
     return filled(text, "<!-- bench table -->", "".join(f"\n{table(load(path))}\n" for path in paths))
 
 
 def fill_suite(text: str, folder: Path) -> str:
-    """``text`` with the results of the suite in ``folder`` between its markers."""
+    """Fills the marked section of ``text`` with the suite results in ``folder``."""
     found = [read_results(path) for path in sorted(folder.glob("suite-*.json"))]
     return filled(text, "<!-- suite results -->", "".join(f"\n{section(one)}\n" for one in found) + "\n")
 

@@ -1,11 +1,11 @@
-"""KL divergence from the stock cache with 16-bit and with 8-bit prefill, and with 8-bit prefill of the same codes.
+"""KL divergence from the stock cache with 16-bit prefill, 8-bit prefill, and 8-bit prefill on the 16-bit pass's codes.
 
     python benchmarks/eight_bit_divergence.py [--model NAME] [--format k4v4+cal] [--text FILE] [--windows 16] [--json F]
         [--device cuda]
 
-Any change in one layer flips some codes of the later layers, which draws most of their quantization error anew. The
-cost of 8 bits alone therefore shows only where later layers read the codes of the 16-bit pass. Strict, reference
-arithmetic; windows are those of ``slimkv eval agreement``.
+Any change in one layer flips some codes of later layers, and most of their quantization error is then drawn anew. The
+cost of 8-bit arithmetic alone is therefore visible only if later layers read the codes of the 16-bit pass. Evaluation
+is strict and uses the reference backend; windows are those of ``slimkv eval agreement``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ EIGHT, SIXTEEN, SAME = "8bit", "16bit", "8bit, same codes"
 
 @contextmanager
 def reading(name: str, pages: list[Tensor]):
-    """Inside, long passes use the arithmetic ``name`` of the reference; ``pages`` keeps the pages of each pass, or
-    restores them.
+    """Context in which long passes use the reference backend with the arithmetic ``name``.
+
+    With ``SIXTEEN``, appends the pages of each pass to ``pages``; with ``SAME``, restores them before each pass.
     """
     in_eight_bits, in_sixteen, left = reference._in_eight_bits, reference._one_sequence, list(pages)
-    select = REGISTRY.select  # store keeps its own backend, which writes the same bytes
+    select = REGISTRY.select  # the registry of attention: store keeps its own backend, which writes the same bytes
 
     def attend(request: Any, *rest: Any) -> None:
         if name == SIXTEEN:
@@ -56,7 +57,7 @@ def reading(name: str, pages: list[Tensor]):
 
 
 def divergences(model: Any, format: str, calibration: Calibration | None, ids: Tensor) -> dict[str, float]:
-    """The mean KL divergence of a window, ids int64 [1, tokens], from the stock cache, by arithmetic."""
+    """Mean KL divergence from the stock cache on one window (ids int64 [1, tokens]), by arithmetic."""
     options = {"calibration": calibration, "prefill": EIGHT}
 
     def logits(format: str, **options: Any) -> Tensor:
@@ -71,7 +72,7 @@ def divergences(model: Any, format: str, calibration: Calibration | None, ids: T
 
 
 def main() -> None:
-    """The command line."""
+    """Command-line entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--format", default="k4v4+cal", help="+cal: with --calibration, or one made from the model")

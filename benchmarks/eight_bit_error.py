@@ -1,9 +1,10 @@
-"""What 8-bit prefill adds to the error of attention on codes, by layer, on a real model's queries, keys and values.
+"""The error that 8-bit prefill adds to attention on codes, on the queries, keys and values of a real model's layers.
 
     python benchmarks/eight_bit_error.py [--model NAME] [--text FILE] [--tokens 1024] [--layers 20] [--json FILE]
 
-Prints the squared error of each rounding step over that of the codes alone, both against unquantised attention, plain
-and calibrated.
+The rounding steps of 8-bit prefill are added one after another. For plain and calibrated codes, prints how much each
+combination raises the squared error over that of the codes alone, relative to unquantised attention and summed over
+layers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from slimkv.ops.attention.eight_bit import LOG2E, TOP, attend_sequence, operands
 from slimkv.ops.gather.reference import decode_slots
 from slimkv.spec import CodecSpec, PageLayout
 
-# What is rounded: queries to int8, values and probabilities to e4m3; whether the denominator sums rounded ones.
+# Flags: queries rounded to int8, values rounded to e4m3, probabilities rounded to e4m3, and whether the denominator
+# sums the rounded probabilities.
 STEPS = {
     "codes": (False, False, False, True),
     "int8 queries": (True, False, False, True),
@@ -37,15 +39,15 @@ STEPS = {
     "and e4m3 weights": (True, True, True, True),
     "all, unrounded denominator": (True, True, True, False),
 }
-INTEGERS = "integers alone"  # the arithmetic of GPUs without warpgroup products
+INTEGERS = "integers alone"  # the arithmetic of GPUs without warpgroup MMA
 
 
 def layer_errors(
     sample: AttentionSample, group: int, scale: float, window: int | None, stored: Any
 ) -> dict[str, float]:
-    """Squared relative error of each of ``STEPS`` and of ``INTEGERS``.
+    """Squared relative error of the attention output for each of ``STEPS`` and for ``INTEGERS``.
 
-    ``stored(key, value, codec, layout)`` gives the pages.
+    ``stored(key, value, codec, layout)`` returns the pages.
     """
     key, value = (x[::group].transpose(0, 1).contiguous() for x in (sample.key, sample.value))
     query, count = sample.query.transpose(0, 1), sample.key.shape[1]
@@ -85,7 +87,7 @@ def layer_errors(
 
 
 def main() -> None:
-    """The command line."""
+    """Command-line entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--text", default="shipped")

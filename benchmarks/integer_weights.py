@@ -1,11 +1,12 @@
-"""The arithmetic of 8-bit prefill on GPUs without warpgroup products, in plain torch: integers alone.
+"""The integer-only arithmetic of 8-bit prefill on GPUs without warpgroup MMA, in plain torch.
 
-For scores x_t and the scales v_t of values, as in ``slimkv.ops.attention.eight_bit``:
+The scores x_t and the scales v_t of the values are those of ``slimkv.ops.attention.eight_bit``:
 
-    weights    w_t = round(2^(x_t - m) 255 v_t / u), where m is the largest x of a group of tokens (``group_tokens``)
-               and u the largest v of two groups, the first of which starts at a multiple of their size. Where another
-               v of the two is less than u / 4, m is the largest x_t + log2(v_t / u)
-    output     sum over groups of 2^m u / 510 sum_t w_t vb_t, over sum_t 2^(x_t), where vb_t is twice the value's levels
+    weights    w_t = round(2^(x_t - m) 255 v_t / u), where m is the largest x in a group of tokens (``group_tokens``)
+               and u the largest v in a tile. A tile is two consecutive groups and starts at a multiple of its size. If
+               any v in the tile is below u / 4, m is instead the largest x_t + log2(v_t / u) of the group
+    output     (sum over groups of 2^m u / 510 sum_t w_t vb_t) / (sum_t 2^(x_t)), where vb_t is twice the centroids of
+               value t, as integers
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from slimkv.ops.attention.eight_bit import Operands, operands
 from slimkv.spec import PageLayout
 
 MOST_WEIGHT, UNEVEN, LEAST_LOG = 255.0, 0.25, -15.0
-_operands = operands  # tests put integer_operands in its place
+_operands = operands  # tests replace ``eight_bit.operands`` by integer_operands, which calls the original
 
 
 def group_tokens(key_dim: int) -> int:
-    """The number of tokens whose weights have one scale."""
+    """The number of tokens whose weights share one scale."""
     return 128 if key_dim == 64 else 64
 
 
 @dataclass(frozen=True)
 class IntegerOperands(Operands):
-    """K and V of a sequence; values are integers of at most 127."""
+    """K and V of a sequence; values are integers in -127..127."""
 
     unit: Tensor  # float32 [tokens, num_kv_heads]: the largest scale of a token's tile
-    log: Tensor  # the same shape: log2 of scale over unit where scales are uneven, else 0
+    log: Tensor  # the same shape: log2(scale / unit) in tiles with uneven scales, else 0
 
     def weigh(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``Operands`` does, with weights that are integers."""
+        """Like ``Operands.weigh``, but weights are rounded to integers."""
         count, tokens = x.shape[-1], group_tokens(self.key.shape[-1])
 
         def in_groups(y: Tensor, fill: float = 0.0) -> Tensor:
@@ -49,7 +50,7 @@ class IntegerOperands(Operands):
 
         x = in_groups(x, -torch.inf)
         most = (x + in_groups(self.log.T)[:, None, None]).nan_to_num(-torch.inf).amax(-1, keepdim=True)
-        # Rounding makes no weight larger than a byte.
+        # A slightly larger maximum, so that rounding errors cannot push a weight beyond 255.
         most = torch.where(most.isinf(), most, most + most.abs() * 2.0**-22)
         reference = most.amax(-2, keepdim=True)
         reference = torch.where(reference.isinf(), 0.0, reference)
@@ -64,7 +65,7 @@ class IntegerOperands(Operands):
 def integer_operands(
     codec: Codec, layout: PageLayout, pages: Tensor, slots: Tensor, seen_from: int = 0
 ) -> IntegerOperands:
-    """As ``operands`` gives them, for products of integers alone."""
+    """Like ``operands``, for integer-only products."""
     plain, (_, value) = _operands(codec, layout, pages, slots, seen_from), take_tokens(layout, pages, slots)
     levels = byte_levels(layout.spec.value.bits, layout.spec.value_dim).key
     hidden = plain.key_scale.isnan() | (torch.arange(len(slots), device=pages.device)[:, None] < seen_from)

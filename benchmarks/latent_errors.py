@@ -1,8 +1,8 @@
-"""The error of latent attention (MLA) with quantised latents and rope parts, on synthetic data.
+"""Error of latent attention (MLA) with quantised latents and rope parts, on synthetic data.
 
-No weights of an MLA model are measured here: latents are random directions, or have heavy tails and outliers, or those
-plus a vector that all tokens share. Rope parts are pairs of very different magnitudes that rotate with the position,
-which makes real ones hard to quantise.
+There are three kinds of latents: random directions, latents with heavy tails and outliers, and the latter plus a vector
+that all tokens share. Rope parts are pairs of dimensions that rotate with the position. Except with random directions,
+the pairs differ widely in magnitude, which makes rope parts of real models hard to quantise.
 
     python benchmarks/latent_errors.py
 """
@@ -22,17 +22,17 @@ from slimkv.codec import Codec
 from slimkv.lab.report.page import table_line
 from slimkv.spec import Kind, LatentSpec, PageLayout
 
-SCORE_SPREAD = 1.5  # standard deviation of the scores, for the latent's part and for the rope part's
+SCORE_SPREAD = 1.5  # standard deviation of the scores from the latents, and of those from the rope parts
 ROPE_BASE = 10000.0
-SHARED_PART = 2.0  # norm of the vector that all tokens of "shared" have in common, over that of the rest
+SHARED_PART = 2.0  # "shared" latents: norm of the vector that all tokens have in common, over the norm of the rest
 KINDS = ("random", "heavy", "shared")
 
 
 @dataclass(frozen=True)
 class LatentSample:
-    """Latents [tokens, latent_dim] and rope parts [tokens, rope_dim] with queries [queries, dim], float32.
+    """Latents [tokens, latent_dim], rope parts [tokens, rope_dim] and queries [queries, dim], float32.
 
-    ``query`` and ``query_rope`` are scaled so that scores need no further factor.
+    ``query`` and ``query_rope`` already include the softmax scale.
     """
 
     latent: Tensor
@@ -50,17 +50,17 @@ class LatentError:
     bytes_per_token: float
     latent: float
     rope: float
-    output: float  # of attention, with both quantised
+    output: float  # error of the attention output with both quantised
     output_latent_only: float
     output_rope_only: float
-    output_centred: float  # both quantised, the latents' mean subtracted before and added after
+    output_centred: float  # both quantised; the mean latent is subtracted before encoding and added back afterwards
 
 
 def _rope_parts(tokens: int, dim: int, heavy: bool, generator: torch.Generator) -> Tensor:
-    """Pairs with a constant part, rotated by position as rotary embeddings do: [tokens, dim]."""
+    """Pairs with a constant part, rotated by position as by rotary embeddings: [tokens, dim]."""
     pairs = dim // 2
     size = torch.ones(pairs)
-    if heavy:  # a few pairs are a hundred times as large as most
+    if heavy:  # sizes vary, and two pairs are another 40 times larger
         size = (1.2 * torch.randn(pairs, generator=generator)).exp()
         size[torch.randperm(pairs, generator=generator)[:2]] *= 40
     angle = torch.arange(tokens)[:, None] * ROPE_BASE ** (-torch.arange(pairs) / pairs)
@@ -73,7 +73,7 @@ def _rope_parts(tokens: int, dim: int, heavy: bool, generator: torch.Generator) 
 def sample_latents(
     kind: str, tokens: int = 2048, latent_dim: int = 512, rope_dim: int = 64, queries: int = 64, seed: int = 0
 ) -> LatentSample:
-    """One sample of ``kind``, one of ``KINDS``; the same seed gives the same one."""
+    """One sample of ``kind``, which is one of ``KINDS``. The same seed gives the same sample."""
     generator, heavy = torch.Generator().manual_seed(seed), kind != "random"
     latent = torch.randn(tokens, latent_dim, generator=generator)
     if heavy:
@@ -83,7 +83,7 @@ def sample_latents(
     if kind == "shared":
         common = torch.randn(latent_dim, generator=generator)
         latent = latent + common * (SHARED_PART * latent.square().mean().sqrt() / common.square().mean().sqrt())
-    latent = latent / latent.square().mean(-1, keepdim=True).sqrt()  # models store it after an RMS norm
+    latent = latent / latent.square().mean(-1, keepdim=True).sqrt()  # models cache the latent after an RMS norm
     rope = _rope_parts(tokens, rope_dim, heavy, generator)
     basis = torch.randn(8, latent_dim, generator=generator)
     query = torch.randn(queries, 8, generator=generator) @ basis + torch.randn(queries, latent_dim, generator=generator)
@@ -99,7 +99,7 @@ def _attend(sample: LatentSample, latent: Tensor, rope: Tensor) -> Tensor:
 
 
 def latent_error(sample: LatentSample, kind: str, format: str) -> LatentError:
-    """The errors of one format."""
+    """Errors of one format on ``sample``."""
     spec = LatentSpec.parse(format, sample.latent.shape[-1], sample.rope.shape[-1])
     codec = Codec(spec)
 
@@ -130,7 +130,7 @@ def latent_error(sample: LatentSample, kind: str, format: str) -> LatentError:
 def compare_latent_formats(
     formats: Iterable[str], latent_dim: int = 512, rope_dim: int = 64, seeds: int = 4, kinds: Sequence[str] = KINDS
 ) -> list[LatentError]:
-    """Root mean squares over ``seeds`` samples of every kind."""
+    """Errors of every format on every kind of sample, as root mean squares over ``seeds`` samples."""
     rows, names = [], list(formats)
     numbers = [f.name for f in fields(LatentError) if f.type == "float"]
     for kind in kinds:

@@ -1,9 +1,10 @@
-"""Times every configuration of the prefill kernels, each checked first, on Hopper.
+"""Checks and times every configuration of the prefill kernels on Hopper.
 
     python benchmarks/prefill_configs.py [--json FILE] [--cells PATTERN ...]
 
-One process: a short case of every configuration against the reference (the same arithmetic in torch) and twice for
-the same bits, then the times of all cells, as a table, with the error of each against float64 on the same codes.
+First runs every configuration on a short case: the output must be bitwise identical in two runs, and its largest error
+against the reference (the same arithmetic in torch) is printed. Then prints the time of every configuration on each
+selected cell. All runs share one process.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ CHECKED = AttendCell("", batch=2, context=4096, queries=300, num_heads=8, num_kv
 
 
 def request_of(case: Case) -> AttendRequest:
-    """What ``attend`` makes of the case."""
+    """The checked request that ``attend`` builds from the case."""
     return checked_request(case.query, case.kv, replace(case.batch, min_query_len=0), case.options)
 
 
 def named(case: Case) -> dict[str, PrefillConfig]:
-    """The configurations of a case's head size and codes."""
+    """All configurations for the head size and codes of a case, by name."""
     return {
         f"{config.unpack.value}-{config.rows}-rows-{8 if config.eight_bit else 16}bit": config
         for unpack in Unpack
@@ -46,7 +47,7 @@ def named(case: Case) -> dict[str, PrefillConfig]:
 
 
 def check(name: str, config: PrefillConfig, dim: int, device: torch.device) -> float:
-    """Largest relative error of a row against the reference; raises if it is not the same twice."""
+    """Largest relative error of a row against the reference. Raises if two runs differ in any bit."""
     torch.manual_seed(0)
     wanted = "8bit" if config.eight_bit else "16bit"
     request = request_of(Case.create(replace(CHECKED, head_dim=dim, prefill=wanted), "cuda", device))
@@ -62,7 +63,7 @@ def check(name: str, config: PrefillConfig, dim: int, device: torch.device) -> f
 
 
 def main() -> int:
-    """The command line."""
+    """Command-line entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cells", nargs="*", default=[])

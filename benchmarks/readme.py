@@ -1,8 +1,8 @@
-"""The README's chart and figures, made from the reports in ``benchmarks/results``.
+"""Builds the README's chart and tables from the reports in ``benchmarks/results``.
 
-    python benchmarks/readme.py        # rewrites docs/images/serving.svg and the table in README.md
+    python benchmarks/readme.py        # rewrites docs/images/serving.svg and the tables in README.md
 
-Only this script chooses the reports; ``tests/test_docs.py`` fails when the README is out of date.
+The choice of reports is made here alone. ``tests/test_docs.py`` fails if the README is out of date.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ text { font: 13px system-ui, sans-serif; fill: #1c2330; } .soft { fill: #5d6879;
 .bar { fill: #a9b4c4; } .ours { fill: #1f6feb; } .ground { fill: #fff; }
 @media (prefers-color-scheme: dark) { text { fill: #e6eaf2; } .soft { fill: #9aa5b8; } .bar { fill: #4a5568; }
   .ours { fill: #6ea8ff; } .ground { fill: #1e2129; } }
-"""  # with its own background: a page may have another colour scheme than the browser gives to an image
+"""  # The image has its own background because the page's colour scheme may differ from the browser's.
 _WIDTH, _PANEL, _LABEL, _BAR, _GAP = 860, 420, 104, 26, 10
 
 
 def load(name: str) -> dict[str, Any]:
-    """A report by its file name without the ending."""
+    """Reads a report, given its file name without the extension."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -37,7 +37,7 @@ def _short(value: float) -> str:
 
 
 def _panel(left: float, title: str, values: dict[str, float]) -> list[str]:
-    """Horizontal bars, each with its value and its ratio to the first."""
+    """A panel of horizontal bars, each with its value and its ratio to the first."""
     out = [f'<text class="title" x="{left}" y="22">{escape(title)}</text>']
     base, most = next(iter(values.values())), max(values.values())
     room = _PANEL - _LABEL - 120
@@ -53,7 +53,7 @@ def _panel(left: float, title: str, values: dict[str, float]) -> list[str]:
 
 
 def _attention_speed() -> dict[str, float]:
-    """Tokens per second through one layer's attention: every cache's kernel in one run."""
+    """Tokens per second of one layer's attention, by cache; all kernels were measured in one run."""
     row = next(r for r in load("attend-h200")["rows"] if r["cell"] == "decode-32x32K" and r["backend"] == "cuda")
     times = {b["name"]: b["ms"] for b in row["baselines"]} | {"slimkv": row["ms"]}
     kernels = {"bf16": "fa3_bf16", "fp8": "fa3_fp8", "turboquant_4bit_nc": "vllm_4bit_nc", "k4v4": "slimkv"}
@@ -61,7 +61,7 @@ def _attention_speed() -> dict[str, float]:
 
 
 def _tokens_that_fit(systems: dict[str, Any]) -> dict[str, float]:
-    """As the engines reported them; for vLLM's 4-bit cache, where it did not run, from its bytes per token."""
+    """Tokens that fit, as the engines report them; computed from bytes per token if vLLM's 4-bit cache did not run."""
     fits = {SYSTEMS[key]: float(systems[key]["kv_tokens"]) for key in SYSTEMS if key in systems}
     stock = load("stock-4bit-bytes")
     by_bytes = fits["bf16"] * stock["bf16_bytes_per_token"] / stock["bytes_per_token"]
@@ -69,7 +69,7 @@ def _tokens_that_fit(systems: dict[str, Any]) -> dict[str, float]:
 
 
 def chart() -> str:
-    """Tokens per second, in the engine and of attention alone, and tokens that fit."""
+    """The SVG chart: tokens per second of the engine and of attention alone, and tokens that fit."""
     report = load("serve-h200")
     systems, settings = report["systems"], report["settings"]
     speed = {SYSTEMS[k]: float(systems[k]["full"]["decode_tokens_per_second"]) for k in SYSTEMS if k in systems}
@@ -100,13 +100,13 @@ def chart() -> str:
 
 
 def _quality(format: str) -> tuple[str, str]:
-    """Bytes per token, and KL with the increase of perplexity."""
+    """Bytes per token, and KL divergence with the relative increase in perplexity."""
     row = next(r for r in load("smollm2_wikitext2_centred")["rows"] if r["format"] == format)
     return f"{row['bytes_per_token']:,.0f}", f"{row['kl']:.4f} ({row['over_raw']:+.1%})"
 
 
 def table() -> str:
-    """The figures of the README, one row each, with the command that prints it."""
+    """The README's tables of results, with the commands that measure them."""
     serve, attend = load("serve-h200"), load("attend-h200")
     systems, settings = serve["systems"], serve["settings"]
     bf16, ours = systems["bf16"], systems["k4v4"]
@@ -159,7 +159,7 @@ def table() -> str:
 
 
 def filled(readme: str) -> str:
-    """The README with its figures up to date."""
+    """The README with current tables."""
     before, rest = readme.split(START, 1)
     _, after = rest.split(END, 1)
     return f"{before}{START}\n{table()}\n{END}{after}"

@@ -1,7 +1,7 @@
-"""Lossless pages against SGLang's own attention, token by token: ``python benchmarks/sglang_tokens.py RESULT``.
+"""Compares lossless pages with SGLang's own attention, token by token: ``python benchmarks/sglang_tokens.py RESULT``.
 
-Both run at the same time in separate processes, with a model shaped like Llama-3.1-8B and dummy weights. Where answers
-diverge, the result has the gap between the stock engine's two best tokens.
+Both engines run at the same time in separate processes, with a model shaped like Llama-3.1-8B and dummy weights. Where
+answers diverge, the result records the logprob gap between the stock engine's two most likely tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from slimkv.lab.bench.serve_settings import ServeSettings, engine_plan, shape_co
 
 LENGTHS = (3, 17, 64, 65, 128, 301, 512, 1000, 2049, 3001, 8200)
 REPEATS, OUTPUT = 3, 32
-TOKENS = 1 << 16  # of each cache: all prompts and answers
+TOKENS = 1 << 16  # capacity of each engine's cache; holds all prompts and answers
 
 
 def prompts(shape: str) -> list[list[int]]:
-    """Random tokens; the last third repeats the first, so that it hits the radix cache."""
+    """Random prompts. The last third repeats the first third, which is then found in the radix cache."""
     config, source = shape_config(shape), random.Random(0)
     vocabulary, longest = text_field(config, "vocab_size"), text_field(config, "max_position_embeddings") - OUTPUT
     lengths = [length for length in LENGTHS if length < longest]
@@ -32,12 +32,12 @@ def prompts(shape: str) -> list[list[int]]:
 
 
 def run_one(system: str, shape: str, eager: bool, target: Path) -> None:
-    """Answers of one system, with the two best tokens of every position."""
+    """Writes the answers of one system, with the gap between the two most likely tokens at every position."""
     import sglang
 
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder, "model"), shape)
-        few = (("max_total_tokens", TOKENS),)  # the other engine is on the same device
+        few = (("max_total_tokens", TOKENS),)  # the other engine runs on the same device
         settings = ServeSettings(engine="sglang", systems=(system,), shape=shape, context=8300, eager=eager, extra=few)
         engine = sglang.Engine(**engine_plan(system, settings, Path(folder, "model"))["arguments"])
         params = {"temperature": 0, "max_new_tokens": OUTPUT, "ignore_eos": True}
@@ -52,7 +52,7 @@ def run_one(system: str, shape: str, eager: bool, target: Path) -> None:
 
 
 def answer(output: dict[str, Any]) -> dict[str, Any]:
-    """Tokens, and the margin of the best over the second best."""
+    """The tokens of an answer, and the logprob gap between the best and second-best token of each position."""
     best = output["meta_info"]["output_top_logprobs"]
     return {
         "tokens": output["output_ids"],
@@ -62,7 +62,7 @@ def answer(output: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many requests got the same tokens, and where the others diverge."""
+    """Counts requests with the same tokens and locates the first difference of the others."""
     partings = []
     for number, (theirs, mine) in enumerate(zip(stock, ours, strict=True)):
         places = [i for i, (a, b) in enumerate(zip(theirs["tokens"], mine["tokens"], strict=True)) if a != b]
@@ -72,7 +72,7 @@ def compare(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str
 
 
 def main() -> None:
-    """Runs both systems, or one of them in this process."""
+    """Runs both systems in separate processes, or one of them in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("result", type=Path)
     parser.add_argument("--system", help="run one system here and write its answers")

@@ -1,11 +1,11 @@
-"""Decodes a model shaped like DeepSeek V3.2 in stock vLLM, `c4` beside FlashMLA's `fp8_ds_mla`, on one Hopper GPU.
+"""Decodes a model shaped like DeepSeek V3.2 in vLLM on one Hopper GPU: `c4` against FlashMLA's `fp8_ds_mla`.
 
     python benchmarks/sparse_engine.py [--layers 6 --requests 32 --context 8192 --systems c4,fp8_ds_mla,files,offload]
 
-Weights are dummies, and the few layers are dense: this compares the cache and attention. `files` and `offload` ask the
-same prompts twice, with `SlimKVPromptConnector` and with host offload. The second answers read packed latents and the
-indexer's keys from there, and must equal the first. Where vLLM has no DeepGEMM, `stand_in/` computes the indexer's
-scores for all systems.
+The model has dummy weights and a few layers with dense MLPs: only the cache and attention are compared. `files` and
+`offload` run the same prompts twice, with `SlimKVPromptConnector` and with host offload. The second run reads packed
+latents and the indexer's keys from there, and its answers must equal the first. If vLLM has no DeepGEMM, `stand_in/`
+computes the indexer's scores for all systems.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ STEPS, WARM_STEPS = 64, 8
 
 
 class Engine:
-    """One engine, and prompts of random tokens for it."""
+    """One engine with prompts of random tokens."""
 
     def __init__(self, system: str, asked: argparse.Namespace) -> None:
         from vllm import LLM
@@ -79,7 +79,7 @@ class Engine:
         )  # fmt: skip
 
     def answers(self, tokens: int) -> tuple[list[list[int]], float]:
-        """What the engine answers to all prompts together, and the seconds it takes."""
+        """Answers to all prompts in one batch, and the seconds taken."""
         import torch
         from vllm import SamplingParams
 
@@ -91,7 +91,7 @@ class Engine:
         return [list(x.outputs[0].token_ids) for x in made], time.perf_counter() - start
 
     def decoding(self) -> dict[str, Any]:
-        """Tokens that fit, and the milliseconds of a step whose prompts are cached."""
+        """Tokens that fit, and the time of prefill and of a decode step after cached prompts."""
         cache = self.llm.llm_engine.vllm_config.cache_config
         _, prefill = self.answers(1)
         times = {n: min(self.answers(n)[1] for _ in range(2)) for n in (WARM_STEPS, WARM_STEPS + STEPS)}
@@ -103,9 +103,9 @@ class Engine:
         }
 
     def from_outside(self) -> dict[str, Any]:
-        """Tokens that came from files or host memory, and how many answers were those of the first time."""
+        """Tokens that came from files or host memory, and how many answers equal those of the first run."""
         first, _ = self.answers(12)
-        time.sleep(2)  # files are written behind
+        time.sleep(2)  # files are written in the background
         self.llm.reset_prefix_cache()
         again, _ = self.answers(12)
         hits = sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits")
@@ -113,9 +113,9 @@ class Engine:
 
 
 def run_one(system: str, asked: argparse.Namespace) -> None:
-    """One system, in this process; prints its figures as JSON."""
+    """Runs one system in this process and prints its results as JSON."""
     if importlib.util.find_spec("cutlass") is None:
-        # A kernel for newer GPUs, which vLLM imports on every one.
+        # vLLM imports this kernel on every GPU, but it needs cutlass and is for newer GPUs only.
         fake: Any = types.ModuleType("vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl")
         fake.fused_q_cutedsl, fake.is_fused_q_cutedsl_supported = None, lambda *given, **more: False
         sys.modules[fake.__name__] = fake
@@ -125,7 +125,7 @@ def run_one(system: str, asked: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Every system in a process of its own."""
+    """Runs each system in its own process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--requests", type=int, default=32)

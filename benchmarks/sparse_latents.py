@@ -1,9 +1,9 @@
-"""Times a decode step of sparse latent attention, `c4` in token rows beside FlashMLA's `fp8_ds_mla`, on a Hopper GPU.
+"""Times a decode step of sparse latent attention on a Hopper GPU: `c4` in token rows against FlashMLA's `fp8_ds_mla`.
 
     python benchmarks/sparse_latents.py [--picked 2048]
 
-Every query attends random tokens of a cache that is far larger than the L2 cache. FlashMLA, of an installed vLLM,
-takes 64 or 128 heads; for fewer its queries are padded, as vLLM pads them.
+Every query attends to random tokens of a KV cache that is far larger than the L2 cache. FlashMLA comes from the
+installed vLLM and supports 64 or 128 heads; queries with fewer heads are padded, as in vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda")
 
 
 def microseconds(call: Callable[[], object], count: int = 20) -> float:
-    """The shortest of five replays of a CUDA graph of `count` calls."""
+    """Time per call: the shortest of five replays of a CUDA graph of `count` calls, divided by `count`."""
     call()
     torch.cuda.synchronize()
     graph, times = torch.cuda.CUDAGraph(), []
@@ -40,7 +40,7 @@ def microseconds(call: Callable[[], object], count: int = 20) -> float:
 
 
 def packed_cache() -> ops.PackedKV:
-    """Random latents."""
+    """A packed cache of random latents."""
     spec = LatentSpec.parse("c4").with_raw_dtype("bfloat16")
     layout = page_layout(spec, 64, True)
     pages = torch.empty(TOKENS // 64, layout.page_bytes, dtype=torch.uint8, device=DEVICE)
@@ -53,7 +53,7 @@ def packed_cache() -> ops.PackedKV:
 
 
 def slimkv(kv: ops.PackedKV, queries: int, heads: int, picked: int) -> float:
-    """Time of a step, in microseconds."""
+    """Time of a step with slimkv, in microseconds."""
     latent, rope = (torch.randn(queries, heads, dim, device=DEVICE, dtype=torch.bfloat16) for dim in (512, 64))
     slots = torch.randint(0, TOKENS, (queries, picked), dtype=torch.int32, device=DEVICE)
     lens = torch.full((queries,), picked, dtype=torch.int32, device=DEVICE)
@@ -68,7 +68,10 @@ def slimkv(kv: ops.PackedKV, queries: int, heads: int, picked: int) -> float:
 
 
 def flashmla(queries: int, heads: int, picked: int) -> float:
-    """Time of a step with vLLM's FLASHMLA_SPARSE: the better of a batch of queries and of one sequence of them."""
+    """Time of a step with vLLM's FLASHMLA_SPARSE, in microseconds.
+
+    The faster of two shapes: a batch of sequences with one query each, and one sequence with all queries.
+    """
     from vllm.v1.attention.ops import flashmla as module
 
     cache = torch.randint(0, 100, (TOKENS // 64, 64, 1, 656), dtype=torch.uint8, device=DEVICE)
@@ -92,7 +95,7 @@ def flashmla(queries: int, heads: int, picked: int) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints a table of times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picked", type=int, default=2048, help="tokens that a query attends")
     picked = parser.parse_args().picked

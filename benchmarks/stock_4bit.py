@@ -1,8 +1,8 @@
-"""Bytes per token of vLLM's own 4-bit cache, from its configuration. Needs vLLM, but no GPU.
+"""Bytes per token of vLLM's own 4-bit cache, computed from its configuration. Needs vLLM, but no GPU.
 
     python benchmarks/stock_4bit.py > benchmarks/results/stock-4bit-bytes.json
 
-For the shape of ``slimkv bench serve``; the first and last layers that vLLM leaves in bf16 are counted as such.
+The model shape is that of ``slimkv bench serve``. The first and last layers, which vLLM keeps in bf16, count as bf16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DTYPE, SHAPE = "turboquant_4bit_nc", "llama-3.1-8b"
 
 
 def bytes_per_token() -> dict[str, object]:
-    """Over all layers and heads: of vLLM's 4-bit cache, and of bf16."""
+    """Bytes per token of vLLM's 4-bit cache and of a bf16 cache, over all layers and heads."""
     import vllm
     from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
 

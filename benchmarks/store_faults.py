@@ -1,9 +1,9 @@
-"""Stores under faults: damaged, truncated or swapped files, killed writers, full disks.
+"""Injects faults into stores: damaged, truncated or swapped files, killed writers, full disks.
 
     python benchmarks/store_faults.py --count 1000
 
-A reader must get exactly the bytes that were stored, or a miss; no fault may raise an unexpected error. The exit code
-is 1 if one does.
+A reader must get exactly the bytes that were stored, or a miss, and no fault may raise an unexpected error. Otherwise
+the exit code is 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ENTRIES, CHUNK_BYTES, TOKENS = 6, 40_000, 64
 
 
 class Chunks:
-    """Chunks of a cold tier."""
+    """A store of a cold tier's chunks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._mark = folder, "ab" * 32
@@ -44,16 +44,16 @@ class Chunks:
         return str(self.folder / f"{entry}.bin"), str(entry).encode()
 
     def truth(self, entry: int) -> bytes:
-        """The bytes that an entry must have."""
+        """The correct bytes of an entry."""
         return random.Random(entry).randbytes(CHUNK_BYTES)
 
     def save(self, entry: int) -> None:
-        """Stores an entry that is not there."""
+        """Stores an entry unless it exists."""
         path, key = self._place(entry)
         store_file(path, memoryview(self.truth(entry)), key, self._mark)
 
     def load(self, entry: int) -> bytes | None:
-        """The bytes found for an entry; None is a miss."""
+        """The bytes found for an entry, or None for a miss."""
         into = memoryview(bytearray(CHUNK_BYTES))
         path, key = self._place(entry)
         try:
@@ -64,7 +64,7 @@ class Chunks:
 
 
 class Prompts:
-    """Prompt-cache files, found by the tokens they begin with; the same methods as ``Chunks``."""
+    """A store of prompt-cache files, found by their leading tokens. It has the same methods as ``Chunks``."""
 
     def __init__(self, folder: Path) -> None:
         layers = [LayerFingerprint.of(n, CodecSpec.parse("k4v4", 32), 2, "float32") for n in range(2)]
@@ -101,13 +101,13 @@ class Prompts:
             return None
 
 
-Store = Chunks | Prompts  # a folder of entries, numbered from 0
+Store = Chunks | Prompts  # entries are numbered from 0
 Fault = Callable[[Store, random.Random], None]
 
 
 @dataclass(frozen=True)
 class FaultReport:
-    """The number of faults of each kind, and what readers got in total."""
+    """The number of faults by kind, and what readers got in total."""
 
     faults: dict[str, int]
     right: int
@@ -117,12 +117,12 @@ class FaultReport:
 
     @property
     def passed(self) -> bool:
-        """No wrong answer, and nothing broke."""
+        """Whether readers got correct bytes, never wrong ones, and nothing broke."""
         return self.wrong == 0 and not self.broken and self.right > 0
 
 
 def inject_faults(count: int, folder: Path, seed: int = 0) -> FaultReport:
-    """Injects ``count`` faults, kind by kind, at random places in ``folder``; after each, reads every entry."""
+    """Injects ``count`` faults into stores in ``folder``, cycling through the kinds; reads every entry after each."""
     source, faults, got = random.Random(seed), Counter[str](), Counter[str]()
     broken: list[str] = []
     stores: list[Store] = [Chunks(folder / "chunks"), Prompts(folder / "prompts")]
@@ -139,7 +139,7 @@ def inject_faults(count: int, folder: Path, seed: int = 0) -> FaultReport:
             for entry in range(ENTRIES):
                 found = store.load(entry)
                 got["missed" if found is None else "right" if found == store.truth(entry) else "wrong"] += 1
-        except Exception as error:  # any error here would stop a server
+        except Exception as error:  # any error here would crash a server
             broken.append(f"{fault}: {error!r}")
     return FaultReport(dict(sorted(faults.items())), got["right"], got["missed"], got["wrong"], tuple(broken))
 
@@ -161,13 +161,13 @@ def _grow(data: bytearray, source: random.Random) -> None:
 
 
 def _lose_a_page(data: bytearray, source: random.Random) -> None:
-    """Zeros where a page of a file never reached the disk."""
+    """Zeroes one 4 KiB page, as if it had never reached the disk."""
     start = source.randrange(len(data)) // 4096 * 4096
     data[start : start + 4096] = bytes(len(data[start : start + 4096]))
 
 
 def _rewrite(change: Callable[[bytearray, random.Random], None], store: Store, source: random.Random) -> None:
-    """One file, changed in place."""
+    """Changes one random file in place."""
     path = source.choice(_files(store))
     data = bytearray(path.read_bytes())
     change(data, source)
@@ -175,7 +175,7 @@ def _rewrite(change: Callable[[bytearray, random.Random], None], store: Store, s
 
 
 def _mix(store: Store, source: random.Random) -> None:
-    """One file under another's name."""
+    """Overwrites one file with the contents of another."""
     files = _files(store)
     a, b = source.sample(files, 2)
     b.write_bytes(a.read_bytes())
@@ -187,7 +187,7 @@ def _remove_some(store: Store, source: random.Random) -> None:
 
 
 def _kill(store: Store, source: random.Random) -> None:
-    """A writer is killed at a random moment."""
+    """Kills a writer at a random moment."""
     _remove_some(store, source)
     after = source.uniform(0.0, 0.01)
     child = os.fork()
@@ -205,7 +205,7 @@ def _kill(store: Store, source: random.Random) -> None:
 
 @contextmanager
 def _file_limit(size: int) -> Iterator[None]:
-    """No file may grow beyond ``size`` bytes: writes then fail half-way, as on a full disk."""
+    """Limits files to ``size`` bytes, so that larger writes fail half-way, as on a full disk."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -224,7 +224,7 @@ def _full(store: Store, source: random.Random) -> None:
 
 
 def main() -> None:
-    """Injects faults into stores in a temporary folder, and prints what readers got."""
+    """Injects faults into stores in a temporary folder and prints what readers got."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=28, help="number of faults")
     parser.add_argument("--seed", type=int, default=0)

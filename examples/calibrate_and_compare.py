@@ -1,4 +1,4 @@
-"""Calibrate a model and measure the gain: the same bytes, closer to the unquantised cache.
+"""Calibrate a model and measure the gain: with the same bytes, outputs are closer to those of the unquantised cache.
 
     python examples/calibrate_and_compare.py
     python examples/calibrate_and_compare.py --model gemma-3-270m --format k4v4,k4v4+cal,k5v4+cal --windows 4

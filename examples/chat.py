@@ -1,4 +1,4 @@
-"""A chat of several turns, side by side: the stock cache and a packed one. Each cache grows and is never recomputed.
+"""Chat over several turns with the stock cache and a packed one, side by side. Each turn extends its cache.
 
 python examples/chat.py                     # three prepared turns
 python examples/chat.py --interactive       # your own, until an empty line
@@ -17,7 +17,7 @@ import slimkv
 from slimkv.lab import models
 
 TURNS = ("My name is Ada and I live in Turin.", "Name one thing to see in my city.", "What is my name?")
-WIDTH = 56  # characters of a column
+WIDTH = 56  # characters per column
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=models.DEFAULT, help="a packaged model, a folder, or a hub name")
@@ -37,7 +37,7 @@ class Chat:
         self.history: list[dict[str, str]] = []
 
     def say(self, text: str) -> str:
-        """The model's answer; only tokens that are not cached yet are computed."""
+        """Returns the model's answer. Only tokens that are not cached yet are computed."""
         self.history.append({"role": "user", "content": text})
         inputs = self.tokens(add_generation_prompt=True)
         with self.attention(model):
@@ -46,7 +46,7 @@ class Chat:
             )
         answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         self.history.append({"role": "assistant", "content": answer})
-        # The template may encode the answer differently from the generated tokens: keep the common prefix only.
+        # The template may tokenize the answer differently than it was generated, so keep only the common prefix.
         again, cached = self.tokens()["input_ids"], self.cache.get_seq_length()
         kept = min(cached, again.shape[1])
         same = int((again[0, :kept] == out[0, :kept]).long().cumprod(0).sum())
@@ -59,7 +59,7 @@ class Chat:
         return tokenizer.apply_chat_template(self.history, return_tensors="pt", return_dict=True, **options)
 
     def nbytes(self) -> int:
-        """Bytes of the cache's keys and values."""
+        """Bytes of the cached keys and values."""
         if isinstance(self.cache, slimkv.SlimKVCache):
             return self.cache.nbytes
         return sum(x.numel() * x.element_size() for layer in self.cache.layers for x in (layer.keys, layer.values))
@@ -77,7 +77,7 @@ chats = (
     Chat(
         f"stock cache, {model.dtype}".replace("torch.", ""), DynamicCache(config=model.config), contextlib.nullcontext
     ),
-    # The first tokens of a chat are attention sinks: these 4 stay in the model's own dtype.
+    # The first tokens of a chat are attention sinks, so 4 of them stay in the model's own dtype.
     Chat(arguments.format, slimkv.SlimKVCache(model, arguments.format, sink_tokens=4), slimkv.attention),
 )
 for said in turns():

@@ -1,9 +1,9 @@
-"""A custom engine on ``PagedPool``: the pages of one layer, a changing set of sequences, store and attend.
+"""A custom engine on ``PagedPool``: pages of one layer, a changing set of sequences, ``store`` and ``attend``.
 
     python examples/own_engine.py
 
-Two prompts of different lengths share a prefix block, are prefilled together, and decode a few steps. The output is
-compared with torch's attention on the unquantised keys and values.
+Two prompts of different lengths share a prefix block. They are prefilled together and decode a few steps. The output
+is compared with torch's attention on the unquantised keys and values.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def states(tokens: int, heads: int) -> torch.Tensor:
 
 
 class Sequence:
-    """The blocks of one sequence, and its unquantised keys and values for the comparison."""
+    """The blocks of one sequence, with its unquantised keys and values for the comparison."""
 
     def __init__(self, blocks: list[int], key: torch.Tensor, value: torch.Tensor) -> None:
         self.blocks, self.key, self.value = blocks, key, value
@@ -60,7 +60,7 @@ def step(pool: PagedPool, sequences: list[Sequence], new: list[tuple[torch.Tenso
 
 
 pool = PagedPool(arguments.format, 64, KV_HEADS, BLOCK, arguments.device, head_dim=DIM)
-system = (states(BLOCK, KV_HEADS), states(BLOCK, KV_HEADS))  # a system prompt of one block, which both sequences share
+system = (states(BLOCK, KV_HEADS), states(BLOCK, KV_HEADS))  # a system prompt of one block, shared by both sequences
 first = Sequence([], torch.empty(0, KV_HEADS, DIM), torch.empty(0, KV_HEADS, DIM))
 print(f"system prompt: error {step(pool, [first], [system]):.3f}")
 pool.allocator.share(first.blocks)

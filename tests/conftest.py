@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for modules that test folders 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tested scripts, which import one another
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it on its first import
 
 torch.set_num_threads(1)  # tests run side by side
 
@@ -48,7 +48,7 @@ def pytest_xdist_setupnodes() -> None:
     """Compiles the CPU kernels before the workers start; each would otherwise compile them during collection."""
     from slimkv.ops.cpu import compiler, isa
 
-    with suppress(compiler.CompileError):  # then their tests are skipped
+    with suppress(compiler.CompileError):  # the tests of the CPU kernels are then skipped
         compiler.build_library(isa.find())
 
 
@@ -87,7 +87,7 @@ _METHODS = ("new_empty", "new_empty_strided")
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fills ``tensor`` in place: NaN for floats, 0xA5 in every byte of everything else."""
+    """Fills ``tensor`` in place: NaN for floats, True for bools, 0xA5 in every byte of other types."""
     if tensor.numel() == 0 or tensor.device.type == "meta" or type(tensor) is not torch.Tensor:
         return tensor
     with torch.no_grad():

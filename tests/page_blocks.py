@@ -11,7 +11,7 @@ from slimkv.spec import PageLayout
 
 
 def pack_block(layout: PageLayout, key: Encoded, value: Encoded) -> Tensor:
-    """The first n <= block_size tokens [..., n, dim] of blocks -> uint8 [..., page_bytes]; other bytes are zero."""
+    """The first n <= block_size tokens of blocks, [..., n, dim] -> uint8 [..., page_bytes]; other bytes are zero."""
     rows = pack_rows(layout, key, value)
     offsets = page_tables(layout, rows.device).byte_offsets[: rows.shape[-2]]
     page = rows.new_zeros(*rows.shape[:-2], layout.page_bytes)

@@ -24,7 +24,7 @@ def install() -> None:
         if module in seen:
             return None  # a call of a device function, whose caller ignores the scope
         scope = patch(function)
-        if not seen:  # the launch itself
+        if not seen:  # called for the launch itself
 
             def restore() -> None:
                 seen.clear()

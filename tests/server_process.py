@@ -18,7 +18,7 @@ import pytest
 def running(
     command: Sequence[str], environment: Mapping[str, str], port: int, log: Path, stop: signal.Signals
 ) -> Iterator[str]:
-    """Starts ``command``, waits until it answers on ``port`` and yields its address; ends it with ``stop``."""
+    """Starts ``command``, waits until it answers on ``port`` and yields its address; finally sends it ``stop``."""
     with (
         log.open("w") as out,
         subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True) as process,

@@ -22,7 +22,7 @@ from attention_errors import (
 from slimkv import CodecSpec
 
 SEEDS = range(4)
-# docs/design/codec.md prints this table: relative error of the attention output, mean over the seeds.
+# Values in docs/design/codec.md: relative error of the attention output, mean over the seeds.
 DOCUMENTED = {"ku4vu4": 0.389, "kur4vur4": 0.171, "k4v4": 0.179, "turboquant_4bit_nc": 0.213}
 
 
@@ -44,7 +44,7 @@ def test_samples_have_outliers_and_are_reproducible(samples):
     kurtosis = (sample.value / sample.value.std(1, keepdim=True)).pow(4).mean()
     assert kurtosis > 5  # 3 for a Gaussian
     probabilities = torch.softmax(sample.query @ sample.key.mT / math.sqrt(128), -1)
-    assert 0.02 < probabilities.amax(-1).mean() < 0.6  # neither flat nor one token
+    assert 0.02 < probabilities.amax(-1).mean() < 0.6  # neither flat nor concentrated on one token
 
 
 def test_rotation_makes_4_bits_robust_to_outliers(samples):
@@ -75,7 +75,7 @@ def test_more_bits_less_error(samples):
 
 
 def test_policies_differ_as_documented(samples):
-    """Norm correction is the default: best or within noise of the best for keys and for values."""
+    """The default policy, norm correction, is the best or within noise of the best for both keys and values."""
     rows = average([compare_policies(sample) for sample in samples])
     mean = {(r.bits, r.policy, side): getattr(r, side) for r in rows for side in ("keys", "values")}
     assert len(mean) == 18

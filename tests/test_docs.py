@@ -30,7 +30,7 @@ def test_every_room_is_in_the_map_and_nothing_else():
     }
     rooms = {"ops", "integrations", "lab"}  # in these folders, each subfolder has one line
     known = {m for m in modules if not (m.split(".")[0] in rooms and m.count(".") > 1)} - {"__init__"}
-    packages = {"codec", "ops", "cache", "integrations", "lab"}  # headings of the map
+    packages = {"codec", "ops", "cache", "integrations", "lab"}  # these are headings of the map
     assert known - packages - listed == set(), "modules without a line in docs/structure.md"
     assert listed <= modules, "docs/structure.md names modules that do not exist"
 

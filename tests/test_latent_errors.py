@@ -1,4 +1,4 @@
-"""Errors of latent attention on made-up latents."""
+"""Errors of latent attention on synthetic latents."""
 
 from __future__ import annotations
 

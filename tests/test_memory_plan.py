@@ -294,7 +294,7 @@ def test_a_pool_allocates_what_the_plan_says(format, dim, block):
 def test_sliding_layers_stop_growing():
     shape = shape_of(GEMMA3)
     sliding = next(g for g in make_plan(shape, ["k4v4"], 2**30).formats[0].groups if g.kind == SLIDING)
-    assert sliding.bytes_at_window == 5 * 4 * 65 * 16 * 260  # 1,024 tokens can touch 65 pages of 16
+    assert sliding.bytes_at_window == 5 * 4 * 65 * 16 * 260  # a window of 1,024 tokens can touch 65 blocks of 16
     longer, long = sequence_bytes(shape, "k4v4", 200_000, 16), sequence_bytes(shape, "k4v4", 100_000, 16)
     assert longer - long == 100_000 * 4 * 260
 

@@ -54,7 +54,7 @@ def modules() -> dict[str, Path]:
 def test_no_function_shadows_a_package():
     for info in pkgutil.walk_packages(slimkv.__path__, "slimkv."):
         parent, _, name = info.name.rpartition(".")
-        if "vllm" in parent or "sglang" in parent or name == "__main__":  # need their engine to be imported
+        if "vllm" in parent or "sglang" in parent or name == "__main__":  # the engine must be installed to import them
             continue
         held = getattr(importlib.import_module(parent), name, None)
         assert held is None or type(held).__name__ == "module", f"{parent}.{name} is not the module"

@@ -1,4 +1,4 @@
-"""Stores under random faults: what comes back is what was stored, or nothing."""
+"""Stores under random faults: readers get exactly what was stored, or a miss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_faults_never_give_a_wrong_answer(count, tmp_path):
     report = inject_faults(count, tmp_path, seed=count)
     assert report.passed, report
     assert sum(report.faults.values()) == count
-    assert len(report.faults) == 14  # each kind, on each kind of store
+    assert len(report.faults) == 14  # each kind of fault on each kind of store
     assert report.missed > count / 4, "faults that change nothing test nothing"
 
 

@@ -1,4 +1,4 @@
-"""A model that the commands can load in no time."""
+"""A model small enough for commands to load instantly."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import typer.testing
 
 from slimkv.lab import models
 
-# Making the commands of an app takes a tenth of a second. Hundreds of tests call them: once is enough.
+# Building the app's commands takes a tenth of a second. Hundreds of tests invoke the app, so build them only once.
 typer.testing._get_command = cache(typer.testing._get_command)
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
-    """A Llama of random weights with SmolLM2's tokenizer."""
+    """Folder of a Llama with random weights and SmolLM2's tokenizer."""
     transformers = pytest.importorskip("transformers")
     target = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Bad input is answered by one line and an exit code, before a model is loaded and with nothing written."""
+"""Bad input gives a one-line error and an exit code before a model is loaded or anything is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from slimkv.cli.app import app
 
 PLAN = "plan --layers 2 --num-kv-heads 2 --head-dim 64"
-# The command, and a part of the line that it prints.
+# The command, and part of the line that it prints.
 ROWS = {
     "wrong": "No such command 'wrong'",
     "eval wrong": "No such command 'wrong'",
@@ -191,7 +191,7 @@ ROWS = {
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with a few files, on a machine without a GPU and without engines, where fetching a model fails."""
+    """A folder with a few files. The machine appears to have no GPU and no engines, and fetching a model fails."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "words.txt").write_text("Some words.")
     (tmp_path / "binary.txt").write_bytes(bytes(range(256)))

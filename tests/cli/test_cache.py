@@ -1,4 +1,4 @@
-"""``slimkv cache info`` and ``verify`` on files that are whole, damaged and something else."""
+"""``slimkv cache info`` and ``verify`` on intact files, damaged files and files of another kind."""
 
 from __future__ import annotations
 

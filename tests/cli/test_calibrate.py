@@ -1,4 +1,4 @@
-"""``slimkv calibrate`` and the commands that take its file, on a tiny model."""
+"""``slimkv calibrate`` and the commands that read its file, on a tiny model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_it_writes_a_file_and_says_what_is_in_it(tiny_folder, tmp_path):
 
 
 def test_by_default_it_is_kept_for_this_models_files(tiny_folder, tmp_path, monkeypatch):
-    """Where every engine finds it with calibration='auto'; other weights are another model."""
+    """Every engine finds it there with calibration='auto'. Different weights count as a different model."""
     import shutil
 
     from slimkv.calibration.cache import cached_calibration, cached_path
@@ -105,7 +105,7 @@ def test_evals_take_the_file(file, tiny_folder, tmp_path):
     arguments = ["--calibration", str(file), "--format", "k4v4,k4v4+cal", "--plot", str(plot), *model]
     report = json.loads(run("eval", "positions", *arguments).stdout)
     assert [r["format"] for r in report["rows"]] == ["k4v4", "k4v4+cal"]
-    assert plot.read_text().count("<polyline") == 4  # KL and bytes of both
+    assert plot.read_text().count("<polyline") == 4  # KL and bytes of both formats
 
 
 def test_mistakes_are_one_line(file, tiny_folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Every command, as a user runs it: tables by default, one JSON document with --json."""
+"""Commands as a user runs them: tables by default, one JSON document with --json."""
 
 import json
 import os

@@ -1,8 +1,8 @@
-"""Every snippet of the documents runs: Python as it stands, commands on a small model. Links lead somewhere.
+"""Every snippet in the documentation runs: Python unchanged, commands on a small model. Links must resolve.
 
-A snippet that needs an engine or a GPU stands under ``<!-- needs: vllm -->`` (or another name); the engines' lanes run
-those of their guides, and here their arguments are still checked. ``<!-- setup ... -->`` holds what a fragment takes as
-given; it runs before the Python of its page.
+A snippet that needs an engine or a GPU is marked ``<!-- needs: vllm -->`` (or with another name). The tests of that
+engine run it; here only its arguments are checked. ``<!-- setup ... -->`` contains definitions that a page's fragments
+assume. It runs before the Python of the page.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SETUP = re.compile(r"<!-- setup\n(.*?)-->", re.S)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 REPOSITORY = re.search(r"^repo_url: (\S+)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)[1]
-# What the documents call by its name on a hub, and what is run in its place.
+# Model names in the documentation. The packaged model replaces HUB_NAME, a tiny model the others.
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODELS = ("MODEL", "smollm2-135m-instruct", "gemma-3-270m", "path/to/model")
 _SUITE = ["--parts", "memory,agreement", "--format", "k4v4", "--windows", "1", "--tokens", "48", "--device", "cpu"]
-# Fewer and shorter windows than the documents ask for: the last value of an option counts.
+# Fewer and shorter windows than in the documentation. If an option occurs twice, its last value counts.
 SMALLER = {
     "demo": [],
     "calibrate": ["--windows", "1", "--tokens", "64"],
@@ -53,8 +53,8 @@ def python_pages() -> list[Path]:
     return [p for p in PAGES if any(lang == "python" and need is None for need, lang, _ in snippets(p))]
 
 
-HERE = (None, "time", "results")  # needs that small sizes or the fixture below satisfy
-ELSEWHERE = ("vllm", "sglang", "gpu", "lm_eval")  # the engines' lanes, tests/gpu and tests/lab/suite/test_lm_eval.py
+HERE = (None, "time", "results")  # needs satisfied by small sizes or by the fixture below
+ELSEWHERE = ("vllm", "sglang", "gpu", "lm_eval")  # engine tests, tests/gpu and tests/lab/suite/test_lm_eval.py
 SLIMKV = [command for need, command in commands() if need in HERE and command.startswith("slimkv ")]
 
 
@@ -82,14 +82,14 @@ def test_python_runs(path, tmp_path, monkeypatch):
 
 
 def _with_fewer_tokens(text: str) -> str:
-    """Calibrating reads thousands of tokens; a test need not."""
+    """Reduces the thousands of tokens that a calibration reads by default."""
     small = "windows=__import__('torch').arange(64).reshape(1, 64)"
     return re.sub(r"(calibrate_model\(model(?:, \"[^\"]*\")?)", rf"\1, {small}", text)
 
 
 @pytest.fixture(scope="module")
 def workplace(tiny_folder, tmp_path_factory):
-    """A folder with everything that the commands name: a model, its calibrations, a text, two finished suites."""
+    """A folder with every file that the commands name: a config, calibrations, a prompt cache, a text, two suites."""
     from slimkv.cli.app import app
     from slimkv.lab.evals.texts import load_text
 
@@ -109,7 +109,7 @@ def workplace(tiny_folder, tmp_path_factory):
         small = ["--parts", "memory", "--format", "k4v4", "--device", "cpu", "--output", str(folder / name)]
         done = CliRunner().invoke(app, ["suite", "smoke", str(tiny_folder), *small])
         assert done.exit_code == 0, done.output
-    mine = folder / "cache" / "slimkv" / "models"  # unpacking a model takes most of a minute: once is enough
+    mine = folder / "cache" / "slimkv" / "models"  # unpacking a model takes most of a minute, so reuse it
     mine.parent.mkdir(parents=True)
     mine.symlink_to(Path(models.folder(models.DEFAULT)).parent, target_is_directory=True)
     return folder
@@ -121,7 +121,7 @@ def name_of(command: str) -> str:
 
 
 def first_of_each(commands: list[str]) -> list:
-    """The first command of each name. The tail has its other options, and ``demo``, which test_eval_model.py runs."""
+    """All commands. The tail has all but the first of each name, and ``demo``, which test_eval_model.py runs."""
     first = {name_of(command): command for command in reversed(commands) if name_of(command) != "demo"}.values()
     return [c if c in first else pytest.param(c, marks=pytest.mark.tail) for c in commands]
 
@@ -148,7 +148,7 @@ def test_slimkv_commands_run(command, workplace, tiny_folder, monkeypatch):
 
 
 def test_every_command_is_run_by_a_test():
-    """Here or in a lane; ``make`` targets and installations by CI, with ``make test-install``."""
+    """Each runs here or in an engine's tests. CI runs ``make`` targets, and installs by ``make test-install``."""
     for need, command in commands():
         assert need in (*HERE, *ELSEWHERE), command
         assert need in ELSEWHERE or command.split()[0] in ("slimkv", "make", "pip", "git", "cd"), command
@@ -208,4 +208,4 @@ def test_links_lead_somewhere(path):
 def test_every_page_is_in_the_navigation():
     navigation = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
     pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
-    assert navigation == {page for page in pages if not page.startswith("lab/")}  # the notebook is linked, not listed
+    assert navigation == {page for page in pages if not page.startswith("lab/")}  # lab notes are linked, not listed

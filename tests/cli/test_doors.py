@@ -1,4 +1,4 @@
-"""Every option of every command gets what it cannot read: one line, exit code 2, no traceback."""
+"""Options of every command get values that they cannot accept: exit code 2 and no traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimkv.cli.app import app
 
 
 def commands(group: typer.Typer, path: tuple[str, ...] = ()):
-    """(path, function) of every command."""
+    """Yields (path, function) for every command."""
     for command in group.registered_commands:
         yield (*path, command.name or command.callback.__name__.replace("_", "-")), command.callback
     for inner in group.registered_groups:
@@ -21,10 +21,10 @@ def commands(group: typer.Typer, path: tuple[str, ...] = ()):
 
 
 def numbers(function):
-    """The options of a command that are numbers."""
+    """Yields the numeric options of a command."""
     hints = typing.get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
-        hint = hints.get(name, parameter.annotation)  # a frame of commands gives them signatures
+        hint = hints.get(name, parameter.annotation)  # wrapped commands have a signature but no type hints
         kind, *details = typing.get_args(hint) or (hint,)
         if {int, float} & {kind, *typing.get_args(kind)}:
             for info in details:
@@ -33,7 +33,7 @@ def numbers(function):
 
 
 def options():
-    """Numbers that are none, and options that do not exist."""
+    """Yields command lines with malformed numbers and with options that do not exist."""
     for path, function in commands(app):
         yield (*path, "--no-such-option", "1")
         for option in numbers(function):

@@ -1,4 +1,4 @@
-"""The commands that run a model: on a folder with a tiny one, so that they take seconds."""
+"""Commands that run a model, on a tiny one so that they take seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``slimkv serve`` with engines that only print how they were called."""
+"""``slimkv serve`` with fake engines that only print their arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def engines(tmp_path, monkeypatch):
-    """A ``vllm`` on PATH, a package ``sglang``, and an empty folder of calibrations."""
+    """A fake ``vllm`` on PATH, a fake package ``sglang``, and an empty folder of calibrations."""
     programs = tmp_path / "bin"
     programs.mkdir()
     vllm = programs / "vllm"
@@ -49,7 +49,7 @@ def calibration(tiny_folder, tmp_path_factory):
 
 
 def keep(calibration, tiny_folder):
-    """As if the calibration had been made before."""
+    """Puts the calibration where ``slimkv calibrate`` keeps it."""
     path = cached_path(str(tiny_folder))
     path.parent.mkdir(parents=True)
     path.write_bytes(calibration.read_bytes())
@@ -57,7 +57,7 @@ def keep(calibration, tiny_folder):
 
 
 def started(*words):
-    """Runs the command; returns what it printed, and how the engine was called."""
+    """Runs the command; returns the lines it printed and the engine's arguments."""
     done = subprocess.run(
         [sys.executable, "-m", "slimkv", "serve", *map(str, words)],
         capture_output=True, text=True, check=False, timeout=120,
@@ -134,7 +134,7 @@ def test_a_missing_calibration_is_made_in_the_engine(engines, tiny_folder, calib
 
 def test_a_calibration_that_fails_ends_the_command(engines, tiny_folder, monkeypatch):
     monkeypatch.setattr(serving.os, "execvp", lambda *words: pytest.fail("the engine was started"))
-    done = CliRunner().invoke(app, ["serve", str(tiny_folder)])  # there is no vllm to import
+    done = CliRunner().invoke(app, ["serve", str(tiny_folder)])  # no package vllm can be imported
     assert done.exit_code == 2
     assert "the calibration failed with exit code 2" in done.stderr
     assert "--calibration none" in done.stderr
@@ -155,7 +155,7 @@ def test_models_of_latents_are_not_calibrated(engines):
 
 
 def test_a_model_that_is_not_downloaded_yet(engines, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # it would ask the hub again and again
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # otherwise it would query the hub repeatedly
     make, command = dry("nobody/no-such-model")
     assert make[4] == command[2] == "nobody/no-such-model"
 
@@ -196,7 +196,7 @@ def test_engines_that_are_not_installed(engines, tiny_folder, monkeypatch):
 
 
 def test_the_container_runs_this_command(engines, tiny_folder, calibration):
-    """Dockerfile and compose.yaml: arguments that this command takes, and the vLLM that is tested."""
+    """Dockerfile and compose.yaml: this command accepts their arguments, and their vLLM is the version we test."""
     yaml = pytest.importorskip("yaml")
     keep(calibration, tiny_folder)
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")

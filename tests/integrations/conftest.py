@@ -1,5 +1,5 @@
-"""What is in ``shared`` serves the tests of every engine. This folder itself is no place to import from: its ``vllm``
-would be found where vLLM is not installed."""
+"""Makes ``shared``, the helpers for all engines, importable. This folder itself must not be on the path: where vLLM is
+not installed, ``import vllm`` would find the folder ``vllm`` here."""
 
 import sys
 from pathlib import Path

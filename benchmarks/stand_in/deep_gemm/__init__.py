@@ -1,6 +1,7 @@
-"""What vLLM's indexer of sparse attention calls of DeepGEMM, as one Triton kernel: for vLLM builds without DeepGEMM.
+"""A Triton stand-in for the DeepGEMM functions of vLLM's sparse-attention indexer, for vLLM builds without DeepGEMM.
 
-A query's logit for a key is the sum over the indexer's heads of ``weight * relu(query . key)``, times the key's scale.
+The logit of a query and a key is the sum over the indexer's heads of ``weight * relu(query . key)``, times the key's
+scale.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def fp8_fp4_mqa_logits(
 def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_size: int, num_sms: int, indices: Tensor | None = None
 ) -> Tensor:
-    """DeepGEMM's schedule, which is not needed here."""
+    """An empty schedule: this stand-in does not need DeepGEMM's."""
     return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
 
 
@@ -82,7 +83,7 @@ def fp8_fp4_paged_mqa_logits(
 ) -> Tensor:
     """Queries e4m3 [batch, queries, heads, dim], cache uint8 [blocks, tokens, 1, dim + 4] -> [rows, max_model_len].
 
-    A block holds the keys of its tokens, then their float32 scales.
+    A block holds the keys of all its tokens, followed by their float32 scales.
     """
     query = q[0].contiguous()
     batch, queries, heads, dim = query.shape

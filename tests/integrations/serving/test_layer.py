@@ -1,4 +1,4 @@
-"""A served layer: what its key offset is learnt from, and when."""
+"""A served layer: when it learns its key offset, and from which tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def store(layer: ServedLayer, key: torch.Tensor, starts: torch.Tensor) -> None:
 
 
 def test_the_capture_of_a_graph_reads_nothing_back(monkeypatch):
-    """The number of the first request's tokens is on the device; reading a tensor of the meta device is an error."""
+    """Reading the length of the first request back from the device would fail: it is a tensor on the meta device."""
     layer = served()
     monkeypatch.setattr(learned_offset, "is_capturing", lambda device: True)
     store(layer, torch.randn(TOKENS, HEADS, DIM), torch.zeros(3, dtype=torch.int32, device="meta"))

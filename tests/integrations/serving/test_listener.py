@@ -1,4 +1,5 @@
-"""Listening inside a serving engine, without one: probes, sums, and ranks that hold some of the heads."""
+"""Gathering of calibration statistics in a serving engine, tested without one: probes, sums, and ranks that hold some
+of the heads."""
 
 from __future__ import annotations
 
@@ -25,23 +26,23 @@ PLAN = ListeningPlan.of(CONFIG, 512, (2, 256), 0)
 
 
 def queries(tokens: int, seed: int) -> torch.Tensor:
-    """Those of all heads before positions turn them, with directions that matter more."""
+    """Queries of all heads before RoPE, larger in some directions than in others."""
     made = torch.randn(tokens, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
     return made * torch.logspace(0, -1, DIM)
 
 
 def keys(tokens: int, seed: int) -> torch.Tensor:
-    """Those of all KV heads before positions turn them, with a constant part."""
+    """Keys of all KV heads before RoPE, with a constant part."""
     return torch.randn(tokens, HEADS, DIM, generator=torch.Generator().manual_seed(100 + seed)) + torch.arange(DIM)
 
 
 def listen(held: slice, rank: int, ranks: int) -> bytes:
-    """One rank that holds some KV heads, through a whole plan."""
+    """Runs the whole plan on one rank, which holds some of the KV heads, and returns the rank's statistics."""
     listener = QueryListener()
     own = slice(held.start * GROUP, held.stop * GROUP)
     listener.layers[0] = ObservedLayer(held.stop - held.start, DIM, DIM, None)
     listener.shifted(torch.arange(5))
-    listener.take(0, queries(5, 9)[:, own], keys(5, 9)[:, held], 5)  # before anything was asked
+    listener.take(0, queries(5, 9)[:, own], keys(5, 9)[:, held], 5)  # ignored: no probe or measurement was requested
     for shift in PLAN.shifts:
         listener.probe(shift)
         positions = listener.shifted(torch.arange(PROBE_TOKENS))
@@ -66,7 +67,7 @@ def expected() -> torch.Tensor:
 
 
 def check_keys(layer: LayerStatistics) -> None:
-    """The mean key, and the one at position 0, as they were before positions turned them."""
+    """The mean key and the key at position 0 are those before RoPE."""
     read = torch.cat([keys(200, 1 + chunk) for chunk in range(3)]).double()
     assert layer.key_mean is not None
     assert layer.first_key is not None
@@ -86,7 +87,7 @@ def test_ranks_sum_their_own_heads(ranks):
 
 
 def test_fewer_heads_than_ranks():
-    """Two ranks hold each head alike."""
+    """Every head is held by two ranks, with the same data."""
     parts = [listen(slice(rank // 2, rank // 2 + 1), rank, 2 * HEADS) for rank in range(2 * HEADS)]
     layers, _ = merge_ranks(parts, HEADS)
     assert torch.allclose(layers[0].query_moment, expected(), rtol=1e-3, atol=1e-4)
@@ -97,7 +98,7 @@ def test_what_an_engine_is_asked_for():
     assert PLAN.shifts[0] == 0
     assert PLAN.shifts[-1] == 2048 - PROBE_TOKENS
     assert PLAN.fragment == 128
-    assert PLAN.first == [1] * 4  # the model's own first token
+    assert PLAN.first == [1] * 4  # the model's BOS token
     assert len(set(PLAN.seeds)) == 4
     assert ListeningPlan.of(CONFIG, 100, (2, 256), 0).fragment == 100
     without = SimpleNamespace(**{**vars(CONFIG), "bos_token_id": None})

@@ -1,4 +1,4 @@
-"""What serving engines share: which calibration is meant, its widths, and what of it a rank holds."""
+"""Code shared by serving engines: which calibration they load, its widths, and the part that each rank holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def make(**changed: int) -> Calibration:
-    """Layer 0 has statistics, layer 1 has none."""
+    """A calibration with statistics for layer 0 and none for layer 1."""
     queries = torch.randn(4, 64, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     offset = torch.arange(64, dtype=torch.float64).view(4, 16)
     layers = {0: LayerStatistics(queries.mT @ queries / 64, 16, key_mean=offset, first_key=offset)}
@@ -84,7 +84,7 @@ def test_widths_come_from_the_calibration():
 
 @pytest.mark.parametrize(("ranks", "held"), [(1, 4), (2, 2), (4, 1), (8, 1)])
 def test_ranks_have_what_belongs_to_their_heads(ranks, held):
-    """Where there are more ranks than heads, several hold the same one."""
+    """If there are more ranks than heads, several ranks hold the same head."""
     calibration, codec = make(), Codec.from_format("k4v4", 16)
     everything = calibration.query_aware_matrices(0, codec)
     whole = calibration.key_offset(0, codec)

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, and the prompts they are asked."""
+"""Starts engines in separate processes, and provides their arguments and prompts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ ENVIRONMENT = {
     **({} if torch.version.cuda else {"SGLANG_USE_CPU_ENGINE": "1"}),
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # small functions would be compiled for minutes
+    "TORCHDYNAMO_DISABLE": "1",  # compiling small functions would take minutes
 }
 PAGE = 32
-LIMIT_SECONDS = 1200  # for one engine
+LIMIT_SECONDS = 1200  # per engine
 SCRIPT = Path(__file__).with_name("scenario.py")
 _SCENARIOS = Forked(SCRIPT, LIMIT_SECONDS)
 BASE: dict[str, Any] = {
     "device": "cpu",
-    "dtype": "float32",  # what is left to compare is the cache, not the rounding of products
+    "dtype": "float32",  # so that differences come from the cache and not from rounding in GEMMs
     "attention_backend": "torch_native",
     "context_length": 1024,
     "max_running_requests": 32,
-    "chunked_prefill_size": 96,  # prompts longer than this come in chunks
+    "chunked_prefill_size": 96,  # longer prompts are prefilled in chunks
     "max_total_tokens": 6144,
     "skip_tokenizer_init": True,
     "disable_cuda_graph": True,
@@ -38,12 +38,12 @@ BASE: dict[str, Any] = {
 
 
 def override_args(format: str = "k4v4", more: dict[str, Any] | None = None, **settings: Any) -> str:
-    """What switches slimkv's settings on."""
+    """The JSON of ``--json-model-override-args`` with slimkv's settings."""
     return json.dumps({"slimkv": {"format": format, **settings}, **(more or {})})
 
 
 def slimkv(format: str = "k4v4", more: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    """The engine arguments that switch slimkv on."""
+    """Engine arguments that enable slimkv."""
     return {
         "attention_backend": "slimkv",
         "page_size": PAGE,
@@ -52,7 +52,7 @@ def slimkv(format: str = "k4v4", more: dict[str, Any] | None = None, **settings:
 
 
 def cold(entry: Any = "k4v4", **arguments: Any) -> dict[str, Any]:
-    """Engine arguments: SGLang's own attention, and packed pages in host memory."""
+    """Engine arguments for SGLang's own attention with packed pages in host memory."""
     return {
         "json_model_override_args": json.dumps({"slimkv": {"cold": entry}}), "page_size": PAGE,
         "enable_hierarchical_cache": True, "hicache_mem_layout": "layer_first", **arguments,
@@ -60,7 +60,7 @@ def cold(entry: Any = "k4v4", **arguments: Any) -> dict[str, Any]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """For a child process."""
+    """Environment of a child process."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return {**inherited, **ENVIRONMENT, **extra}
 
@@ -68,13 +68,13 @@ def environment(**extra: str) -> dict[str, str]:
 def run_engine(
     engine: dict[str, Any], runs: list[dict[str, Any]], *, spawned: bool = False, **extra: str
 ) -> dict[str, Any]:
-    """Starts an engine, runs the batches and returns what ``scenario.py`` found; raises with its output on failure."""
+    """Starts an engine, runs the batches and returns ``scenario.py``'s result. Raises with its output on failure."""
     request = {"engine": {**BASE, **engine}, "runs": runs, "spawned": spawned}
     return _SCENARIOS.run(request, environment(**extra))
 
 
 def run_engines(*each: tuple[dict[str, Any], list[dict[str, Any]]], **extra: str) -> list[dict[str, Any]]:
-    """Several engines with their runs, all at the same time, each started from nothing as users start theirs."""
+    """Runs several engines at the same time, each started in a new process, as users do."""
     requests = [
         {"engine": {**BASE, **engine, "port": 31000 + 100 * i, "nccl_port": 32000 + i}, "runs": runs, "spawned": True}
         for i, (engine, runs) in enumerate(each)
@@ -85,7 +85,7 @@ def run_engines(*each: tuple[dict[str, Any], list[dict[str, Any]]], **extra: str
 
 
 def plugin_path(folder: Path, name: str, register: str) -> str:
-    """A PYTHONPATH on which SGLang finds ``folder``, and a plugin in it whose entry point is ``register``."""
+    """A PYTHONPATH with ``folder``, in which SGLang finds a plugin with the entry point ``register``."""
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -94,12 +94,12 @@ def plugin_path(folder: Path, name: str, register: str) -> str:
 
 
 def prefixed() -> list[list[int]]:
-    """Requests that share six pages and a little more."""
+    """Requests that share six pages and 12 more tokens."""
     return sharing(6 * PAGE + 12)
 
 
 def ngram_drafts(tokens: int = 4) -> dict[str, Any]:
-    """Drafts looked up in the text, as chains of ``tokens``."""
+    """Engine arguments for n-gram drafts, in chains of ``tokens``."""
     return {
         "speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1,
         "speculative_num_draft_tokens": tokens,
@@ -107,7 +107,10 @@ def ngram_drafts(tokens: int = 4) -> dict[str, Any]:
 
 
 def model_drafts(folder: str, attention: str = "torch_native", steps: int = 3) -> dict[str, Any]:
-    """Drafts of the model in ``folder``, whose own cache ``attention`` reads, as chains of ``steps`` and one."""
+    """Engine arguments for drafts by the model in ``folder``, in chains of ``steps`` + 1 tokens including the root.
+
+    ``attention`` is the backend that reads the draft model's own cache.
+    """
     return {
         "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": folder, "speculative_num_steps": steps,
         "speculative_eagle_topk": 1, "speculative_num_draft_tokens": steps + 1,
@@ -121,17 +124,17 @@ def many() -> list[list[int]]:
 
 
 def crowd() -> list[list[int]]:
-    """8 prompts that do not fit a tiny cache once they have grown."""
+    """8 prompts that outgrow a tiny cache while they decode."""
     return [piece(50 * i, 28) for i in range(8)]
 
 
 def engine(**arguments: Any) -> dict[str, Any]:
-    """Engine arguments with the model."""
+    """Engine arguments, including the model."""
     return {"model_path": short_model_folder(), **arguments}
 
 
 def write_windowed_model(folder: Path) -> str:
-    """A small model with random weights whose layers see a window of 40 tokens, but for every fourth."""
+    """Writes the configuration of a small model, for dummy weights. Every second layer has a window of 40 tokens."""
     types = ["sliding_attention", "full_attention"] * 2
     config = {
         "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "hidden_size": 128,

@@ -1,4 +1,4 @@
-"""Pools and batches without an engine."""
+"""Builds pools and batches without an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_pool(formats: list[str], size: int = 8 * PAGE, page_size: int = PAGE, *
 
 
 class Mode(SimpleNamespace):
-    """SGLang's forward mode, by name."""
+    """Stands in for SGLang's forward mode."""
 
     def is_decode_or_idle(self) -> bool:
         return self.name == "DECODE"
@@ -44,7 +44,7 @@ class Mode(SimpleNamespace):
 
 
 def make_batch(mode: str, requests: list[int], seq_lens: list[int], new: list[int], slots: torch.Tensor) -> Any:
-    """What a backend reads of SGLang's ``ForwardBatch``; ``seq_lens`` as SGLang counts them."""
+    """Stands in for SGLang's ``ForwardBatch``. ``seq_lens`` follow SGLang's convention for ``mode``."""
     return SimpleNamespace(
         forward_mode=Mode(name=mode), batch_size=len(requests), req_pool_indices=torch.tensor(requests),
         seq_lens=torch.tensor(seq_lens), seq_lens_cpu=torch.tensor(seq_lens), extend_seq_lens_cpu=new,

@@ -1,7 +1,7 @@
-"""Runs SGLang engines, each request in a fork of this process (``forked.serve``), and returns what they gave.
+"""Runs SGLang engines, each request in a fork of this process (``forked.serve``), and returns their results.
 
-The engine's scheduler is a process of its own, as it is for users. With ``spawned`` it starts from nothing, as theirs
-does: what it knows of slimkv comes through the plugin. Otherwise it is forked, which saves two imports of SGLang.
+The engine's scheduler is a separate process, as in real use. With ``spawned``, it also starts from scratch and loads
+slimkv through the plugin. Otherwise it is forked, which saves two imports of SGLang.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 @contextmanager
 def alone(path: str | None) -> Iterator[None]:
-    """Holds the lock on the file ``path``, if any, so that engines beside each other are timed one after another."""
+    """Holds a lock on the file ``path``, if given, so that concurrent engines are timed one after another."""
     if path is None:
         yield
         return
@@ -76,10 +76,10 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "tokens": tokens,
         "cached": cached,
         "retracted": retracted,
-        "verified": verified,  # chains of drafted tokens
+        "verified": verified,  # number of verified chains of drafted tokens
         "seconds": seconds,
-        "logprobs": logprobs,  # of the most likely tokens at every place, in runs that ask for so many
-        "prompt_logprobs": prompt_logprobs,  # of the prompts' own tokens but the first
+        "logprobs": logprobs,  # of the most likely tokens at each position, for runs that request them
+        "prompt_logprobs": prompt_logprobs,  # of all prompt tokens except the first
         "max_total_num_tokens": info["max_total_num_tokens"],
         "page_size": info["page_size"],
         "kv_gib": state["memory_usage"]["kvcache"],
@@ -92,7 +92,7 @@ def main() -> None:
     from forked import serve
 
     entry = ("entrypoints.engine", "managers.scheduler", "managers.detokenizer_manager", "models.llama")
-    # With CUDA, importing SGLang opens the device, and no fork could use it then.
+    # With CUDA, importing SGLang initialises the device, and forks could not use it afterwards.
     serve(run_engine, [] if torch.version.cuda else [f"sglang.srt.{name}" for name in entry])
 
 

@@ -1,4 +1,4 @@
-"""``SlimKVAttnBackend`` on batches made by hand, against attention on the tokens themselves."""
+"""``SlimKVAttnBackend`` on handmade batches, compared with attention on the original keys and values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_backend(formats=("raw",), layer=None, **others):
 
 
 def expected(query, key, value, window=None, cap=0.0, sinks=None):
-    """query [heads, dim] at the last of the tokens of key, value [tokens, num_kv_heads, dim]."""
+    """Attention of query [heads, dim] at the last token's position; key and value are [tokens, num_kv_heads, dim]."""
     key, value = (x.repeat_interleave(QUERY_HEADS // HEADS, 1) for x in (key, value))
     scores = torch.einsum("hd,thd->ht", query.double(), key.double()) * DIM**-0.5
     if cap:
@@ -56,7 +56,7 @@ def tokens(seed: int, count: int):
 
 
 def run_step(backend, layer, mode, requests, before, new, slots, seed=0, **kwargs):
-    """A forward pass of ``new`` tokens of each request behind ``before``; returns the output, K and V."""
+    """A forward pass of ``new`` tokens per request after ``before`` cached ones; returns query, K, V and output."""
     total = sum(new)
     q, k, v = tokens(seed, total)
     k, v = k[:, : HEADS * DIM].contiguous(), v[:, : HEADS * DIM].contiguous()
@@ -102,7 +102,7 @@ def test_prefill_decode_and_verification(layer, how):
 
 
 def test_padding_gives_zeros():
-    """Rows behind the last request's, as data-parallel ranks pad them."""
+    """Padding rows after those of the last request, as on data-parallel ranks."""
     layer = make_layer()
     backend, slots = make_backend(layer=layer)
     q, k, v = tokens(0, 6)
@@ -150,7 +150,7 @@ def test_what_a_model_asks_beyond_is_refused_by_name():
 
 
 def test_layers_that_share_a_cache_do_not_write():
-    """As with K and V of another layer: none are given, or they are not to be saved."""
+    """A layer that uses the K and V of another layer passes none, or asks not to save them."""
     layer = make_layer()
     backend, slots = make_backend(layer=layer)
     query, _, _, out = run_step(backend, layer, "EXTEND", [0], [0], [8], slots)

@@ -1,4 +1,4 @@
-"""Calibration in SGLang: the pool stores with its matrices, by position."""
+"""Calibration in SGLang: the pool rounds keys with the calibration's matrices, by position."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": HEADS, "head_dim": DIM, "vocab_size": 97,
 }  # fmt: skip
-CONTEXT = 300  # positions: three ranges
+CONTEXT = 300  # these positions fall into three ranges
 
 
 def make_calibration(turning: bool = False, **changed: int) -> Calibration:
-    """Two layers whose queries live in a few directions; ``turning``: which depend on their positions."""
+    """Statistics of two layers whose queries lie near few directions. ``turning``: queries rotate with the position."""
     generator = torch.Generator().manual_seed(0)
     rotary = Rotary.none()
     if turning:
@@ -54,7 +54,7 @@ def calibrated_pool(calibration: Calibration | None):
 
 
 def test_the_pool_stores_with_them():
-    """Other codes at the same bytes; layers that the calibration does not know are rounded to the nearest."""
+    """Codes differ with a calibration. Layers without statistics are rounded to the nearest centroid."""
     key, value = torch.randn(2, 16, HEADS, DIM, generator=torch.Generator().manual_seed(0))
     stored = []
     for calibration in (None, make_calibration()):
@@ -80,7 +80,7 @@ def test_tokens_are_rounded_by_their_positions():
 
 
 def test_a_steps_ranges_follow_the_positions():
-    """In and outside graphs."""
+    """Both in CUDA graphs and in eager steps."""
     tables = BlockTables(torch.zeros(4, CONTEXT, dtype=torch.int32), PAGE, None, (128, 256, 512))
     batch = make_batch("DECODE", [0, 1, 2], [128, 129, 300], [1, 1, 1], torch.zeros(3, dtype=torch.int64))
     batch.positions = torch.tensor([127, 128, 299])

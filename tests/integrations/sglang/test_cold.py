@@ -1,4 +1,4 @@
-"""A cold tier under SGLang's own attention: pages of its cache go to host memory packed, and come back decoded."""
+"""A cold tier under SGLang's own attention: pages go to host memory packed, and are decoded when they come back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENS, HEADS, DIM, PAGES = 16, 2, 64, 12
 
 
 def hot_pool(layers: int, kind: type = MHATokenToKVPool, seed: int = 0) -> Any:
-    """SGLang's own cache, full of keys with a large mean in one dimension, as models have them."""
+    """SGLang's own cache with random tokens. Keys have a large mean in one dimension, as in real models."""
     pool = kind(
         PAGES * TOKENS, page_size=TOKENS, dtype=torch.float32, head_num=HEADS, head_dim=DIM, layer_num=layers,
         device="cpu", enable_memory_saver=False,
@@ -45,7 +45,7 @@ def hot_pool(layers: int, kind: type = MHATokenToKVPool, seed: int = 0) -> Any:
 
 
 def cold_pool(pool: Any, format: str, ratio: float = 2.0, size: float = 0, **config: Any) -> ColdHostPool:
-    """With SGLang's settings of host memory, and a model of which only the number of layers is known."""
+    """The host pool of a cold tier, with SGLang's settings for host memory. The model is just a number of layers."""
     memory = SimpleNamespace(hicache_ratio=ratio, hicache_size=size, hicache_mem_layout="layer_first")
     layers = SimpleNamespace(num_hidden_layers=pool.layer_num)
     model = ServedModel(KVCacheConfig(format, **config), "", layers, 2048, lambda: (0, 1), random_weights=True)
@@ -70,7 +70,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("format", "bound"), [("raw", 0), ("k8v8", 0.01), ("k4v4", 0.12), ("k2v2", 0.4)])
 def test_pages_come_back(format, bound, monkeypatch):
-    """Seven pages in pieces of two, to other pages of the cache: K and V of all layers, no other page changed."""
+    """Seven pages come back to other pages of the cache, in pieces of two pages. No other page changes."""
     pool = hot_pool(3)
     monkeypatch.setattr(cold, "PIECE_BYTES", 2 * TOKENS * 3 * HEADS * 2 * DIM * 4)
     host = cold_pool(pool, format)
@@ -87,7 +87,7 @@ def test_pages_come_back(format, bound, monkeypatch):
 
 
 def test_a_band_comes_with_its_first_layer():
-    """Twelve layers in two bands: SGLang's event after a layer covers what its attention reads."""
+    """Twelve layers in two bands: a band is loaded with its first layer, before any of its layers attends."""
     pool = hot_pool(12)
     host = cold_pool(pool, "raw")
     source = slots(1, 2)
@@ -103,7 +103,7 @@ def test_a_band_comes_with_its_first_layer():
 
 
 def test_host_memory_holds_more_tokens():
-    """In the same bytes, whether they are given as such or as a ratio; the cache is float32 here, twice bf16."""
+    """For the same bytes, given as a size or as a ratio. The cache is float32 here, twice as large as bf16."""
     pool = hot_pool(2)
     hot = 2 * HEADS * 2 * DIM * 4  # bytes of a token
     for arguments in ({"ratio": 4.0}, {"size": 4.0 * PAGES * TOKENS * hot / 1e9}):
@@ -126,7 +126,7 @@ def test_what_it_does_not_know_is_refused():
 
 
 def test_storage_backends_that_are_attached_later_are_refused():
-    """Pages in storage would outlive the key offset that this process has learnt."""
+    """Pages in storage would outlive the key offset that this process learnt."""
     host = cold_pool(hot_pool(1), "k4v4")
     for asked in (lambda: host.get_data_page(0), lambda: host.get_page_buffer_meta(slots(0))):
         with pytest.raises(UnsupportedError, match="storage"):
@@ -134,7 +134,7 @@ def test_storage_backends_that_are_attached_later_are_refused():
 
 
 def test_keys_that_would_be_lost_stop_the_engine():
-    """Without centring, k2 cannot hold keys whose mean is far larger than their spread."""
+    """Without centring, 2-bit codes cannot represent keys whose mean is far larger than their spread."""
     pool = hot_pool(1)
     host = cold_pool(pool, "k2v2", center_keys=False)
     with pytest.raises(InputError, match="would lose the keys of layer 0"):
@@ -163,7 +163,7 @@ def test_settings(on_cpu):
     found = settings.cold(args)
     assert found is not None
     assert (found.format, found.center_keys) == ("k8v8", False)
-    # SGLang's default of one token cannot be packed
+    # SGLang's default page size of one token cannot be packed.
     assert server_options(resolved(**cold_engine(page_size=None, chunked_prefill_size=128))).page_size == 64
 
 
@@ -193,7 +193,7 @@ def test_refused_arguments(on_cpu, arguments, message):
 
 @pytest.mark.parametrize("name", refusals._COLD_OPTIONS)
 def test_every_option_that_would_bypass_packed_host_memory(name, monkeypatch):
-    """Some of them SGLang itself refuses on a CPU, so these are asked without it."""
+    """The check is called directly, because SGLang itself refuses some of these options on a CPU."""
     options = SimpleNamespace(**{name: rule[0][0] for name, rule in refusals._COLD_OPTIONS.items()})
     monkeypatch.setattr(refusals.compat, "server_options", lambda args: options)
     refusals.check_cold_options(None)
@@ -234,9 +234,10 @@ def test_models_without_a_plain_cache_are_refused(change, message, monkeypatch):
 @pytest.mark.extended
 @pytest.mark.parametrize(("format", "least", "most"), [("raw", 0, 0), ("k8v8", 1e-3, 0.05), ("k4v4", 0.03, 0.7)])
 def test_evicted_pages_come_back_from_host_memory(format, least, most):
-    """Six prompts through a cache that holds three: the first two are decoded from host memory.
+    """Six prompts run through a cache that holds three, so the first two are decoded from host memory.
 
-    Their logprobs are compared with those from pages that never left. ``least`` tells packed pages from stock's.
+    Their logprobs are compared with those from pages that were not evicted. A difference of at least ``least`` shows
+    that pages were packed.
     """
     prompts = [piece(290 * i, 290) for i in range(6)]
     result = run_engine(

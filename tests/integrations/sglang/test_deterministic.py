@@ -1,6 +1,6 @@
-"""``--enable-deterministic-inference`` in the real engine: answers that nothing but their own prompt decides.
+"""``--enable-deterministic-inference`` in the real engine: an answer depends on its own prompt only.
 
-SGLang's batch-invariant products are for GPUs, so a plugin runs linear layers row by row here.
+SGLang's batch-invariant GEMMs need a GPU, so a plugin runs linear layers row by row here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ask(model, tmp_path_factory):
-    """Runs an engine with the switch."""
+    """A function that runs an engine with the switch."""
     home, plugins = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("plugins")
     path = plugin_path(plugins, "exact", "exact_rows:with_drafts")
 
@@ -72,7 +72,7 @@ def test_a_draft_model_changes_nothing(ask, plain, model):
 
 
 def test_trees_become_their_longest_path():
-    """Two branches and a padded node of the first request; a chain that fills the second."""
+    """The first request has two branches and a padding node, the second a chain that fills its tree."""
     parents = np.array([[-1, 0, 0, 2, 0], [-1, 0, 1, 2, 3]])
     mask = np.zeros((2, 5, 5), dtype=np.uint8)
     for request in range(2):

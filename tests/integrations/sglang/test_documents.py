@@ -1,4 +1,4 @@
-"""Every snippet of the documents that needs SGLang. ``test_server.py`` starts the server."""
+"""Runs every snippet in the documentation that needs SGLang. ``test_server.py`` starts the server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_command_has_a_test():
 
 @pytest.mark.parametrize("command", SLIMKV)
 def test_slimkv_commands_run(command):
-    """``serve`` prints what it would run: ``test_server.py`` starts that."""
+    """``serve`` only prints its command here; ``test_server.py`` starts that server."""
     words = shlex.split(command.replace("MODEL", model_folder()))
     if words[1] == "serve":
         words[2:2] = ["--dry-run"]

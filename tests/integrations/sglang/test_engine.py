@@ -1,4 +1,4 @@
-"""The real SGLang engine: lossless pages against its own cache token for token, and what codes must not change."""
+"""The real SGLang engine: lossless pages give the tokens of its own cache; with codes, a hit equals a miss."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from slimkv.spec import CodecSpec, PageLayout
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-TINY = 288  # tokens of cache: five requests are let in, and grow to more than that
-ROUNDING = 5e-3  # of the sizes that SGLang tells
-# SGLang then takes this share of the memory that is free, instead of a number of tokens.
+TINY = 288  # tokens of cache: five requests are admitted and outgrow it
+ROUNDING = 5e-3  # relative rounding of the sizes that SGLang reports
+# SGLang then uses this share of the free memory instead of a given number of tokens.
 FROM_MEMORY = {"max_total_tokens": None, "mem_fraction_static": 0.2}
 
 
@@ -25,7 +25,7 @@ def everything() -> list[dict]:
 
 
 def growing() -> dict:
-    """Requests that may end early: for others SGLang keeps room for all the tokens they may have."""
+    """Requests that may end early. For others, SGLang reserves room for all tokens that they may generate."""
     return run("crowd", crowd(), 28, may_end=True)
 
 
@@ -40,23 +40,23 @@ def stock():
 
 @pytest.fixture(scope="module")
 def raw():
-    """With mixed batches: requests that decode beside chunks of prompts."""
+    """With mixed batches of decoding requests and prompt chunks."""
     arguments = engine(enable_mixed_chunk=True, **slimkv("raw"), **FROM_MEMORY)
     return run_engine(arguments, [*everything(), *both_ways()])
 
 
 @pytest.fixture(scope="module")
 def codes():
-    """One engine: prompts that miss the radix cache, hit it, and miss it again; a batch together and one by one.
+    """One engine: prompts that miss the radix cache, hit it, and miss it again; 32 prompts as a batch and one by one.
 
-    Its scheduler is spawned, as users' are.
+    Its scheduler is spawned, as in real use.
     """
     runs = [run("miss", prefixed(), 12), run("hit", prefixed(), 12), run("again", prefixed(), 12, reset=True)]
     return run_engine(engine(**slimkv("k4v4"), **FROM_MEMORY), [*runs, *both_ways()], spawned=True)
 
 
 def token_bytes(found: dict) -> float:
-    """SGLang keeps one page more than it hands out, and tells gibibytes to two places."""
+    """Bytes per token. SGLang allocates one page more than it reports, and reports GiB with two decimals."""
     return found["kv_gib"] * 2**30 / (found["max_total_num_tokens"] + found["page_size"])
 
 
@@ -65,7 +65,7 @@ def token_bytes(found: dict) -> float:
 
 @pytest.mark.parametrize("name", ["ragged", "long", "miss", "hit"])
 def test_lossless_pages_give_the_stock_tokens(raw, stock, name):
-    """Ragged and mixed batches, chunked prefill, the radix cache."""
+    """In ragged and mixed batches, with chunked prefill and the radix cache."""
     assert raw["tokens"][name] == stock["tokens"][name]
 
 
@@ -84,7 +84,7 @@ def test_a_batch_gives_what_its_requests_give_alone(raw):
 
 
 def test_retracted_requests_give_the_stock_tokens(stock):
-    """A cache too small for the batch: requests are taken back and their tokens computed again."""
+    """The cache is too small for the batch, so requests are retracted and their tokens computed again."""
     tiny = {"max_total_tokens": TINY, "context_length": 128, "schedule_conservativeness": 0.01}
     ours = run_engine(engine(**slimkv("raw"), disable_radix_cache=True, **tiny), [growing()])
     assert ours["retracted"]["crowd"] > 0
@@ -96,14 +96,14 @@ def test_retracted_requests_give_the_stock_tokens(stock):
 
 
 def test_codes_hit_is_miss(codes):
-    """The second time every page but the last comes from the cache."""
+    """The second time, every page but the last comes from the cache."""
     assert min(codes["cached"]["hit"]) >= 6 * PAGE
     assert codes["cached"]["again"][0] == 0
     assert codes["tokens"]["hit"] == codes["tokens"]["miss"] == codes["tokens"]["again"]
 
 
 def test_the_cache_holds_as_many_more_tokens_as_advertised(codes, stock):
-    """In float32. How much memory is free depends on the machine, so the bytes of a token are compared too."""
+    """In float32. Free memory depends on the machine, so the bytes per token are compared, too."""
     assert token_bytes(codes) == pytest.approx(len(SHORT_LAYERS) * 3 * 68, rel=ROUNDING), "3 KV heads of 68 bytes"
     ratio = token_bytes(stock) / token_bytes(codes)
     packed = PageLayout(CodecSpec.parse("k4v4", 64), PAGE)
@@ -113,7 +113,7 @@ def test_the_cache_holds_as_many_more_tokens_as_advertised(codes, stock):
 
 
 def test_a_batch_of_codes_gives_what_its_requests_give_alone(codes):
-    """Products of other shapes round otherwise, and now and then a number falls on the other side of a boundary."""
+    """GEMM rounding depends on the batch shape, so once in a while a value crosses the boundary of a code."""
     pairs = list(zip(codes["tokens"]["together"], codes["tokens"]["alone"], strict=True))
     assert len(pairs) == 32
     assert [a[0] for a, _ in pairs] == [b[0] for _, b in pairs]

@@ -1,4 +1,4 @@
-"""What an engine states of its pages before they travel, without an engine."""
+"""The description of its pages that an engine sends before a transfer, tested without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.sglang
 
 @pytest.fixture
 def stated(tmp_path, monkeypatch):
-    """The name of a cache with these formats."""
+    """A function from formats to the cache dtype name that the engine sends to its peers."""
     folder = tiny_model(tmp_path / "model")
     config = transformers.AutoConfig.from_pretrained(folder)
 
@@ -61,7 +61,7 @@ def test_weights_that_nobody_knows_do_not_travel(stated, tmp_path):
 
 
 def test_keys_that_travel_are_centred_by_a_calibration_alone():
-    """Two engines would learn two offsets from their first prompts."""
+    """Two engines would learn different offsets from their first prompts."""
     plan = make_plan(["k4v4"])
     assert make_pool(["k4v4"]).served[0].offset is not None
     travelling = bind(replace(plan, transfers=True), ())(

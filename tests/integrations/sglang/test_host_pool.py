@@ -1,4 +1,4 @@
-"""SGLang's hierarchical cache with packed pages: what was evicted comes back from host memory, codes and scales."""
+"""SGLang's hierarchical cache with packed pages: codes and scales of evicted pages come back from host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.extended]
 
 
 def test_evicted_pages_come_back_from_host_memory():
-    """Six prompts through a cache that holds three: the first two are read from host memory, and answer alike."""
+    """Six prompts run through a cache that holds three. The first two come back from host memory with equal answers."""
     source = random.Random(0)
     prompts = [[source.randrange(3, 40_000) for _ in range(290)] for _ in range(6)]
     result = run_engine(

@@ -1,4 +1,4 @@
-"""Block tables and lengths of SGLang's batches, without an engine; the graph's tables against the eager ones."""
+"""Block tables and lengths of SGLang's batches, without an engine. Tables for graphs must equal the eager ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCKS = -(-POSITIONS // PAGE)
 
 
 class WindowPool:
-    """SGLang's pool of sliding-window layers: a table from slots to slots, with one entry more for padding."""
+    """Stands in for SGLang's pool of sliding-window layers: it maps slots to slots, with an extra entry for padding."""
 
     def __init__(self, slots: int) -> None:
         order = torch.randperm(slots // PAGE)
@@ -33,7 +33,7 @@ class WindowPool:
 
 @pytest.fixture
 def tables():
-    """Every request owns pages of its own, in random order; entries that were never written are old ones."""
+    """Every request owns some pages, in random order. Table entries beyond its length hold stale slots."""
     torch.manual_seed(0)
     pages = torch.randperm(REQUESTS * BLOCKS).view(REQUESTS, BLOCKS)
     slots = (pages[..., None] * PAGE + torch.arange(PAGE)).flatten(1)[:, :POSITIONS].int()
@@ -83,7 +83,7 @@ def test_batches_of_one_kind_are_one_part(tables, new, parts):
 
 
 def test_verified_tokens_are_counted(tables):
-    """SGLang's lengths are those before the drafted tokens."""
+    """SGLang's sequence lengths do not include the drafted tokens."""
     batch = make_batch("TARGET_VERIFY", [2, 5], [33, 80], [4, 4], torch.zeros(8, dtype=torch.int64))
     step = eager_step(batch, tables)
     assert_tables(tables, step, [2, 5], [37, 84])
@@ -93,7 +93,7 @@ def test_verified_tokens_are_counted(tables):
 
 @pytest.mark.parametrize(("mode", "queries"), [("DECODE", 1), ("TARGET_VERIFY", 3)])
 def test_a_graphs_tables_are_the_eager_ones(tables, mode, queries):
-    """Captured once, then brought up to date in place."""
+    """Graph tables are created once and updated in place."""
     graph = GraphTables(4, 4 * queries, tables, torch.device("cpu"))
     step = graph.step(3, queries)
     addresses = [t.data_ptr() for t in (step.block_table, step.window_table, step.seq_lens, step.window_slots)]

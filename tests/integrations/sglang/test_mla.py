@@ -1,4 +1,4 @@
-"""Latent attention in the real SGLang engine: lossless pages give the stock tokens, packed ones the same every way."""
+"""Latent attention in the real SGLang engine: stock tokens with lossless pages, reproducible ones with codes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from slimkv.spec import LatentSpec, page_layout
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 SHARED = [[*LONG[2][:150], 7 + i, 90 + i, 5] for i in range(3)]
-# What is cached of a prompt is expanded in chunks of so many tokens.
+# Cached tokens of a prompt are expanded in chunks of at most this many tokens.
 CHUNKS = {"SGLANG_MAX_KV_CHUNK_CAPACITY": str(4 * PAGE)}
-ROUNDING = 2e-2  # of the sizes that SGLang tells, in hundredths of a gibibyte
+ROUNDING = 2e-2  # relative rounding of the sizes that SGLang reports, in hundredths of a GiB
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def stock(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lossless(folder):
-    """With mixed batches: requests that decode beside chunks of prompts."""
+    """With mixed batches of decoding requests and prompt chunks."""
     runs = [
         run("ragged", PROMPTS, 12),
         run("long", LONG, 12),
@@ -57,7 +57,7 @@ def packed(folder):
 
 @pytest.mark.parametrize("name", ["ragged", "long"])
 def test_lossless_pages_give_the_tokens_of_sglang_and_transformers(lossless, stock, folder, name):
-    """In chunks of 96 tokens, and in mixed batches."""
+    """With prefill in chunks of 96 tokens and mixed batches."""
     assert lossless["tokens"][name] == stock["tokens"][name]
     prompts = {"ragged": PROMPTS, "long": LONG}[name]
     assert lossless["tokens"][name] == transformers_tokens(folder, prompts, 12)
@@ -70,7 +70,7 @@ def test_a_lossless_hit_is_a_miss(lossless):
 
 
 def test_a_hit_answers_as_the_miss_did(packed):
-    """The codes of a prefix are what the request that wrote them saw as well."""
+    """The request that wrote a prefix attended to its codes, too."""
     tokens = packed["tokens"]
     assert tokens["miss"] == tokens["hit"] == tokens["fresh"]
     assert min(packed["cached"]["hit"]) >= 4 * PAGE
@@ -78,7 +78,7 @@ def test_a_hit_answers_as_the_miss_did(packed):
 
 
 def test_tokens_take_the_bytes_of_their_format(lossless, packed, stock):
-    """The model computes in float32, whose latents take 2,304 bytes; c4's rope part stays in that."""
+    """The model runs in float32: unpacked latents take 2,304 bytes, and c4 leaves the rope part in float32."""
     spec = LatentSpec.parse("c4").with_raw_dtype("float32")
     token = page_layout(spec, PAGE).page_bytes // PAGE
     assert token == 256 + 2 + 256
@@ -100,7 +100,7 @@ def test_low_rank_queries_and_interleaved_rope(tmp_path):
     [{"tp_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "chunked_prefill_size": 192}],
 )
 def test_ranks_hold_the_same_latents(folder, packed, parallel):
-    """Two ranks with half the heads each, and two that have all heads of their own requests."""
+    """Two ranks with half of the heads each, and two ranks with all heads of their own requests."""
     ours = run_engine(
         {"model_path": folder, **parallel, **slimkv("auto")}, [run("miss", SHARED, 12)],
         SGLANG_CPU_OMP_THREADS_BIND="0|1",
@@ -110,7 +110,7 @@ def test_ranks_hold_the_same_latents(folder, packed, parallel):
 
 @pytest.mark.extended
 def test_drafts_change_nothing(folder, packed, tmp_path):
-    """The model drafts for itself, with latents in numbers: chains of four are verified on codes."""
+    """The model drafts for itself with unpacked latents; chains of four tokens are verified on codes."""
     (tmp_path / "both.py").write_text(
         "import torch_native_drafts, torch_native_latents\n"
         "def register():\n    torch_native_drafts.register()\n    torch_native_latents.register()\n"

@@ -1,4 +1,4 @@
-"""``SlimKVLatentBackend`` on batches made by hand: a module of SGLang's, absorbed and expanded, against one another."""
+"""``SlimKVLatentBackend`` on handmade batches: absorbed and expanded attention must agree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCALE = (NOPE + ROPE) ** -0.5
 
 
 class Attention(torch.nn.Module):
-    """What the backend reads of SGLang's ``DeepseekV2AttentionMLA``."""
+    """The part of SGLang's ``DeepseekV2AttentionMLA`` that the backend uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Attention(torch.nn.Module):
         self.absorb()
 
     def absorb(self) -> None:
-        """As SGLang does after it loaded weights, in place from the second time on."""
+        """Makes absorbed projections as SGLang does after loading weights; in place after the first time."""
         key, value = self.weight.unflatten(0, (HEADS, -1)).split([NOPE, VALUE], dim=1)
         made = {"w_kc": key.clone(), "w_vc": value.transpose(1, 2).clone()}
         for name, x in made.items():
@@ -63,7 +63,7 @@ class Attention(torch.nn.Module):
 
 @pytest.fixture
 def made(monkeypatch):
-    """A backend of one layer, its module, and where tokens of each request live."""
+    """A function that makes a backend with one layer, the layer's module, and the slots of each request's tokens."""
     Attention.kv_b_proj.parameters = lambda: []
     monkeypatch.setattr(latent_backend, "DeepseekV2AttentionMLA", Attention)
 
@@ -110,7 +110,7 @@ def make_step(backend, slots, mode, requests, before, new, capacity=1 << 20):
 
 
 def prefill(backend, module, batch, seed):
-    """[tokens, heads, VALUE]: expanded, as SGLang calls it."""
+    """Prefill with expanded keys and values, as SGLang calls it: [tokens, heads, VALUE]."""
     count = batch.out_cache_loc.shape[0]
     q, latent, rope = token_numbers(seed, count)
     query, key, value = backend.prepare_prefill_qkv(
@@ -123,7 +123,7 @@ def prefill(backend, module, batch, seed):
 
 
 def absorbed(backend, module, batch, seed, save=True):
-    """The same tokens with absorbed queries."""
+    """Attention of the same tokens with absorbed queries."""
     count = batch.out_cache_loc.shape[0]
     q, latent, rope = token_numbers(seed, count)
     query = torch.einsum("thd,hdr->thr", q[..., :NOPE], module.w_kc)
@@ -136,7 +136,7 @@ def absorbed(backend, module, batch, seed, save=True):
 @pytest.mark.parametrize(("format", "fresh"), [("craw", "auto"), ("c4", "codes"), ("c6r8", "codes")])
 @pytest.mark.parametrize("capacity", [16, 48, 1 << 20])
 def test_expanded_and_absorbed_attention_agree(made, format, fresh, capacity):
-    """A prompt in two pieces, and the second one again with absorbed queries: on codes both see the same latents."""
+    """The second chunk of a prompt is run both ways. New tokens are read from codes, so both see the same latents."""
     backend, module, slots = made(format, fresh=fresh)
     prefill(backend, module, make_step(backend, slots, "EXTEND", [0, 2], [0, 0], [70, 21]), 10)
     batch = make_step(backend, slots, "EXTEND", [2, 0], [21, 70], [5, 9], capacity)
@@ -146,7 +146,7 @@ def test_expanded_and_absorbed_attention_agree(made, format, fresh, capacity):
 
 
 def test_fresh_tokens_may_be_seen_raw(made):
-    """Then prefill gives what an unquantised cache gives, as long as nothing was cached before."""
+    """Prefill then equals that of an unquantised cache, as long as nothing was cached before."""
     results = []
     for format, fresh in (("craw", "auto"), ("c3r8", "raw"), ("c3r8", "codes")):
         backend, module, slots = made(format, fresh=fresh)
@@ -178,7 +178,7 @@ def test_padding_gives_zeros(made):
 
 
 def test_new_weights_are_folded_again(made):
-    """As when a trainer sends them: SGLang fills the absorbed projections in place, and graphs keep their addresses."""
+    """When a trainer sends weights, SGLang fills the absorbed projections in place: graphs hold their addresses."""
     backend, module, slots = made("c4")
     rotation = ops.latent_rotation(backend.token_to_kv_pool.packed(0).codec)
     address = module.w_kc.data_ptr()
@@ -226,7 +226,7 @@ def test_chunks_have_every_cached_token_once():
 
 
 def test_prefill_calls_flash_attention_with_its_lengths():
-    """What a GPU is asked, with a stand-in that answers like it: log-sum-exps come heads first."""
+    """Checks FlashAttention's arguments with a stand-in that also returns log-sum-exps as [heads, tokens]."""
     asked = []
 
     def flash(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, return_softmax_lse, **others):
@@ -327,7 +327,7 @@ def test_a_drafts_layers_attend_as_their_own_backend_does(made, monkeypatch):
 
 
 def test_prefill_of_latents_is_captured_only_where_asked(tmp_path, monkeypatch):
-    """SGLang's own arguments, resolved for a model with latents."""
+    """SGLang's server arguments, resolved for a model with latents."""
     from engines import BASE
     from mla_models import deepseek_v2
     from sglang.srt.plugins import load_plugins

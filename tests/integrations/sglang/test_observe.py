@@ -1,4 +1,4 @@
-"""Calibration inside SGLang: what its schedulers see is what transformers sees, and its file serves every engine."""
+"""Calibration inside SGLang: statistics agree with those from transformers, and engines can use the file."""
 
 from __future__ import annotations
 

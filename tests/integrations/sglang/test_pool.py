@@ -1,4 +1,4 @@
-"""``SlimKVPool`` without an engine: what SGLang asks of a pool."""
+"""``SlimKVPool`` without an engine: the operations that SGLang needs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_tokens_come_back_from_the_host_in_other_slots():
 
 
 def test_pages_move_to_host_memory_and_back_as_rows(monkeypatch):
-    """With codes and scales in one row, whatever moves rows moves both; in SGLang's own host pool."""
+    """Codes and scales share one row, so SGLang's own host pool moves both."""
     monkeypatch.setattr("slimkv.integrations.sglang.host_pool.check_hooks", lambda targets: None)
     from sglang.srt.mem_cache.pool_host.minimax_m3_nvfp4 import MiniMaxM3Nvfp4MainKVPoolHost
 
@@ -116,7 +116,7 @@ def test_layers_of_different_sizes_have_no_host_memory(monkeypatch):
 
 @pytest.mark.parametrize("name", ["get_key_buffer", "get_value_buffer", "get_kv_buffer", "set_kv_buffer"])
 def test_nobody_gets_tensors_to_write_past_the_codec(name):
-    """Models with fused kernels write into these; the pool's dtype keeps them from trying."""
+    """Models with fused kernels write into these tensors. The pool's dtype keeps them from trying."""
     pool = make_pool(["k4v4"])
     assert pool.dtype == torch.uint8
     with pytest.raises(UnsupportedError, match="cached tensors of layer 0"):

@@ -1,4 +1,4 @@
-"""Server arguments and layers that slimkv refuses by name, through SGLang's own resolution of arguments."""
+"""Unsupported server arguments and layers raise errors that name them, when SGLang resolves its arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def resolved(**arguments: Any) -> ServerArgs:
 
 
 def test_pip_installed_the_plugin():
-    """As SGLang finds it: the entry point, the backend's name, every hook."""
+    """SGLang finds the entry point, the backend's name and every hook."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     assert "slimkv" in ATTENTION_BACKENDS
@@ -74,7 +74,7 @@ def test_refused_while_arguments_are_resolved(arguments, error, message):
 
 @pytest.mark.parametrize("name", [*refusals._OPTIONS, *refusals._TRANSFER_OPTIONS])
 def test_every_option_that_would_bypass_the_pages(name, monkeypatch):
-    """Some of them SGLang itself refuses on a CPU, so these are asked without it."""
+    """The check is called directly, because SGLang itself refuses some of these options on a CPU."""
     options = SimpleNamespace(
         attention_backend="slimkv", prefill_attention_backend=None, decode_attention_backend=None, page_size=64,
         kv_cache_dtype="auto", disaggregation_mode="prefill" if name in refusals._TRANSFER_OPTIONS else "null",
@@ -140,7 +140,7 @@ def test_plain_layers_are_served():
 
 
 def test_sglangs_switch_sets_deterministic():
-    """And the radix cache stays on."""
+    """The radix cache stays on."""
     args = resolved(page_size=32, enable_deterministic_inference=True)
     assert settings.parse(args).deterministic
     assert not server_options(args).disable_radix_cache

@@ -1,4 +1,4 @@
-"""SGLang's OpenAI server with slimkv switched on, asked over HTTP as users ask it."""
+"""SGLang's OpenAI server with slimkv, queried over HTTP as users do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """``python -m sglang.launch_server`` as the README writes it; yields its address and its log."""
+    """Runs ``python -m sglang.launch_server`` as documented; yields its address and its log."""
     port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
@@ -52,7 +52,7 @@ def test_streaming_gives_what_a_whole_answer_gives(server):
 
 
 def test_the_log_tells_the_size_of_the_cache(server):
-    """SmolLM2: 30 layers and 3 KV heads of 68 bytes a token, for 4,096 tokens and a page."""
+    """SmolLM2: 30 layers with 3 KV heads of 68 bytes per token, for 4,096 tokens and one extra page."""
     _, log = server
     line = next(x for x in log.read_text().splitlines() if "KV Cache is allocated" in x)
     assert "dtype: torch.uint8, #tokens: 4096" in line

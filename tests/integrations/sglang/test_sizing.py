@@ -1,4 +1,4 @@
-"""How many bytes of a token SGLang's configurators are told: plain, sliding-window and hybrid models, with drafts."""
+"""The bytes per token reported to SGLang's configurators: plain, sliding-window and hybrid models, and draft models."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from slimkv.integrations.sglang.sizing import FULL, WINDOW
 
 pytestmark = pytest.mark.sglang
 
-K4V4 = 2 * 64 // 2 + 4  # bytes of a token and KV head of 64 dimensions
+K4V4 = 2 * 64 // 2 + 4  # bytes per token and KV head with 64 dimensions
 BF16 = 2 * 64 * 2
 
 
 class Model(SimpleNamespace):
-    """SGLang's model configuration: 4 KV heads."""
+    """Stands in for SGLang's model configuration, with 4 KV heads (2 in windowed layers)."""
 
     def get_num_kv_heads(self, ranks: int) -> int:
         return max(1, 4 // ranks)
@@ -54,7 +54,7 @@ def make_kvc(settings: str | None = None, **others: Any) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
-    """One rank, slimkv chosen, no linear-attention layers; options are checked elsewhere."""
+    """Simulates one rank with slimkv and without linear-attention layers. Other tests cover the checks of options."""
     monkeypatch.setattr(sizing, "is_chosen", lambda args: True)
     monkeypatch.setattr(sizing, "attention_tp", lambda: (0, 1))
     monkeypatch.setattr(sizing, "full_attention_layers", lambda kvc: None)
@@ -65,7 +65,7 @@ def switched_on(monkeypatch):
 
 
 def stock(*args: Any) -> int:
-    """What SGLang would have answered."""
+    """Stands in for SGLang's own computation."""
     return 12345
 
 
@@ -103,7 +103,7 @@ def test_layers_that_sglang_counts_otherwise_are_refused():
 
 
 def test_a_draft_is_counted_unpacked():
-    """SGLang takes it to be as packed as the model, which would overrun memory."""
+    """SGLang would assume the draft model's cache to be as small as the packed one, and overrun memory."""
     layers = SimpleNamespace(eagle_draft_num_layers=1, dflash_draft_num_layers=2)
 
     def cell_size(algorithm: SpeculativeAlgorithm, **known: int | None) -> int:
@@ -118,7 +118,7 @@ def test_a_draft_is_counted_unpacked():
 
 
 def test_sliding_windows_have_bytes_of_their_own():
-    """Windowed layers with 2 KV heads of 128 dimensions; a draft layer on either side, unpacked."""
+    """Windowed layers have 2 KV heads of 128 dimensions. The draft has one full and one windowed layer, unpacked."""
     kvc = make_kvc(is_hybrid_swa=True, is_hybrid_swa_compress=True)
     configurator = windowed(kvc, full_layers=3, drafts=1)
     assert sizing.full_cell_bytes(stock, configurator) == 3 * 4 * K4V4 + 1000
@@ -145,7 +145,7 @@ def test_windows_without_shapes_of_their_own_have_those_of_full_layers():
 
 
 def windowed(kvc: Any, full_layers: int, drafts: int) -> Any:
-    """SGLang's configurator of a sliding-window model after its own ``__init__``."""
+    """Stands in for SGLang's configurator of a sliding-window model, after its ``__init__``."""
     configurator = SimpleNamespace(
         _full_per_token=1000, _swa_per_token=2000, _full_layers_num=full_layers, _swa_layers_num=3,
         _draft_full_layers_num=drafts, _draft_swa_layers_num=drafts, _cell_size=0,
@@ -178,7 +178,7 @@ def latent_kvc(settings: str, **others: Any) -> SimpleNamespace:
 
 
 def test_latents_are_held_by_every_rank(monkeypatch):
-    """Whatever the ranks: 256 bytes of codes, a scale, and the rope part in bfloat16; a draft's in numbers."""
+    """On each rank: 256 bytes of codes, a scale, and the rope part in bfloat16. Latents of a draft are unpacked."""
     monkeypatch.setattr(sizing, "attention_tp", lambda: (1, 4))
     kvc = latent_kvc(override_args("auto", layers={"0": "raw"}))
     assert sizing.cell_size(None, None, kvc, 6) == 5 * (256 + 2 + 128) + 1152

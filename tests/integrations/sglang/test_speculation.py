@@ -12,15 +12,16 @@ from prompts import long, partings, ragged, run, short_model_folder
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 STEPS = 3
-NEAR_TIE = 0.1  # nats between the two most likely tokens
+NEAR_TIE = 0.1  # gap in nats between the two most likely tokens
 
 
 def test_a_draft_model_changes_no_more_than_another_batch_does(tmp_path):
-    """The model drafting for itself: ragged and chunked prompts, and prompts whose pages the radix cache has.
+    """The model drafts for itself: ragged and chunked prompts, and prompts with pages in the radix cache.
 
-    On some CPUs products of another shape round otherwise, numbers next to a code's boundary then get another code, and
-    a near tie may fall the other way: tokens may part by no more than where the same prompts part when they are asked
-    one by one, without a draft. A verified token that attended wrong pages would part by nats.
+    On some CPUs, GEMM rounding depends on the shapes. Values near the boundary of a code then change their code, and
+    near ties between tokens are decided differently. With drafts, tokens may therefore differ, but only at gaps as
+    small as those where batched and one-by-one runs without drafts differ. Attention to wrong pages would show as gaps
+    of nats.
     """
     drafts = model_drafts(short_model_folder(), steps=STEPS)
     prompts = [*ragged(), *long()]
@@ -39,5 +40,5 @@ def test_a_draft_model_changes_no_more_than_another_batch_does(tmp_path):
         assert len(found) <= len(by_batch) + 1, (name, found, by_batch)
     assert drafted["tokens"]["hit"] == drafted["tokens"]["miss"]
     assert min(drafted["cached"]["hit"]) >= 6 * drafted["page_size"]
-    # The draft attends numbers, the target codes: it guesses most tokens, and a step that verifies takes several.
+    # The draft model reads an unpacked cache, the target reads codes. Still, most drafts are accepted.
     assert 0 < drafted["verified"]["mixed"] < 0.6 * sum(len(tokens) for tokens in drafted["tokens"]["mixed"])

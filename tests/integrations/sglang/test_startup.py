@@ -1,4 +1,4 @@
-"""What must stop the real SGLang engine while it starts."""
+"""Errors that must stop the real SGLang engine during startup."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prompts import EngineError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-# A plugin of somebody else's that makes one of slimkv's hooks fail, in every process.
+# A third-party plugin that makes one of slimkv's hooks fail, in every process.
 BREAKER = """
 from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -34,7 +34,7 @@ def breaking_plugin(folder, name: str) -> str:
 
 
 def test_a_broken_hook(tmp_path):
-    """SGLang only logs it; slimkv does not go on with a cache of the wrong size."""
+    """SGLang only logs the failure. slimkv must not continue with a cache of the wrong size."""
     with pytest.raises(EngineError, match=r"did not install slimkv's hooks on .*PoolConfigurator\._compute_cell_size"):
         run_engine(engine(**slimkv()), [], spawned=True, PYTHONPATH=breaking_plugin(tmp_path, "._compute_cell_size"))
 

@@ -1,4 +1,4 @@
-"""Prefill in one engine, decode in another: packed pages travel through NIXL; a peer of another format is refused."""
+"""Prefill in one engine, decode in another: NIXL transfers packed pages; a peer with another format is refused."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.extended]
 SCRIPT = Path(__file__).with_name("transfer_peer.py")
 PROMPT = [(7 * j * j + j) % 500 + 3 for j in range(301)]  # four chunks
 BLOCKS = -(-len(PROMPT) // PAGE)
-LAYERS, HEADS, DIM = 3, 2, 32  # of ``tiny_model``
+LAYERS, HEADS, DIM = 3, 2, 32  # sizes of ``tiny_model``
 
 
 class Pair:
-    """A prefill and decode engines that find it at one port."""
+    """One prefill engine, and decode engines that connect to its bootstrap port."""
 
     def __init__(self, model: str, formats: dict[str, str], folder: Path) -> None:
         self.port, self.bytes, self.room = free_port(), folder / "bytes", 0
@@ -39,7 +39,7 @@ class Pair:
         shared = environment(PYTHONPATH=path, TRANSFERRED=str(self.bytes))
         transfer = {
             "disaggregation_transfer_backend": "nixl", "disaggregation_bootstrap_port": self.port,
-            "disable_overlap_schedule": True,  # SGLang makes CUDA events for it here, on a CPU too
+            "disable_overlap_schedule": True,  # with overlap, SGLang would create CUDA events even on a CPU
         }  # fmt: skip
         self.peers = {}
         for i, (name, format) in enumerate(formats.items()):
@@ -50,14 +50,14 @@ class Pair:
             self.peers[name] = Peer(SCRIPT, {**BASE, "model_path": model, **transfer, **own}, shared, folder / name)
 
     def send(self, name: str) -> None:
-        """The prompt to the prefill engine and to the decode engine ``name``."""
+        """Sends the prompt to the prefill engine and to the decode engine ``name``."""
         self.room += 1
         more = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": self.room}
         for peer in ("prefill", name):
             self.peers[peer].send(prompt=PROMPT, max_tokens=12, more=more)
 
     def moved(self) -> list[int]:
-        """Bytes of each transfer, as SGLang counts them."""
+        """Bytes of each transfer, as counted by SGLang."""
         return [int(line) for line in self.bytes.read_text().split()]
 
 
@@ -71,7 +71,7 @@ def alone(model: str, format: str, **settings: Any) -> list[int]:
 
 
 def test_packed_pages_travel_and_another_format_is_refused(model, tmp_path):
-    """As many bytes move as pages have. ``k5v3`` has the size of ``k4v4``: only the handshake can tell them apart."""
+    """Exactly the pages' bytes move. ``k5v3`` has the size of ``k4v4``, so only the handshake tells them apart."""
     wanted = alone(model, "k4v4", center_keys=False)
     pair = Pair(model, {"prefill": "k4v4", "decode": "k4v4", "other": "k5v3"}, tmp_path)
     with all_ready(pair.peers) as peers:
@@ -90,7 +90,7 @@ def test_packed_pages_travel_and_another_format_is_refused(model, tmp_path):
 
 
 def test_packed_latents_travel(tmp_path):
-    """One page per layer and block, whatever the number of heads."""
+    """One page per layer and block, regardless of the number of heads."""
     model = saved(deepseek_v2, tmp_path / "model")
     wanted = alone(model, "c4")
     pair = Pair(model, {"prefill": "c4", "decode": "c4"}, tmp_path)

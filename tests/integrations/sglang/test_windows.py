@@ -1,4 +1,4 @@
-"""Sliding windows in the real SGLang engine, with the tokens of windowed layers in a pool of their own."""
+"""Sliding windows in the real SGLang engine, with a separate pool for windowed layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN_POOL = {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]}
 
 
 def test_lossless_pages_give_the_stock_tokens(tmp_path):
-    """Pages that left every window are handed out again: the kernels must not need them."""
+    """SGLang reuses pages that no window contains any more, so the kernels must not read them."""
     model = {"model_path": write_windowed_model(tmp_path / "model"), "load_format": "dummy"}
     runs = [run("ragged", ragged(), 6), run("long", long(), 24), run("hit", [long()[0] + piece(900, 20)], 6)]
     stock = run_engine(model, runs)

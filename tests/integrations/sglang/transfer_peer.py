@@ -1,7 +1,7 @@
-"""One engine that answers requests from stdin: a line of JSON in, a line of JSON out that begins with ``>``.
+"""One engine that reads requests as lines of JSON from stdin and prints each answer as a line of JSON after ``>``.
 
-``python transfer_peer.py ARGUMENTS``. A request has ``prompt``, ``max_tokens`` and ``more``, further arguments of
-``Engine.generate``; an answer has ``tokens``.
+``python transfer_peer.py ARGUMENTS``. A request has ``prompt``, ``max_tokens`` and ``more`` (further arguments of
+``Engine.generate``). An answer has ``tokens``.
 """
 
 from __future__ import annotations

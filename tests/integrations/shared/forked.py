@@ -1,4 +1,4 @@
-"""Work in processes forked from one that has imported an engine: an import takes longer than a small engine's work."""
+"""Runs work in forks of a process that has already imported an engine, since importing takes longer than the work."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from prompts import EngineError
 
 
 class Forked:
-    """Sends requests to ``serve`` in a process of its own, which runs ``script``; it ends with this process."""
+    """Client of ``serve``: starts ``script`` in a separate process, sends it requests, and stops it at exit."""
 
     def __init__(self, script: Path, limit_seconds: float) -> None:
         self.script, self.limit_seconds = script, limit_seconds
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, request: dict[str, Any], environment: dict[str, str]) -> Any:
-        """What a fork made of ``request``, with this environment; raises ``EngineError`` with its output."""
+        """Result of ``request`` in a fork with this environment. On failure, raises ``EngineError`` with its output."""
         if self._server is None or self._server.poll() is not None:
             command = [sys.executable, str(self.script)]
             self._server = subprocess.Popen(
@@ -50,9 +50,9 @@ class Forked:
 
 
 def serve(run: Callable[[dict[str, Any]], Any], preload: Sequence[str]) -> None:
-    """Forks a child for each order on stdin, which writes what ``run`` returns; answers with its exit status."""
+    """For each order on stdin, forks a child that writes the result of ``run``; answers with its exit status."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     for name in preload:
         importlib.import_module(name)
     for line in sys.stdin:
@@ -64,7 +64,7 @@ def serve(run: Callable[[dict[str, Any]], Any], preload: Sequence[str]) -> None:
         while not ended and time.monotonic() < deadline:
             time.sleep(0.05)
             ended, status = os.waitpid(child, os.WNOHANG)
-        with suppress(ProcessLookupError):  # the child after its time, and whatever it left running
+        with suppress(ProcessLookupError):  # kills a child that exceeded its time, and processes that it left running
             os.killpg(child, signal.SIGKILL)
         if not ended:
             _, status = os.waitpid(child, 0)
@@ -72,7 +72,7 @@ def serve(run: Callable[[dict[str, Any]], Any], preload: Sequence[str]) -> None:
 
 
 def _run(run: Callable[[dict[str, Any]], Any], order: dict[str, Any]) -> int:
-    """In the child: a session, output, environment and import path of its own."""
+    """Runs in the child, which gets its own session, output, environment and import path."""
     os.setsid()
     folder = Path(order["folder"])
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)

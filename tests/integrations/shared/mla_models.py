@@ -1,7 +1,7 @@
 """Small models of latent attention with random weights.
 
-Their rope is yarn: with plain rope vLLM's CPU build gives other tokens for a batch than for its requests alone. The
-latent has the sizes that vLLM's CPU kernel knows.
+They use YaRN: with plain RoPE, vLLM's CPU build generates different tokens for a batch than for its requests alone. The
+sizes of the latent are those that vLLM's CPU kernel supports.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ PROMPTS = [[(7 * i + 3 * j * j) % 500 + 3 for j in range(5 + 67 * i)] for i in r
 
 
 def deepseek_v2(**sizes: int) -> Any:
-    """Queries without a projection of their own, as in V2-Lite; ``sizes`` instead of those of ``SIZES``."""
+    """Queries have no low-rank projection, as in V2-Lite. ``sizes`` override ``SIZES``."""
     config = transformers.DeepseekV2Config(**SIZES | sizes, q_lora_rank=None, topk_method="greedy")
     return transformers.DeepseekV2ForCausalLM(config)
 
 
 def deepseek_v3() -> Any:
-    """Low-rank queries, interleaved rope."""
+    """Low-rank queries, interleaved RoPE."""
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SIZES, q_lora_rank=64))
 
 
 def saved(make: Any, folder: Any) -> str:
-    """The folder of a model of random weights."""
+    """Saves the model with random weights and returns the folder."""
     torch.manual_seed(0)
     make().eval().save_pretrained(folder)
     return str(folder)
 
 
 def with_drafting_layer(folder: str) -> str:
-    """Adds a layer for multi-token prediction (MTP) to a saved DeepSeek-V3: the last one again, with what it needs.
+    """Adds a layer for multi-token prediction (MTP) to a saved DeepSeek-V3: a copy of its last layer, with an MTP head.
 
-    It drafts nonsense, which is what verification must see through.
+    It drafts nonsense, which verification must reject.
     """
     from safetensors.torch import load_file, save_file
 
@@ -72,7 +72,7 @@ def with_drafting_layer(folder: str) -> str:
 
 
 def transformers_tokens(folder: str, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy tokens of transformers, one prompt after another."""
+    """Greedy tokens by transformers, for one prompt after another."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     out = []
     for prompt in prompts:

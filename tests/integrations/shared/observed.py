@@ -1,4 +1,4 @@
-"""Calibration in engines: a model, what transformers finds in it, and the commands of the documents."""
+"""Calibration in engines: a model, comparison with transformers' calibration, and the documented commands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_it_is_what_transformers_finds(folder: str, made: Calibration) -> None:
         want = other.layers[number]
         assert layer.rotary.planes.tolist() == want.rotary.planes.tolist()
         assert torch.allclose(layer.rotary.frequencies, want.rotary.frequencies, atol=1e-5)
-        # Other texts of the same model: close, and far from those of another head.
+        # The engine and transformers sampled different texts: moments are close, and far from those of the other head.
         apart = (layer.query_moment - want.query_moment).norm(dim=(1, 2)) / want.query_moment.norm(dim=(1, 2))
         swapped = (layer.query_moment - want.query_moment.flip(0)).norm() / want.query_moment.norm()
         assert apart.max() < 0.5 * swapped
@@ -51,7 +51,7 @@ def check_it_is_what_transformers_finds(folder: str, made: Calibration) -> None:
 def check_a_calibration_is_made(
     command: str, options: dict[str, Any], target: Path, environment: dict[str, str], seconds: float
 ) -> None:
-    """Runs a ``slimkv calibrate`` of the documents on SmolLM2, with engine options for a CPU and little text."""
+    """Runs a documented ``slimkv calibrate`` command on SmolLM2, with engine options for a CPU and a short text."""
     words = shlex.split(command)
     words[words.index("MODEL")] = model_folder()
     words[words.index("--engine-options") + 1] = json.dumps(options)

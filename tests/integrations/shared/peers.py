@@ -1,4 +1,6 @@
-"""Engines in processes of their own that are asked one request at a time: lines of JSON in, lines after ``>`` out."""
+"""Engines in separate processes that answer one request at a time. Requests are lines of JSON, answers are lines that
+begin with ``>``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ class Peer:
     """Runs ``script`` with the engine's arguments as JSON."""
 
     def __init__(self, script: Path, engine: dict[str, Any], environment: dict[str, str], log: Path) -> None:
-        self.log, self.said = log, ""  # stderr, and what else it prints
+        self.log, self.said = log, ""  # file for stderr, and the other lines on stdout
         self.process = subprocess.Popen(
             [sys.executable, str(script), json.dumps(engine)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=log.open("w"), text=True, env=environment, start_new_session=True,
@@ -47,7 +49,7 @@ class Peer:
 
 @contextmanager
 def all_ready(peers: dict[str, Peer]):
-    """Waits until every peer is ready, and stops them in the end."""
+    """Waits until every peer is ready, and stops them on exit."""
     try:
         for peer in peers.values():
             assert peer.answer() == "ready"

@@ -1,4 +1,4 @@
-"""What the real engines are asked: tokens of an English text, in prompts of every kind of length."""
+"""Prompts for real engines: tokens of an English text, of many lengths."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-SHORT_LAYERS = (0, 1, 2, 3, 4, 5, 28, 29)  # without the last two the tokens go round in circles
+SHORT_LAYERS = (0, 1, 2, 3, 4, 5, 28, 29)  # without the last two, the text repeats itself endlessly
 
 
 class EngineError(RuntimeError):
-    """An engine that did not start or stopped; the text is what it printed."""
+    """An engine did not start, or stopped. The message is its output."""
 
 
 @lru_cache(maxsize=1)
 def model_folder() -> str:
-    """SmolLM2-135M-Instruct."""
+    """The folder of SmolLM2-135M-Instruct."""
     from slimkv.lab import models
 
     return str(models.folder(models.DEFAULT))
@@ -29,7 +29,10 @@ def model_folder() -> str:
 
 @lru_cache(maxsize=1)
 def short_model_folder() -> str:
-    """Eight of its 30 layers, for a CPU, where all of them take most of a test's time. A GPU gets the whole model."""
+    """The folder of a SmolLM2 with 8 of its 30 layers: on a CPU, the whole model would take most of a test's time.
+
+    On a GPU, the folder of the whole model.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -53,7 +56,7 @@ def short_model_folder() -> str:
             if layer is None or layer[0] in renamed:
                 kept[name if layer is None else name.replace(layer[0], renamed[layer[0]])] = weight
         save_file(kept, beside / "model.safetensors", metadata={"format": "pt"})
-        with suppress(OSError):  # another process was first
+        with suppress(OSError):  # another process has already created it
             beside.rename(short)
         shutil.rmtree(beside, ignore_errors=True)
     return str(short)
@@ -61,7 +64,7 @@ def short_model_folder() -> str:
 
 @lru_cache(maxsize=1)
 def text_tokens() -> list[int]:
-    """A few thousand tokens of English."""
+    """A few thousand tokens of English text."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder())
@@ -74,7 +77,7 @@ def piece(start: int, length: int) -> list[int]:
 
 
 def run(name: str, prompts: list[list[int]], max_tokens: int = 16, **how: bool) -> dict[str, Any]:
-    """One batch for an engine."""
+    """Describes one batch for an engine."""
     return {"name": name, "prompts": prompts, "max_tokens": max_tokens, **how}
 
 
@@ -84,12 +87,12 @@ def ragged() -> list[list[int]]:
 
 
 def long() -> list[list[int]]:
-    """Prompts that come in several chunks; no length is a multiple of anything."""
+    """Prompts that are prefilled in several chunks. Their lengths are not multiples of a block."""
     return [piece(100, 301), piece(700, 203)]
 
 
 def repeating() -> list[list[int]]:
-    """Text whose continuation can be guessed from itself."""
+    """Repetitive text, so that n-gram lookup finds drafts."""
     return [piece(0, 40) * 3 + piece(0, 20), piece(200, 30) * 4]
 
 
@@ -99,12 +102,12 @@ def various() -> list[list[int]]:
 
 
 def sharing(tokens: int) -> list[list[int]]:
-    """Three requests with ``tokens`` tokens in common, and a few of their own."""
+    """Three requests that share a prefix of ``tokens`` tokens, each followed by a few others."""
     return [piece(100, tokens) + piece(1500 + 20 * i, 9 + i) for i in range(3)]
 
 
 def partings(alone: dict[str, Any], other: dict[str, Any], name: str) -> dict[int, tuple[int, float]]:
-    """Prompts whose tokens part: the first place, and how far apart in nats ``alone`` had its two candidates."""
+    """By prompt whose tokens differ: the first differing position, and the gap in nats of both tokens in ``alone``."""
     out = {}
     for i, (one, two) in enumerate(zip(alone["tokens"][name], other["tokens"][name], strict=True)):
         if one != two:
@@ -115,6 +118,6 @@ def partings(alone: dict[str, Any], other: dict[str, Any], name: str) -> dict[in
 
 
 def first_token_difference(found: dict[str, Any], one: str, two: str) -> float:
-    """The largest difference in nats between two runs' logprobs of the first tokens, of candidates in both."""
+    """Largest difference in nats between the logprobs of first tokens in two runs, over tokens listed in both."""
     pairs = zip(found["logprobs"][one], found["logprobs"][two], strict=True)
     return max(abs(a[0][token] - b[0][token]) for a, b in pairs for token in a[0].keys() & b[0].keys())

@@ -1,7 +1,7 @@
-"""Products row by row, so that what is left to depend on a batch is attention.
+"""Matrix products row by row, so that only attention can depend on the batch.
 
-On a CPU, products of matrices of other shapes round otherwise, in any engine. The engines' switches for batch-invariant
-serving make their own products invariant on GPUs alone.
+On a CPU, the rounding of GEMMs depends on the shapes, in any engine. The engines' switches for batch-invariant serving
+make GEMMs invariant on GPUs only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def row_by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function`` of every row [..., dim] by itself, as if it came alone."""
+    """Applies ``function`` to every row of x [..., dim] separately."""
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] <= 1:
         return function(x)
@@ -21,7 +21,7 @@ def row_by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def exact_linear(patch: Callable[[object, str, object], None]) -> None:
-    """``patch(owner, name, value)`` replaces torch's linear layers by ones whose rows do not depend on one another."""
+    """Replaces torch's linear layers by row-by-row ones. ``patch(owner, name, value)`` sets an attribute."""
     plain = torch.nn.functional.linear
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,7 +31,7 @@ def exact_linear(patch: Callable[[object, str, object], None]) -> None:
 
 
 def tiny_model(folder: object) -> str:
-    """The folder of a Llama with random weights; what it says soon repeats itself, so that drafts can be guessed."""
+    """Folder of a Llama with random weights. Its output soon repeats itself, so that n-gram lookup finds drafts."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -48,6 +48,6 @@ PROMPTS = [[(7 * i + 3 * j * j + i * j) % 500 + 3 for j in range(20 + (53 * i) %
 
 
 def assert_same(one: dict, name: str, other: dict, as_name: str) -> None:
-    """The tokens of two runs and their log-probabilities, to the last bit."""
+    """Tokens and log-probabilities of two runs are bitwise equal."""
     assert other["tokens"][as_name] == one["tokens"][name], (name, as_name)
     assert other["logprobs"][as_name] == one["logprobs"][name], (name, as_name)

@@ -1,6 +1,6 @@
-"""Runs every class (or those named) and writes what becomes of it, as rows of JSON and as a page.
+"""Runs every model class (or those named) and writes the outcomes as rows of JSON and as a page of the documentation.
 
-Rows that are in the file already are not run again.
+Classes that already have a row in the file are not run again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ the latter.
 
 
 def state(row: dict[str, Any]) -> str:
-    """One word for a row."""
+    """One word for the outcome of a row."""
     results = {row["cache"]["result"], row["fused"]["result"]}
     if results != {"same"}:
         return "refused" if results == {"refused"} else "wrong"
@@ -54,7 +54,7 @@ def state(row: dict[str, Any]) -> str:
 
 
 def page(rows: list[dict[str, Any]], command: str, tolerance: float) -> str:
-    """The document."""
+    """The text of the documentation page."""
     ran = sorted((x for x in rows if not x["stock"]), key=lambda x: x["name"].lower())
     failed = sorted((x for x in rows if x["stock"]), key=lambda x: x["name"].lower())
     counts = Counter(map(state, ran))
@@ -78,7 +78,7 @@ def page(rows: list[dict[str, Any]], command: str, tolerance: float) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Command-line entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="classes to run; default: all")
     parser.add_argument("--rows", type=Path, required=True, help="outcomes, one JSON object per line")

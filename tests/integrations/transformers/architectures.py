@@ -1,7 +1,7 @@
-"""A tiny model of every generating class that the installed transformers can build.
+"""Builds a tiny model of any generating class in the installed transformers.
 
-The sizes come from rules on the names of configuration fields, so that a class which did not exist when this was
-written is built as well. What the rules cannot guess (sizes that must fit one another) is in ``EXACT``.
+Sizes follow from rules on the names of configuration fields, so that new classes can be built, too. ``EXACT`` has what
+the rules cannot guess, such as sizes that must match one another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB, WINDOW = 128, 4, 2, 32, 4, 160, 12
 LARGEST = 130e6
-FIRST_SPECIAL = 120  # ids of images, audio and other markers; prompts stay below
+FIRST_SPECIAL = 120  # the first id of image, audio and other marker tokens; prompts use smaller ids
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -27,7 +27,8 @@ MAPPINGS = {
     "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
 
-# Rules for integers (and None, where a rule says so): the first pattern that matches the whole name decides.
+# Rules for integer fields (and for fields that are None, if a rule allows it). The first pattern that matches the whole
+# name applies.
 RULES: list[tuple[str, int]] = [
     (r"num_kv_shared_layers", 2),
     (
@@ -98,7 +99,7 @@ RULES: list[tuple[str, int]] = [
 UNSET = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "n_routed_experts": 4, "num_experts": 4}
 COMPILED = [(re.compile(pattern), value) for pattern, value in RULES]
 
-# What no rule can guess, by model type: fields of the configuration that holds the decoder, or of the named part.
+# Fields that no rule can guess, by model type: of the configuration that contains the decoder, or of a named part.
 MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 HYBRID = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
@@ -136,7 +137,7 @@ EXACT: dict[str, dict[str, Any]] = {
 
 
 def classes() -> dict[str, tuple[str, str]]:
-    """Class name -> (kind, model type), for every class that generates."""
+    """Class name -> (kind, model type), for every class that can generate."""
     found: dict[str, tuple[str, str]] = {}
     for kind, mapping in MAPPINGS.items():
         for model_type, names in getattr(modeling_auto, mapping).items():
@@ -146,7 +147,7 @@ def classes() -> dict[str, tuple[str, str]]:
 
 
 def _layer_choice(types: list[Any], count: int) -> list[int]:
-    """Numbers of ``count`` layers, one of every kind before any kind comes twice."""
+    """Indices of ``count`` layers that cover as many kinds of layers as possible."""
     first = list(dict.fromkeys(types))
     chosen = [types.index(kind) for kind in first][:count]
     rest = [i for i in range(len(types)) if i not in chosen]
@@ -154,7 +155,7 @@ def _layer_choice(types: list[Any], count: int) -> list[int]:
 
 
 def overrides(default: Any, model_type: str) -> dict[str, Any]:
-    """Small values for the fields of ``default``."""
+    """Small values for the size fields of ``default``."""
     small: dict[str, Any] = {}
     special = FIRST_SPECIAL
     fields = {
@@ -190,7 +191,7 @@ def overrides(default: Any, model_type: str) -> dict[str, Any]:
     for name, size in UNSET.items():
         if name in fields and fields[name] is None:
             small[name] = size
-    if fields.get("kv_lora_rank") is not None:  # latent attention: every head has its own keys, and rotates a part
+    if fields.get("kv_lora_rank") is not None:  # latent attention: every head has its own keys, partly rotated
         small |= {"num_key_value_heads": HEADS, "head_dim": 16, "qk_head_dim": HEAD_DIM}
         small = {name: value for name, value in small.items() if name in fields}
     if isinstance(getattr(default, "rope_parameters", None), dict) or isinstance(fields.get("rope_scaling"), dict):
@@ -199,7 +200,7 @@ def overrides(default: Any, model_type: str) -> dict[str, Any]:
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Sections of multimodal rotary embeddings scaled to the head size."""
+    """Rope parameters with the sections of multimodal rotary embeddings scaled to the head size."""
     out = {}
     for name, value in parameters.items():
         if isinstance(value, dict):
@@ -213,7 +214,7 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_config(config_class: type, model_type: str, part: str = "") -> Any:
-    """A configuration of ``config_class`` with every size small."""
+    """A configuration of ``config_class`` with small sizes."""
     default = config_class()
     small = overrides(default, model_type)
     for name in default.sub_configs:
@@ -249,7 +250,7 @@ def build(name: str) -> Any:
 
 
 def spread_weights(model: torch.nn.Module) -> None:
-    """Matrices large enough that attention chooses: with the usual initialisation every answer looks alike."""
+    """Makes matrices so large that attention is selective. With the usual initialisation, all answers look alike."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
-"""Attention on pages against stock attention on decoded keys and values: logits and greedy tokens.
+"""Compares attention on pages with stock attention on decoded keys and values: logits and greedy tokens.
 
-Both paths read one cache, and each step compares what they make of the same codes. With a cache of its own for each
-path, one key that rounds to another code would change every later layer and token.
+Both paths read the same cache, so that each step compares results from the same codes. With separate caches, a single
+key that rounds to another code would change all later layers and tokens.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from slimkv.lab.evals.harness import STRICT, new_cache
 
 @dataclass(frozen=True)
 class PathReport:
-    """Differences of logits are relative to the largest logit of their step."""
+    """Differences between logits, relative to the largest logit of the step."""
 
     largest_difference: float
     median_difference: float
-    steps_beyond_1e3: int  # steps whose difference is above 1e-3: the newest key or value rounded to another code
-    first_different_token: int | None  # of the two greedy texts; None: the same in all steps
+    steps_beyond_1e3: int  # steps with a difference above 1e-3: a new key or value was rounded to another code
+    first_different_token: int | None  # first step with different greedy tokens; None: all tokens are equal
     fused_calls: int
-    decoded_calls: int  # layers of the fused path whose attention had to decode
+    decoded_calls: int  # attention calls of the fused path that had to decode
 
 
 def compare_paths(model: Any, ids: Tensor, format: str, *, steps: int) -> PathReport:
-    """Greedy steps after ids [1, tokens], both paths fed the fused path's tokens."""
+    """Compares greedy steps after ids [1, tokens]. Both paths continue with the fused path's tokens."""
     cache = new_cache(model, format, STRICT)
     differences: list[float] = []
     first: int | None = None
@@ -41,7 +41,7 @@ def compare_paths(model: Any, ids: Tensor, format: str, *, steps: int) -> PathRe
 
     with attention(model):
         chosen = logits(ids.to(model.device))
-    cache.activate_past_recording()  # so that a step can be taken back
+    cache.activate_past_recording()  # so that a step can be undone
     for step in range(steps):
         now = chosen.argmax().reshape(1, 1)
         with attention(model) as counts:

@@ -1,7 +1,8 @@
-"""Tiny models whose keys have a large constant part, of every way in which families come by a key bias.
+"""Tiny models whose keys have a large constant part, one for each place where model families put a key bias.
 
-A real bias lies in the dimensions that RoPE hardly turns (wavelengths beyond the context), so that it is the same
-vector at every position. Here it lies in the last dimensions of both halves of a head, and the base of RoPE is large.
+The biases of real models lie in dimensions that RoPE hardly rotates (wavelengths beyond the context), so that they are
+the same vector at every position. Here they lie in the last dimensions of both halves of a head, and RoPE's base is
+large.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ _ROPE = {"rope_type": "default", "rope_theta": 1e6}
 _SHAPE = {
     **SHAPE, "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "rope_parameters": _ROPE, "initializer_range": 0.1,
 }  # fmt: skip
-_HEAD_DIM = {"head_dim": _SHAPE.pop("head_dim")}  # for classes that do not divide the hidden size by the heads
+_HEAD_DIM = {"head_dim": _SHAPE.pop("head_dim")}  # for classes that do not compute it from the hidden size
 _HALF_ROTATED = {**_ROPE, "partial_rotary_factor": 0.5}
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a model of a family is configured, and where its key biases are."""
+    """The configuration of a model family, and the location of its key biases."""
 
     config: Callable[[], Any]
     attentions: Callable[[Any], list[Any]]  # the attention modules of a model
-    bias: Callable[[Any], Tensor]  # of an attention module: a view [num_kv_heads, head_dim] of its key bias
+    bias: Callable[[Any], Tensor]  # attention module -> view [num_kv_heads, head_dim] of its key bias
 
 
 def _layers(name: str) -> Callable[[Any], list[Any]]:
@@ -39,7 +40,7 @@ def _layers(name: str) -> Callable[[Any], list[Any]]:
 
 
 def _own(module: Any) -> Tensor:
-    """Of a projection of keys alone."""
+    """The bias of a separate key projection."""
     return module.k_proj.bias.view(-1, HEAD_DIM)
 
 
@@ -98,7 +99,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "starcoder2": Family(lambda: transformers.Starcoder2Config(**_SHAPE, use_bias=True), _layers("self_attn"), _own),
     "opt": Family(_opt, _layers("self_attn"), _own),
-    # One projection for queries, keys and values, with the keys in three different places.
+    # One projection for queries, keys and values. The place of the keys in it differs between these families.
     "falcon": Family(
         lambda: _falcon(True),
         lambda model: [block.self_attention for block in model.transformer.h],
@@ -126,7 +127,7 @@ HEALTHY: dict[str, Callable[[], Any]] = {  # no bias
 
 
 def constant(kv_heads: int, seed: int) -> Tensor:
-    """A vector of norm ``BIAS_NORM`` for every KV head, [kv_heads, head_dim], in dimensions that hardly turn."""
+    """A vector of norm ``BIAS_NORM`` per KV head, [kv_heads, head_dim], in dimensions that RoPE hardly rotates."""
     vector = torch.zeros(kv_heads, 2, HEAD_DIM // 2)
     vector[..., -3:] = torch.randn(kv_heads, 2, 3, generator=torch.Generator().manual_seed(seed))
     vector = vector.flatten(1)
@@ -137,7 +138,7 @@ def biased_model(name: str, bias: bool = True) -> Any:
     """A model of ``FAMILIES`` or ``HEALTHY`` with fixed random weights, in eval mode.
 
     Args:
-        bias: whether the keys of a model of ``FAMILIES`` get their constant; without it they are ordinary.
+        bias: whether the keys of a model of ``FAMILIES`` have a large constant part.
     """
     family = FAMILIES.get(name)
     torch.manual_seed(0)
@@ -149,7 +150,7 @@ def biased_model(name: str, bias: bool = True) -> Any:
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks"):
                 parameter.normal_()
-            elif parameter_name.endswith("bias"):  # some classes leave them as memory was
+            elif parameter_name.endswith("bias"):  # some classes do not initialise them
                 parameter.zero_()
         if bias and family is not None:
             for number, module in enumerate(family.attentions(model)):
@@ -161,6 +162,6 @@ def biased_model(name: str, bias: bool = True) -> Any:
 
 
 def _see_sinks(module: Any, bias: Tensor) -> None:
-    """Shrinks what queries have along the constant: else the sinks, of norm 1, would never or always win."""
+    """Shrinks queries along the constant. Otherwise scores would be so large that sinks get all attention or none."""
     weight = module.q_proj.weight.view(HEADS, HEAD_DIM, -1)
     weight[:, bias.abs().sum(0) > 0] *= 0.02

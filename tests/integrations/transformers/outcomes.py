@@ -1,4 +1,4 @@
-"""What a lossless packed cache does to a model: the stock answer, a refusal with its reason, or worse."""
+"""Runs models with a lossless packed cache: the outcome is the stock answer, a refusal with its reason, or a bug."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import slimkv
 from slimkv.integrations.transformers.compat import caches_latents
 
 PROMPT, NEW = 20, 6
-TOLERANCE = 2e-4  # of the largest logit: two orders of summation, never another mask
+TOLERANCE = 2e-4  # relative to the largest logit: allows another order of summation, but not another mask
 
 SAME, REFUSED, DIFFERENT, ERROR = "same", "refused", "different", "error"
 
@@ -26,30 +26,30 @@ class Outcome:
     """One model with one kind of attention."""
 
     result: str  # SAME, REFUSED, DIFFERENT or ERROR
-    detail: str = ""  # of anything but SAME
+    detail: str = ""  # the reason, unless the result is SAME
     packed: int = 0  # layers that held packed tokens
     fused: int = 0  # attention calls on packed pages
     decoded: int = 0  # attention calls on decoded keys and values
-    error: float = 0.0  # largest difference of a logit, over the largest logit
+    error: float = 0.0  # largest difference between logits, relative to the largest logit
 
 
 @dataclass(frozen=True)
 class Row:
-    """One class."""
+    """The outcomes of one model class."""
 
     name: str
     kind: str
-    stock: str = ""  # why there is nothing to compare with; empty: stock runs
+    stock: str = ""  # why the class does not run with the stock cache; empty if it runs
     cache: Outcome | None = None  # the packed cache under stock attention
     fused: Outcome | None = None  # inside slimkv.attention
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """The row as JSON data."""
         return asdict(self)
 
 
 def prompt(batch: int = 3, count: int = PROMPT, pads: tuple[int, ...] = (5, 0, 11)) -> dict[str, torch.Tensor]:
-    """Three sequences, two of them with left padding."""
+    """Random sequences with ``pads`` tokens of left padding."""
     ids = torch.randint(3, FIRST_SPECIAL, (batch, count), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     for row, pad in enumerate(pads):
@@ -58,13 +58,13 @@ def prompt(batch: int = 3, count: int = PROMPT, pads: tuple[int, ...] = (5, 0, 1
 
 
 def candidates(model: Any) -> list[dict[str, Any]]:
-    """Inputs that a model of its kind may take, the fullest first."""
+    """Inputs that a model of this kind may accept, the most complete first."""
     generator = torch.Generator().manual_seed(4)
     text = prompt()
     if not model.config.is_encoder_decoder:
         return [text]
     decoder = prompt(count=14, pads=(0, 0, 0))["input_ids"]
-    decoder[:, 0] = 1  # the start token: generate would put one before anything else
+    decoder[:, 0] = 1  # the start token; generate would insert one before any other token
     sources: list[dict[str, Any]] = [text]
     if model.main_input_name != "input_ids":
         shapes = [(3, 16, 80), (3, 80, 16), (3, 40, 16), (3, 16, 40), (3, 16), (3, 4000), (3, 64, 160), (3, 3, 64, 64)]
@@ -89,7 +89,7 @@ def generate(model: Any, inputs: dict[str, Any], cache: Any = None) -> tuple[tor
 
 
 def stock_answer(model: Any) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-    """Inputs that stock transformers takes, and its answer; raises the first reason where it takes none."""
+    """Inputs that the model accepts with the stock cache, and its answer. Raises the first error if it accepts none."""
     reason: Exception | None = None
     for inputs in candidates(model):
         try:
@@ -108,7 +108,7 @@ def stock_answer(model: Any) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor
 
 
 def attempt(model: Any, inputs: dict[str, Any], tokens: torch.Tensor, logits: torch.Tensor, fused: bool) -> Outcome:
-    """The same question with a packed cache."""
+    """Generates from the same inputs with a packed cache."""
     counts = None
     try:
         cache = slimkv.SlimKVCache(model, LOSSLESS_LATENT if caches_latents(model.config) else LOSSLESS)
@@ -129,7 +129,7 @@ def attempt(model: Any, inputs: dict[str, Any], tokens: torch.Tensor, logits: to
 
 
 def outcome(name: str) -> Row:
-    """What becomes of the class ``name``."""
+    """Runs the class ``name`` with stock and packed caches."""
     kind = classes()[name][0]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")

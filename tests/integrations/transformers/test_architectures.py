@@ -9,37 +9,37 @@ from architecture_table import state
 from architectures import classes
 from outcomes import ERROR, REFUSED, SAME, Row, outcome
 
-# One of each way in which architectures differ; the value is what becomes of it.
+# One class for each way in which architectures differ, and its expected outcome.
 SAMPLE = {
     "LlamaForCausalLM": "fused",
-    "MistralForCausalLM": "fused",  # every layer slides
+    "MistralForCausalLM": "fused",  # sliding windows in every layer
     "Gemma2ForCausalLM": "fused",  # eager, soft cap
     "Gemma3ForConditionalGeneration": "fused",  # sliding and full layers; a vision tower
     "Gemma3nForCausalLM": "fused",  # layers that share keys and values
     "Gemma4ForCausalLM": "fused",  # head sizes that differ by layer
     "GptOssForCausalLM": "fused",  # sinks
     "GPT2LMHeadModel": "fused",
-    "BertLMHeadModel": "fused",  # a mask of its own making
-    "PaliGemmaForConditionalGeneration": "fused",  # modules that say is_causal=False
+    "BertLMHeadModel": "fused",  # makes its own mask
+    "PaliGemmaForConditionalGeneration": "fused",  # modules with is_causal=False
     "FalconH1ForCausalLM": "fused",  # attention and state space in one layer
     "Qwen3NextForCausalLM": "fused",  # linear-attention layers
     "BartForConditionalGeneration": "fused",  # self-attention packed, cross-attention stock
     "WhisperForConditionalGeneration": "fused",
     "DeepseekV3ForCausalLM": "decoded",  # caches latents
-    "DeepseekV32ForCausalLM": "decoded",  # sparse indices, unless attention is called sdpa
+    "DeepseekV32ForCausalLM": "decoded",  # sparse indices, unless the attention implementation is named sdpa
     "T5ForConditionalGeneration": "decoded",  # position bias
-    "BloomForCausalLM": "decoded",  # attention of its own, with views of keys
+    "BloomForCausalLM": "decoded",  # its own attention, with views of keys
     "FalconForCausalLM": "decoded",
-    "GitForCausalLM": "decoded",  # attention of its own, which adds masks
-    "DiffLlamaForCausalLM": "decoded",  # values twice
-    "RecurrentGemmaForCausalLM": "decoded",  # a mask that is not the layer's
-    "DeepseekV4ForCausalLM": "stock",  # a cache of its own kind
+    "GitForCausalLM": "decoded",  # its own attention, which adds masks
+    "DiffLlamaForCausalLM": "decoded",  # repeats values
+    "RecurrentGemmaForCausalLM": "decoded",  # its mask does not match the layer
+    "DeepseekV4ForCausalLM": "stock",  # its own kind of cache
     "MambaForCausalLM": "refused",  # no keys and values
     "XLNetLMHeadModel": "refused",
 }
 
 
-# Slow to build, or like another one.
+# Slow to build, or similar to another class.
 IN_TAIL = {
     "DeepseekV32ForCausalLM", "DiffLlamaForCausalLM", "FalconForCausalLM", "Gemma3ForConditionalGeneration",
     "GitForCausalLM", "PaliGemmaForConditionalGeneration", "RecurrentGemmaForCausalLM",
@@ -48,7 +48,7 @@ IN_TAIL = {
 
 
 def problem(row: Row) -> str | None:
-    """What is wrong with a row, or None."""
+    """The problem with a row, or None."""
     assert row.cache is not None
     assert row.fused is not None
     for way, found in (("cache", row.cache), ("attention", row.fused)):
@@ -68,7 +68,7 @@ def test_sample(name):
         pytest.skip(f"stock transformers does not run it: {row.stock}")
     assert problem(row) is None
     found = state(row.to_dict())
-    assert found == SAMPLE[name] or (found, SAMPLE[name]) == ("fused", "decoded")  # other versions may do better
+    assert found == SAMPLE[name] or (found, SAMPLE[name]) == ("fused", "decoded")  # other versions may allow fusion
 
 
 @pytest.mark.slow
@@ -77,6 +77,6 @@ def test_every_class():
     assert [x for x in map(problem, rows) if x is not None] == []
     assert len(rows) >= 150
     states = Counter(state(row.to_dict()) for row in rows)
-    # Those that take no cache, or one of a kind of their own, have nothing to pack.
+    # The others use no cache or their own kind of cache, so there is nothing to pack.
     assert states["fused"] + states["decoded"] >= 0.9 * len(rows), states
     assert ERROR not in states

@@ -1,4 +1,4 @@
-"""The cache object itself: what it holds, gives back, moves, frees and refuses."""
+"""The cache object: contents, moving, memory, options and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def states(batch: int, count: int, seed: int = 0, dtype: torch.dtype = torch.flo
 
 
 def filled(format: str = LOSSLESS, batch: int = 2, count: int = 40, kind: str = "llama", **options):
-    """A cache and its stock twin, every layer holding the same tokens."""
+    """A packed cache and a stock cache that hold the same tokens in every layer."""
     config = tiny(kind).config
     cache = slimkv.SlimKVCache(config, format, block_size=16, fresh="auto" if options else "codes", **options)
     stock = DynamicCache(config=config)
@@ -34,7 +34,7 @@ def filled(format: str = LOSSLESS, batch: int = 2, count: int = 40, kind: str = 
 
 
 def extend(cache, stock, batch: int, count: int, seed: int = 9):
-    """Updates both with the same new tokens and returns what attention would read."""
+    """Updates both caches with the same new tokens and returns the states that attention would read."""
     pairs = []
     for index in range(len(cache.layers)):
         ours = cache.update(*states(batch, count, seed + index), index)
@@ -313,7 +313,7 @@ def test_core_does_not_import_transformers():
 
 @pytest.mark.parametrize("window", [{}, {"sink_tokens": 4, "recent_tokens": 8}], ids=["paged", "windowed"])
 def test_a_named_implementation_also_attends(window, monkeypatch):
-    """Asked for by name it is used or refuses; nothing else steps in."""
+    """A backend chosen by name is used for attention, without a fallback to others."""
     from slimkv.ops.attention import cpu, reference
 
     ran = []

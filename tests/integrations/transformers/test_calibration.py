@@ -1,4 +1,4 @@
-"""Calibration of real model classes, and caches that use it."""
+"""Calibration of real model classes, and caches that use the calibration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def calibration(model):
 
 
 def queries_of(model, ids):
-    """Post-RoPE queries [heads, tokens, dim] of every layer, by the attention interface's own word."""
+    """Post-RoPE queries [heads, tokens, dim] of every layer, as passed to the attention interface."""
     seen = {}
 
     def record(module, query, key, value, *args, **kwargs):
@@ -101,9 +101,9 @@ def test_a_calibrated_cache_answers_in_every_mode(model, calibration, options):
 
 
 def test_keys_are_rounded_for_their_queries():
-    """What attention sees of the keys' errors is smaller with the calibration than without."""
+    """The calibration reduces the error of keys that is visible to queries."""
     model = tiny("llama")
-    with torch.no_grad():  # queries that live in few directions, as those of trained models do
+    with torch.no_grad():  # as in trained models, queries lie near few directions
         small = torch.logspace(0, -2, 16).repeat(2).repeat(4)
         model.model.layers[0].self_attn.q_proj.weight.mul_(small[:, None])
     calibration, ids = gather_calibration(model, tokens(2, 96)), tokens(1, 96, seed=5)
@@ -197,7 +197,7 @@ def test_a_calibration_of_other_heads_is_refused(model, calibration):
 
 
 def test_matrices_do_not_depend_on_torchs_default_dtype(tmp_path):
-    """An engine may make them in a thread while it loads weights, with another default."""
+    """An engine may compute them in a thread while it loads weights with another default dtype."""
     path = tmp_path / "calibration.safetensors"
     gather_calibration(tiny("llama"), tokens(1, 40), costs=False).save(path)
     found = []

@@ -1,4 +1,4 @@
-"""What positions do to queries is measured from any model class, and calibrated caches follow positions."""
+"""How queries depend on positions is measured for any model class, and calibrated caches round keys by position."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KINDS = {
 
 
 def queries_at(model, ids, shift: int) -> dict[int, torch.Tensor]:
-    """Queries [tokens * heads, dim] of every layer."""
+    """Queries [tokens * heads, dim] of every layer, with positions moved by ``shift``."""
     recorder = _Recorder()
     recorder.probe(0, ids.shape[1])
     positions = torch.arange(ids.shape[1])[None] + shift
@@ -76,7 +76,7 @@ def test_queries_at_other_positions_follow_from_what_was_measured(kind):
         moved = known.rotary.turned(before[layer], torch.full((len(before[layer]),), shift))
         assert (moved - after[layer]).square().sum() < 1e-3 * after[layer].square().sum()
     if kind == "partial":
-        assert len(made.layers[0].rotary.planes) == 4  # of 16 dimensions half turn
+        assert len(made.layers[0].rotary.planes) == 4  # half of the 16 dimensions are rotated
 
 
 def test_layers_without_rotary_have_one_matrix():
@@ -113,7 +113,7 @@ def model():
     return llama(rope_type="default", rope_theta=10000.0)
 
 
-PLAIN = {"center_keys": False, "max_score_error": 0}  # the codec alone: what is stored is what it decodes
+PLAIN = {"center_keys": False, "max_score_error": 0}  # the plain codec: no key offset, no fidelity guard
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def calibration(model):
 
 @pytest.mark.parametrize("options", [{"fresh": "codes"}, {"sink_tokens": 4, "recent_tokens": 8}])
 def test_keys_take_the_matrix_of_their_position(model, calibration, options):
-    """However a context is cut into passes, a token's codes are those of its own position's matrix."""
+    """A token is rounded with the matrix of its own position, however the context is split into passes."""
     ids = tokens(2, 300)
     cache = SlimKVCache(model.config, "k4v4", **PLAIN, calibration=calibration, **options)
     exact = transformers.DynamicCache(config=model.config)
@@ -131,7 +131,7 @@ def test_keys_take_the_matrix_of_their_position(model, calibration, options):
         for part in ids.split([100, 170, 1, 1, 28], 1):
             model(part, past_key_values=cache)
             model(part, past_key_values=exact)
-    layer = cache.layers[0]  # its keys do not depend on what is cached
+    layer = cache.layers[0]  # the first layer's keys do not depend on earlier quantisation errors
     codec, keys = layer.pool.codec, exact.layers[0].keys
     matrices = calibration.query_aware_matrices(0, codec)
     index = matrix_index(torch.arange(300), calibration.position_edges())
@@ -147,7 +147,7 @@ def test_keys_take_the_matrix_of_their_position(model, calibration, options):
 @pytest.mark.parametrize("fresh", ["codes", "raw"])
 @pytest.mark.parametrize("given", [True, False])
 def test_left_padding_counts_as_in_the_model(model, calibration, fresh, given):
-    """Keys take the matrices of the model's position ids: given ones skip the padding, its own do not."""
+    """The model's position ids select the matrices of keys. Ids given here skip the padding, the default ids do not."""
     ids, mask = tokens(2, 280), torch.ones(2, 280, dtype=torch.int64)
     mask[0, :140] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0) if given else torch.arange(280).expand(2, -1)
@@ -172,7 +172,7 @@ def test_left_padding_counts_as_in_the_model(model, calibration, fresh, given):
 
 
 def test_a_batch_with_padding_stores_the_bytes_of_each_alone(model, calibration):
-    """``generate`` with left padding: the codes of a prompt are those of the prompt by itself."""
+    """In ``generate`` with left padding, a prompt has the same codes as without the batch."""
     ids, mask = tokens(2, 200), torch.ones(2, 200, dtype=torch.int64)
     mask[0, :90] = 0
     together, alone = (
@@ -183,7 +183,7 @@ def test_a_batch_with_padding_stores_the_bytes_of_each_alone(model, calibration)
         generate(model, ids[:1, 90:], mask[:1, 90:], alone, new=2)
     for layer, own in zip(together.layers, alone.layers, strict=True):
         got, want = (layer.keys.decoded()[0, :, 90:200], own.keys.decoded()[0, :, :110])
-        assert (got != want).float().mean() < 0.01  # what other sums of a batch round elsewhere
+        assert (got != want).float().mean() < 0.01  # GEMM rounding depends on the batch and may change a few codes
 
 
 def test_a_longer_context_is_warned_of_once(model, calibration):

@@ -1,4 +1,4 @@
-"""``deterministic``: the same logits, to the last bit, alone, in a padded batch, in chunks, and one token at a time."""
+"""``deterministic``: logits are bitwise equal alone, in a padded batch, in chunks, and one token at a time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_prompt_gets_one_answer(model, exact):
 
 
 def test_without_it_a_chunked_prompt_gets_another(model, exact):
-    """So the test above can fail: new tokens see one another unquantised there."""
+    """Shows that the test above can fail: without the setting, new tokens see one another unquantised."""
     ids = tokens(1, 45, seed=45)
     found = []
     for cuts in ((), (20,)):

@@ -1,4 +1,4 @@
-"""``enable``: what ``generate`` does with a packed cache, what it warns of and what it refuses."""
+"""``enable``: ``generate`` with a packed cache, and its warnings and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_enable_packs_what_generate_keeps():
         assert not isinstance(out.past_key_values, slimkv.SlimKVCache)
     with pytest.raises(UnsupportedError, match="generate_batch"):
         model.generate_batch([[5, 6, 7]])
-    slimkv.enable(model, "k4v4", fused=False)  # again: other settings
+    slimkv.enable(model, "k4v4", fused=False)  # enabling again changes the settings
     assert model.config._attn_implementation == "sdpa"
     out = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
     assert out.past_key_values.layers[0].format == "k4v4"
@@ -79,7 +79,7 @@ def test_enable_obeys_a_positional_generation_config():
     assert model.generate(ids, GenerationConfig(**settings, use_cache=False)).past_key_values is None
     with pytest.raises(UnsupportedError, match="cache_implementation='offloaded'"):
         model.generate(ids, GenerationConfig(**settings, cache_implementation="offloaded"))
-    # Checkpoints of Gemma 2 and 3 name their default so; transformers ignores it.
+    # Checkpoints of Gemma 2 and 3 have this value, which transformers ignores.
     model.generation_config.cache_implementation = "hybrid"
     assert isinstance(model.generate(ids, GenerationConfig(**settings)).past_key_values, slimkv.SlimKVCache)
 
@@ -95,7 +95,7 @@ def test_enable_warns_of_a_stock_cache():
 )
 @pytest.mark.parametrize("prompt", [20, 40])
 def test_a_cache_that_the_model_drops_is_filled_again(prompt, way):
-    """Phi-3 computes all tokens again, in a new cache, where its rope switches to long factors (after 30 tokens)."""
+    """After 30 tokens, Phi-3's RoPE switches to long factors: it recomputes all tokens in a new cache."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     rope["original_max_position_embeddings"] = 30
     shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
@@ -201,7 +201,7 @@ def test_enable_takes_the_wrapper_of_torch_compile():
 
 @pytest.mark.parametrize("kind", sample(["gemma3", "llama", "gemma2", "gpt_oss"], 4))
 def test_an_enabled_assistant_takes_back_its_draft(kind):
-    """Its draft is rejected again and again, past the sliding windows (24 tokens): the text stays the model's own."""
+    """Every draft is rejected, even beyond the sliding windows (24 tokens), and the text stays the model's own."""
     model, assistant, ids = tiny(kind), tiny(kind), tokens(1, 40)
     assistant.lm_head.weight = torch.nn.Parameter(assistant.lm_head.weight.roll(1, 0))  # every draft is wrong
     expected = model.generate(ids, max_new_tokens=24, do_sample=False)
@@ -269,7 +269,7 @@ def test_status_says_what_is_packed_and_what_ran():
 
 
 def test_a_cache_attended_decoded_says_so():
-    gc.collect()  # a model that an earlier test enabled counts until it is deleted
+    gc.collect()  # models enabled by earlier tests count until they are deleted
     model, ids = tiny("llama"), tokens(1, 20)
     arguments = {"max_new_tokens": 3, "do_sample": False}
     cache = slimkv.SlimKVCache(model, "k4v4")
@@ -277,10 +277,10 @@ def test_a_cache_attended_decoded_says_so():
         model.generate(ids, past_key_values=cache, **arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cache.layers[0].keys.sum()  # looking into a cache is not attention
+        cache.layers[0].keys.sum()  # reading a cache is not attention
         with slimkv.attention(model):
             model.generate(ids, past_key_values=slimkv.SlimKVCache(model, "k4v4"), **arguments)
-        slimkv.enable(model, "k4v4", fused=False).generate(ids, **arguments)  # asked for
+        slimkv.enable(model, "k4v4", fused=False).generate(ids, **arguments)  # decoding was requested: no warning
         slimkv.disable(model)
         model.set_attn_implementation("slimkv")
         model.generate(ids, past_key_values=slimkv.SlimKVCache(model, "k4v4"), **arguments)
@@ -293,7 +293,7 @@ def test_enable_says_where_attention_is_decoded():
         slimkv.enable(model, "k4v4")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        slimkv.enable(model, "k4v4", fused=False)  # asked for
+        slimkv.enable(model, "k4v4", fused=False)  # decoding was requested: no warning
         slimkv.enable(tiny("llama"), "k4v4")
 
 

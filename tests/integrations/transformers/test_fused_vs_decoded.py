@@ -1,4 +1,4 @@
-"""Attention on pages gives what stock attention gives on the decoded keys and values."""
+"""Attention on pages equals stock attention on the decoded keys and values."""
 
 from __future__ import annotations
 

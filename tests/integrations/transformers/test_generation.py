@@ -1,4 +1,4 @@
-"""Ways of generating that change the batch or go back in time."""
+"""Generation modes that change the batch or remove tokens from the cache."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_batch_changing_generation_equals_stock(way, kind, fused):
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_prompt_lookup_goes_back(kind, fused):
-    """Drafts are verified and cropped; the tokens must be those of plain greedy generation."""
+    """Rejected drafts are cropped from the cache. The tokens must be those of plain greedy generation."""
     model = tiny(kind)
-    ids = tokens(1, 20).repeat(1, 3)  # repeats itself, so that drafts are found
+    ids = tokens(1, 20).repeat(1, 3)  # repetitive, so that drafts are found
     mask = torch.ones_like(ids)
     expected = generate(model, ids, mask, DynamicCache(config=model.config), new=20)
     cache = slimkv.SlimKVCache(model.config, LOSSLESS, fresh="codes", block_size=16)
@@ -81,12 +81,12 @@ def test_cache_reuse_across_turns(kind):
 
 
 def test_speculation_does_not_change_packed_text():
-    """Verifying a few tokens at once reads the same codes as decoding one by one, in serving mode too."""
+    """Verification of several tokens reads the same codes as decoding one by one, even if prefill is unquantised."""
     model = tiny("llama")
     ids = tokens(1, 20).repeat(1, 3)
     mask = torch.ones_like(ids)
     with slimkv.attention(model):
-        # Of the model, not its config: offsets that are learnt from a first pass would know the drafts in it.
+        # Made from the model, not its config: an offset learnt from the first pass would depend on the drafts in it.
         plain = generate(model, ids, mask, slimkv.SlimKVCache(model, "k4v4"), new=20)
         drafted = generate(model, ids, mask, slimkv.SlimKVCache(model, "k4v4"), new=20, prompt_lookup_num_tokens=4)
     assert torch.equal(plain.sequences, drafted.sequences)

@@ -1,4 +1,4 @@
-"""What a decode step costs the host: few torch operations, and nothing read back from the device."""
+"""Host work of a decode step: few torch operations, and nothing is read back from the device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from slimkv.ops.store import reference as store_reference
 
 LAYERS, STEPS = 3, 40
 VIEWS = ("view", "squeeze", "unsqueeze", "transpose", "slice", "select", "expand", "unbind", "t", "detach", "alias")
-EMPTY = ("empty", "new_empty", "fill_")  # the last is what poisons memory in tests
+EMPTY = ("empty", "new_empty", "fill_")  # the tests poison memory with fill_
 READ_BACK = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations by name."""
+    """Counts torch operations by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,22 +36,22 @@ class Operations(TorchDispatchMode):
 
     @property
     def kernels(self) -> int:
-        """Operations that launch something on a GPU."""
+        """Number of operations that would launch a kernel on a GPU."""
         return sum(n for name, n in self.counts.items() if name not in (*VIEWS, *EMPTY))
 
     @property
     def read_back(self) -> int:
-        """Operations that wait for the device."""
+        """Number of operations that wait for the device."""
         return sum(self.counts[name] for name in READ_BACK)
 
 
 @torch.no_grad()
 def decode(kind: str, packed: bool) -> Operations:
-    """STEPS steps of one token for two sequences with a mask, as ``generate`` calls the model."""
+    """Counts operations in STEPS decode steps of two sequences with a mask, called as by ``generate``."""
     model = tiny(kind, layers=LAYERS)
     cache = SlimKVCache(model.config, "k4v4", backend="reference") if packed else DynamicCache(config=model.config)
     with attention(model) if packed else contextlib.nullcontext():
-        seen = 66  # the steps stay inside a block
+        seen = 66  # no step starts a new block
         model(tokens(2, seen), attention_mask=torch.ones(2, seen), past_key_values=cache)
         masks = [torch.ones(2, seen + i + 1) for i in range(STEPS + 1)]
         step = tokens(2, 1)
@@ -64,15 +64,16 @@ def decode(kind: str, packed: bool) -> Operations:
 
 @pytest.fixture
 def without_kernels(monkeypatch):
-    """Leaves the host's part of store and attend; each is counted as the launches it stands for on a GPU."""
+    """Keeps only the host work of store and attend. Attend then counts as one operation and store as none."""
     monkeypatch.setattr(store_reference, "run", lambda request: None)
-    monkeypatch.setattr(store_reference, "fuses_offset", lambda request: True, raising=False)  # as a GPU's kernel does
+    monkeypatch.setattr(store_reference, "fuses_offset", lambda request: True, raising=False)  # as on a GPU
     monkeypatch.setattr(attend_reference, "run", lambda request: request.out.zero_())
 
 
 def test_a_step_launches_no_more_than_with_the_stock_cache(without_kernels):
     stock, packed = decode("llama", False), decode("llama", True)
-    # Stock: two concatenations and the attention. Packed: the zeros that stand for attend; store stands for none.
+    # Per layer and step, stock runs two concatenations and attention. The packed cache runs one operation here, the
+    # zeroing in place of attend.
     assert packed.kernels + 2 * LAYERS * STEPS == stock.kernels
     assert packed.read_back == stock.read_back
 

@@ -1,4 +1,4 @@
-"""Images: only the text decoder's attention is switched, and image tokens keep the mask that the model gives them."""
+"""Images: only the text decoder's attention is replaced, and image tokens keep the mask made by the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [
 
 
 def prompt(image_token: int, count: int, pads: tuple[int, ...] = (4, 0)) -> dict[str, torch.Tensor]:
-    """Two left-padded sequences of text, ``count`` image tokens, and text."""
+    """Left-padded sequences of text, ``count`` image tokens, and more text."""
     ids = torch.randint(3, 100, (len(pads), 10 + count + 8), generator=torch.Generator().manual_seed(5))
     mask = torch.ones_like(ids)
     ids[:, 10 : 10 + count] = image_token
@@ -36,7 +36,7 @@ def prompt(image_token: int, count: int, pads: tuple[int, ...] = (4, 0)) -> dict
 
 
 def inputs_for(model: Any) -> dict[str, Any]:
-    """A question about a random image for each of two sequences."""
+    """Inputs for two sequences, each with a random image and text."""
     generator = torch.Generator().manual_seed(6)
     config, vision = model.config, model.config.vision_config
     kind = type(model).__name__
@@ -83,7 +83,7 @@ def test_images_give_the_stock_answer(name):
     inputs = inputs_for(model)
     tokens, logits = answer(model, inputs, DynamicCache(config=model.config))
     without = {**inputs, "pixel_values": torch.zeros_like(inputs["pixel_values"])}
-    assert not torch.equal(answer(model, without, DynamicCache(config=model.config))[1], logits)  # it looks
+    assert not torch.equal(answer(model, without, DynamicCache(config=model.config))[1], logits)  # the image matters
     tower = next(m for m in model.modules() if "Vision" in type(m).__name__ and hasattr(m, "config"))
     before = tower.config._attn_implementation
     for fused in (False, True):

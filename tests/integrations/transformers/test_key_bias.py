@@ -1,4 +1,4 @@
-"""Keys with a large constant part: four bits must keep what tells keys apart, in every family that has biases."""
+"""Keys with a large constant part: four bits must preserve their differences, in every model family with biases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import DynamicCache
 import slimkv
 from slimkv.errors import FidelityError
 
-SOURCES = ("model", "first tokens")  # where the constant comes from: a pass of random ids, or what is stored first
+SOURCES = ("model", "first tokens")  # source of the key offset: a pass of random ids, or the first stored tokens
 
 
 def logits(model: Any, ids: Tensor, cache: Any) -> Tensor:
@@ -33,7 +33,7 @@ def divergence(expected: Tensor, actual: Tensor) -> float:
 
 
 def packed_logits(model: Any, ids: Tensor, source: str | None, fused: bool) -> Tensor:
-    """Logits where every token is read through 4-bit codes; ``source`` None: keys are not centred."""
+    """Logits with every token read through 4-bit codes. With ``source`` None, keys are not centred."""
     subject = model if source == "model" else model.config
     cache = slimkv.SlimKVCache(subject, "k4v4", fresh="codes", block_size=16, center_keys=source is not None)
     if not fused:
@@ -44,7 +44,7 @@ def packed_logits(model: Any, ids: Tensor, source: str | None, fused: bool) -> T
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_bias_is_a_constant_of_the_stored_keys(name):
-    """The models are what they are meant to be: most of every key is one vector, and attention does not see it."""
+    """Checks the test models: a constant vector dominates every key, and softmax cancels its effect."""
     ids = tokens(1, 64)
     runs = []
     for bias in (True, False):
@@ -57,13 +57,13 @@ def test_the_bias_is_a_constant_of_the_stored_keys(name):
         assert key.shape[-1] == HEAD_DIM
         torch.testing.assert_close(mean.norm(dim=-1), torch.full((len(mean),), BIAS_NORM), rtol=0.05, atol=0)
         assert float((key - mean[:, None]).norm(dim=-1).max()) < 0.2 * BIAS_NORM
-    if name != "gpt_oss":  # its sinks are compared with the scores
+    if name != "gpt_oss":  # scores compete with sinks, so a constant shift changes the result
         assert divergence(without, with_bias) < 0.05
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    """Constants of these models are not kept beside a user's."""
+    """Keeps the key offsets of these models out of the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -73,7 +73,7 @@ def test_four_bits_keep_the_predictions_of_a_biased_model(name):
     model, ids = biased_model(name), tokens(1, 64)
     expected = stock_logits(model, ids)
     uncentred = divergence(expected, packed_logits(model, ids, None, fused=True))
-    assert uncentred > 0.1  # these are models that need it
+    assert uncentred > 0.1  # these models need centring
     for source in SOURCES:
         decoded, fused = (packed_logits(model, ids, source, fused) for fused in (False, True))
         centred = divergence(expected, fused)
@@ -106,14 +106,14 @@ def test_enable_centres_without_being_asked(name):
         packed = model.generate(ids, attention_mask=mask, **options)
         slimkv.disable(model)
         same = stock.sequences[0] == packed.sequences[0]
-        until = int(same.long().cumprod(0).sum()) - ids.shape[1] + 1  # logits of equal contexts only
+        until = int(same.long().cumprod(0).sum()) - ids.shape[1] + 1  # compare logits only while contexts are equal
         pairs = zip(stock.logits[:until], packed.logits[:until], strict=True)
         found[centred] = sum(divergence(a.double(), b.double()) for a, b in pairs) / len(stock.logits[:until])
     assert found[True] < 0.05 < found[False], found
 
 
 def test_the_guard_compares_every_model_until_it_is_healthy():
-    """Weights of one configuration are told apart, and a second prompt is stopped like the first."""
+    """It checks models of one configuration with different weights separately, and stops the second prompt, too."""
     name, ids = next(iter(FAMILIES)), tokens(1, 300)
     healthy, biased = biased_model(name, False), biased_model(name, True)
     for model in (healthy, biased):

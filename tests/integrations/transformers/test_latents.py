@@ -1,4 +1,4 @@
-"""Models that cache latents: one latent and one rope part per token, in place of the K and V of heads."""
+"""Models that cache latents: one latent and one rope part per token instead of keys and values per head."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_default_is_four_bits_with_the_rope_part_as_it_is(model):
 
 
 def test_memory_and_closeness(model):
-    """Bytes are those of the pages; codes of more bits come closer."""
+    """The size is that of the pages, and more bits reduce the error."""
     stock = answer(model, DynamicCache(config=model.config))[1]
     errors = []
     for format in ("c8r8", "c6r8", "c3r8"):
@@ -84,7 +84,7 @@ def test_layers_of_their_own_formats_and_stock_ones(model):
 
 
 def test_decoding_in_one_go_or_token_by_token(model):
-    """With codes for new tokens too, the cut of the prompt does not matter."""
+    """If new tokens are read as codes, too, splitting the prompt does not change the result."""
     whole, pieces = (slimkv.SlimKVCache(model, "c4", fresh="codes", block_size=16) for _ in range(2))
     with torch.no_grad():
         last = model(IDS, past_key_values=whole).logits[:, -1]
@@ -97,7 +97,7 @@ def test_decoding_in_one_go_or_token_by_token(model):
 
 
 def saved_and_loaded(model, format, folder):
-    """A cache of one prompt, and that of its file."""
+    """Saves and loads the cache of one prompt, compares logits, and returns the file's fingerprint."""
     model.save_pretrained(folder / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     cache = slimkv.SlimKVCache(model, format, block_size=16)
@@ -114,7 +114,7 @@ def saved_and_loaded(model, format, folder):
 
 @pytest.mark.parametrize("format", ["c4", "c4r8", "raw"])
 def test_a_prompt_cache_file_of_latents(model, tmp_path, format):
-    """Packed layers and stock ones; other engines read the file only where they store rope parts in the same order."""
+    """Packed and stock layers. Other engines can read the file only if they order rope parts alike."""
     mark = saved_and_loaded(model, format, tmp_path)
     assert all(is_latent_format(layer.format) for layer in mark.layers)
     own = None if model.config.model_type == "deepseek_v2" else "transformers"

@@ -1,4 +1,4 @@
-"""Every attention kind: a lossless packed cache gives the stock cache's logits and tokens, fused or decoded."""
+"""Every kind of attention: a lossless packed cache gives the logits and tokens of the stock cache, fused or decoded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_lossless_generation_equals_stock(kind):
         with slimkv.attention(model) as counts:
             fused = generate(model, ids, mask, cache)
         assert torch.equal(fused.sequences, stock.sequences)
-        # Sums in float32 in another order; mixtures of experts carry them furthest.
+        # Fused attention sums in another order. Mixtures of experts amplify the differences most.
         torch.testing.assert_close(torch.stack(fused.logits), expected, rtol=0, atol=4e-5 * float(expected.abs().max()))
         assert counts.fused > 0
         assert counts.decoded == 0 or kind == "llama4"
@@ -38,7 +38,7 @@ def test_lossless_generation_equals_stock(kind):
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt_oss", "llama4"])
 @pytest.mark.parametrize("format", ["k4v4", "turboquant_k8v4"])
 def test_fused_equals_decoded(kind, format):
-    # One layer: in a second one, a rounding difference of the first may tip a number over to the next code.
+    # Only one layer: rounding differences of the first layer could change codes of a second one.
     model = tiny(kind, layers=1)
     ids, mask = padded(50)
     runs = []
@@ -91,7 +91,7 @@ def test_half_precision_models(dtype):
 
 
 def test_padding_spread_over_chunks():
-    """A first pass that is nothing but padding for one sequence, then its tokens."""
+    """For one sequence, the first pass is only padding, and its tokens follow later."""
     model = tiny("llama")
     ids = tokens(2, 40)
     mask = torch.ones_like(ids)
@@ -127,7 +127,7 @@ def test_a_mask_of_somebody_else_is_obeyed():
 
 
 def test_a_hole_in_the_padding_mask_is_obeyed():
-    """Right padding of an earlier turn: not left padding, so attention decodes and masks."""
+    """Right padding of an earlier turn leaves a hole in the mask, so attention decodes and masks."""
     model = tiny("llama")
     ids, mask = tokens(2, 30), torch.ones(2, 30, dtype=torch.int64)
     mask[1, 10:14] = 0
@@ -144,7 +144,7 @@ def test_a_hole_in_the_padding_mask_is_obeyed():
 @pytest.mark.parametrize("kind", ["gemma3", "mistral", "llama"])
 @pytest.mark.parametrize("padding", [False, True])
 def test_bidirectional_attention_keeps_its_mask(kind, padding):
-    """A config that says ``is_causal=False`` (as ``use_bidirectional_attention`` does): every token sees all others."""
+    """With ``is_causal=False`` in the config (as by ``use_bidirectional_attention``), every token sees all others."""
     model = tiny(kind)
     model.config.is_causal = False
     for module in model.modules():

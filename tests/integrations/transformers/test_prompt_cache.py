@@ -1,4 +1,4 @@
-"""``SlimKVCache.save`` and ``load``: a cache goes to a file and comes back; anything else is refused."""
+"""``SlimKVCache.save`` and ``load``: a cache is saved and loaded; files that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def llama(seed: int = 0, **changes):
 
 
 def gemma(seed: int = 0):
-    """Sliding and full layers."""
+    """A model with sliding and full layers."""
     torch.manual_seed(seed)
     config = transformers.Gemma3TextConfig(
         **SIZES, sliding_window=40, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
@@ -110,7 +110,7 @@ def test_a_window_that_is_gone_is_refused(tmp_path):
 
 
 def test_files_are_deterministic_and_hold_nothing_else(model, tmp_path):
-    """Bytes of tokens that were cropped are not in the file."""
+    """Cropped tokens leave no bytes in the file."""
     one = filled(model).save(tmp_path / "a", model, IDS)
     cache = filled(model, tokens=75)
     cache.crop(-5)

@@ -1,4 +1,4 @@
-"""Real weights: short checks always, the long ones with ``make test-slow``."""
+"""Tests with real weights. The long ones run with ``make test-slow``."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_smollm_paths_agree_over_200_steps(smollm):
     windows = token_windows(smollm.tokenizer, load_text(), 1, 128)
     report = compare_paths(smollm.model, windows, "k4v4", steps=200)
     assert report.median_difference < 1e-5
-    assert report.steps_beyond_1e3 <= 20  # where the newest token's key or value fell into another code
+    assert report.steps_beyond_1e3 <= 20  # steps in which a new key or value was rounded to another code
     assert report.first_different_token is None
     assert report.decoded_calls == 0
 
 
 @pytest.mark.slow
 def test_gemma_generates_past_its_window(gemma):
-    """Lossless pages give the stock text on both sides of position 512; packed ones the same beginning."""
+    """Lossless pages give the stock text before and after position 512; packed pages give the same beginning."""
     windows = token_windows(gemma.tokenizer, load_text(), 1, 500)
     runs = {}
     for format in ("raw", "krawfp32vrawfp32", "k6v6"):
@@ -93,7 +93,7 @@ def test_gemma_strict_perplexity(gemma):
 
 @pytest.mark.slow
 def test_smollm_a_calibration_is_better_than_none_at_every_position(smollm, tmp_path):
-    """Up to 8,192 tokens, with a calibration that read fragments of 128."""
+    """Up to position 8,192, with a calibration from fragments of 128 tokens."""
     known = auto_calibration(smollm.model, tmp_path)
     windows = token_windows(smollm.tokenizer, load_text(), 1, 8192)
     plain, calibrated = measure_positions(smollm.model, windows, ["k4v4", "k4v4+cal"], calibration=known).rows

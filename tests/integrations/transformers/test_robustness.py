@@ -1,4 +1,4 @@
-"""What users do to caches and models besides generating: copies, pickles, threads, nested contexts, odd arguments."""
+"""Uses of caches and models besides generation: copies, pickles, threads, nested contexts, unusual arguments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.transformers import compat
 
 KINDS = ["llama", "gemma3"]
-CHECKS = "reference"  # refuses NaN; kernels mark the token instead
+CHECKS = "reference"  # this backend refuses NaN; kernels mark the token instead
 
 
 def saved(cache):
-    """Through ``torch.save`` and back."""
+    """The cache after ``torch.save`` and ``torch.load``."""
     buffer = io.BytesIO()
     torch.save(cache, buffer)
     buffer.seek(0)
@@ -34,7 +34,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dum
 
 @torch.no_grad()
 def read(model, cache, ids, fused=True):
-    """Logits of one forward pass."""
+    """Logits of one forward pass with ``cache``."""
     if not fused:
         return model(ids, past_key_values=cache).logits
     with slimkv.attention(model):
@@ -48,7 +48,7 @@ def read(model, cache, ids, fused=True):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [{}, {"sink_tokens": 4, "recent_tokens": 8}], ids=["plain", "sink and recent"])
 def test_a_copy_goes_its_own_way(way, kind, window):
-    """The prompt-reuse pattern: one prefill, a copy per question."""
+    """Reuse of a prompt: one prefill, and a copy of the cache per question."""
     model, prompt = tiny(kind), tokens(1, 40)
     cache = slimkv.SlimKVCache(model.config, "k6v6", block_size=16, **window)
     read(model, cache, prompt)
@@ -128,14 +128,14 @@ def test_gradients_are_refused_not_dropped():
         with pytest.raises(UnsupportedError, match="no_grad"):
             model(ids, past_key_values=cache)
         assert cache.get_seq_length() == 0
-    for parameter in model.parameters():  # nothing asks for a gradient: nothing to refuse
+    for parameter in model.parameters():  # without gradients there is nothing to refuse
         parameter.requires_grad_(False)
     model(ids, past_key_values=cache)
 
 
 @pytest.mark.tail  # importing the compiler takes ten seconds
 def test_a_compiled_forward_gives_the_same_answer():
-    """torch.compile breaks its graph at the cache; the answer is that of the plain model."""
+    """torch.compile has a graph break at the cache, and the answer equals that of the plain model."""
     model, ids = tiny("llama"), tokens(1, 12)
     compiled = torch.compile(model, backend="eager")
     cache, stock = (slimkv.SlimKVCache(model.config, LOSSLESS), DynamicCache(config=model.config))
@@ -226,7 +226,7 @@ def test_a_thread_that_generates_for_the_one_that_opened_the_context():
 
 
 def filled(batch: int = 3):
-    """A cache and the stock one with the same tokens."""
+    """A model, and a packed and a stock cache with the same tokens."""
     model = tiny("llama")
     caches = slimkv.SlimKVCache(model.config, LOSSLESS), DynamicCache(config=model.config)
     for cache in caches:
@@ -313,7 +313,7 @@ def test_a_cache_that_packs_nothing_says_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         slimkv.SlimKVCache(model.config, "k4v4")
-        slimkv.SlimKVCache(config, "raw")  # asked for
+        slimkv.SlimKVCache(config, "raw")  # stock layers were requested: no warning
 
 
 # -- encoder-decoder models ------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def test_a_cache_that_packs_nothing_says_so():
 
 @pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
 def test_encoder_decoder_caches_as_one_would_pass_them(name):
-    """Directly, or inside an ``EncoderDecoderCache``: self-attention is packed, cross-attention is not."""
+    """Passed directly or in an ``EncoderDecoderCache``, self-attention is packed and cross-attention is not."""
     from architectures import build
     from outcomes import generate as answer
     from outcomes import stock_answer
@@ -352,7 +352,7 @@ def test_encoder_decoder_caches_as_one_would_pass_them(name):
 
 
 def test_a_layer_without_arguments_is_an_error(monkeypatch):
-    """Layers that transformers lists beyond the kinds share a cache; fewer would silently leave layers uncached."""
+    """Surplus arguments belong to layers that share another layer's cache. Too few would leave layers uncached."""
     found = compat.get_layer_types_and_kwargs
     model = tiny("llama")
     for extra, fits in ((1, True), (-1, False)):

@@ -1,4 +1,4 @@
-"""What a model reads when it is calibrated without a text."""
+"""Token ids on which a model is calibrated if no text is given."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_random_windows_are_seeded_and_begin_with_bos(model):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "qwen3_next"])
 def test_sampled_windows_are_what_the_model_says(kind):
-    """With the same chances, whole passes over the fragments draw the same ids as sampling did."""
+    """With the same random numbers, a pass over each whole fragment draws the same ids as sampling."""
     model = tiny(kind)
     ids = sampled_windows(model, 2, 150)
     assert ids.shape == (2, 150)
     assert (ids[:, ::FRAGMENT] == model.config.bos_token_id).all()
-    rows = 4  # two fragments for each window, the second one cut
+    rows = 4  # two fragments per window, the second one truncated
     generator = torch.Generator().manual_seed(0)
     torch.randint(model.config.vocab_size, (rows, 1), generator=generator)
     chances = torch.stack([torch.rand(rows, generator=generator, dtype=torch.float64) for _ in range(FRAGMENT - 1)], 1)
@@ -44,7 +44,7 @@ def test_sampled_windows_are_what_the_model_says(kind):
             logits = model(fragment[None]).logits[0, :-1]
         again = draw(logits, chance[: len(logits)])
         same, total = same + int((again == fragment[1:]).sum()), total + len(logits)
-    assert same >= 0.99 * total  # but for chances on the border of two ids
+    assert same >= 0.99 * total  # except for random numbers at the boundary between two ids
 
 
 def test_sampling_is_seeded_and_bounded(model):
@@ -75,7 +75,7 @@ def test_large_vocabularies_are_drawn_from_as_they_are():
 
 
 def test_it_is_what_calibration_reads_by_default(model):
-    """Statistics are gathered while ids are sampled: those of reading them, but for the last of each fragment."""
+    """Statistics gathered during sampling equal those of reading all ids except the last of each fragment."""
     made = gather_calibration(model, costs=False, samples=(2, 64))
     assert made.source == "128 token ids sampled from the model, seed 0"
     want = gather_calibration(model, sampled_windows(model, 2, 64)[:, :63], costs=False)

@@ -1,4 +1,4 @@
-"""Two threads, two models, one process: each gives what it gives alone."""
+"""Two models in two threads of one process: each generates the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generated(model, format: str, length: int) -> list[torch.Tensor]:
 
 
 def test_two_models_in_two_threads():
-    jobs = [(tiny(kind), *rest) for kind, *rest in JOBS]  # made here: their weights come from torch's own generator
+    jobs = [(tiny(kind), *rest) for kind, *rest in JOBS]  # not in threads: weights come from torch's global generator
     alone = [generated(*job) for job in jobs]
     found: dict[int, list[torch.Tensor]] = {}
     errors: list[BaseException] = []
@@ -36,7 +36,7 @@ def test_two_models_in_two_threads():
         try:
             start.wait(60)
             found[number] = generated(*jobs[number])
-        except BaseException as error:  # a thread's own error would be lost
+        except BaseException as error:  # errors in a thread would otherwise be lost
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(len(JOBS))]

@@ -1,4 +1,4 @@
-"""Tokens in several formats by age: budgets hold, attention over tiers is attention over all, the past stays right."""
+"""Tokens in several formats by age: memory budgets hold, and attention over tiers equals attention over all tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slimkv.integrations.transformers.ladder import RUNGS, SINK_TOKENS
 from slimkv.integrations.transformers.tiers import TieredLayer
 from tail import sample
 
-BF16_TOKEN = 3 * 2 * 2 * 32 * 2  # layers, K and V, heads, head size, bytes: of the tiny llama
+BF16_TOKEN = 3 * 2 * 2 * 32 * 2  # layers, K and V, heads, head size and bytes of the tiny llama
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def test_a_budget_is_never_exceeded_and_is_used(passes, fresh):
         for layer in cache.layers:
             held = sum(tier.pool.pages.shape[0] for tier in layer.tiers if tier.is_initialized)
             assert held == sum(x.blocks for x in layer.ladder.tables)
-    if seen > 140:  # what is left of the memory is less than a block can gain
+    if seen > 140:  # the unused memory is too small for a block in a wider format
         assert cache.nbytes > memory - 4 * 16 * BF16_TOKEN
         assert sum(n > 0 for n in lengths(cache)) > 1
 
@@ -73,7 +73,7 @@ def test_a_cache_starts_at_the_widest_format_and_is_exact_there():
     ids=["memory", "age"],
 )
 def test_attention_over_tiers_is_that_over_decoded_tokens(kind, fresh, options):
-    """Also through crops into a tier, and changes of the batch."""
+    """Even after crops into a tier and changes of the batch."""
     model, ids, runs = tiny(kind, layers=1), tokens(2, 400), []  # codes of deeper layers amplify the last bit
     for fused in (False, True):
         cache = slimkv.SlimKVCache(model.config, block_size=16, fresh=fresh, **options)
@@ -142,7 +142,7 @@ WAYS = {"greedy": {}, "beam": {"num_beams": 3}, "assisted": {"prompt_lookup_num_
 
 @pytest.mark.parametrize(("fused", "way"), sample(product((True, False), WAYS), 2))
 def test_generate(fused, way):
-    """At formats that lose nothing, with left padding where the search takes it: the stock cache's tokens."""
+    """Lossless formats give the stock cache's tokens. Prompts are left-padded, except for prompt lookup."""
     model, (ids, mask), how = tiny(), padded(40), WAYS[way]
     if "prompt_lookup_num_tokens" in how:
         ids, mask = ids[1:2], mask[1:2]

@@ -1,4 +1,4 @@
-"""Random-weight models, small enough to run in milliseconds, of every attention kind that the cache knows."""
+"""Models with random weights that run in milliseconds, one for every kind of attention that the cache supports."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _config(kind: str) -> Any:
         return transformers.LlamaConfig(**SHAPE)
     if kind == "mha":
         return transformers.LlamaConfig(**{**SHAPE, "num_key_value_heads": 4})
-    if kind == "mistral":  # every layer slides
+    if kind == "mistral":  # sliding windows in every layer
         return transformers.MistralConfig(**SHAPE, **window)
-    if kind == "gemma2":  # alternating, soft cap
+    if kind == "gemma2":  # alternating sliding and full layers, soft cap
         return transformers.Gemma2Config(**SHAPE, **window, attn_logit_softcapping=5.0, query_pre_attn_scalar=32)
     if kind == "gemma3":  # sliding and full layers
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -67,10 +67,10 @@ def tiny(kind: str = "llama", dtype: torch.dtype = torch.float32, attention: str
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = config.layer_types[:layers]
-    # gemma2 and gpt-oss have no sdpa: their stock attention is eager
+    # gemma2 and gpt-oss do not support sdpa; their stock attention is eager
     config._attn_implementation = attention or ("eager" if kind in ("gemma2", "gpt_oss") else "sdpa")
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
-    with torch.no_grad():  # uninitialised sinks and biases would be whatever memory holds
+    with torch.no_grad():  # sinks and some biases are not initialised
         for name, parameter in model.named_parameters():
             if not torch.isfinite(parameter).all() or name.endswith("sinks"):
                 parameter.copy_(torch.randn_like(parameter))
@@ -78,12 +78,12 @@ def tiny(kind: str = "llama", dtype: torch.dtype = torch.float32, attention: str
 
 
 def tokens(batch: int, count: int, seed: int = 0) -> torch.Tensor:
-    """Random ids [batch, count], none of them padding."""
+    """Random ids [batch, count] without padding."""
     return torch.randint(2, 97, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 def padded(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three sequences, two of them with left padding (one longer than a page)."""
+    """Three sequences, two of them with left padding (one by more than a block)."""
     ids = tokens(3, count)
     mask = torch.ones_like(ids)
     mask[0, :5], mask[2, :21] = 0, 0
@@ -91,7 +91,7 @@ def padded(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def generate(model, ids, mask, cache, new=24, **kwargs):
-    """Greedy generation (unless told otherwise) with its logits."""
+    """Generates tokens and logits, greedily by default."""
     kwargs = {"do_sample": False, **kwargs}
     return model.generate(
         ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, output_logits=True,

@@ -1,4 +1,4 @@
-"""Tests beside this file share helpers by plain import."""
+"""Makes the helpers beside these tests importable."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, and the prompts they are asked."""
+"""Starts engines in separate processes, and provides their arguments and prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from forked import Forked
 from prompts import sharing, short_model_folder
 
-LIMIT_SECONDS = 1800  # for one engine, on a machine that does other work
+LIMIT_SECONDS = 1800  # per engine, on a busy machine
 _SCENARIOS = Forked(Path(__file__).with_name("scenario.py"), LIMIT_SECONDS)
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -20,24 +20,24 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 BASE: dict[str, Any] = {
-    "dtype": "float32",  # what is left to compare is the cache, not the rounding of products
+    "dtype": "float32",  # so that differences come from the cache and not from rounding in GEMMs
     "enforce_eager": True,
     "max_model_len": 1024,
     "block_size": 32,
     "max_num_seqs": 32,
-    "max_num_batched_tokens": 96,  # prompts longer than this come in chunks
+    "max_num_batched_tokens": 96,  # longer prompts are prefilled in chunks
     "disable_log_stats": False,
     "seed": 0,
 }
 
 
 def slimkv(format: str = "k4v4", **settings: Any) -> dict[str, Any]:
-    """The engine arguments that switch slimkv on."""
+    """Engine arguments that enable slimkv."""
     return {"attention_backend": "CUSTOM", "additional_config": {"slimkv": {"format": format, **settings}}}
 
 
 def connector(name: str, store: Any, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
-    """The engine arguments of a KV connector that keeps its pages in the folder ``store``."""
+    """Engine arguments for a KV connector that keeps its pages in the folder ``store``."""
     transfer: dict[str, Any] = {
         "kv_connector": name, "kv_role": role,
         "kv_connector_extra_config": {"shared_storage_path": str(store), **extra},
@@ -48,13 +48,13 @@ def connector(name: str, store: Any, role: str = "kv_both", **extra: Any) -> dic
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """For a child process. PYTHONPATH lets it find slimkv as this process does."""
+    """Environment of a child process. PYTHONPATH is inherited, so that it finds slimkv as this process does."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return {**inherited, **ENVIRONMENT, **extra}
 
 
 def run_engine(engine: dict[str, Any], runs: list[dict[str, Any]], **extra: str) -> dict[str, Any]:
-    """Starts an engine, runs the batches and returns what ``scenario.py`` wrote; raises with its output on failure."""
+    """Starts an engine, runs the batches and returns ``scenario.py``'s result. Raises with its output on failure."""
     return _SCENARIOS.run({"engine": {**BASE, **engine}, "runs": runs}, environment(**extra))
 
 
@@ -62,9 +62,9 @@ def run_engines(
     *each: tuple[dict[str, Any], list[dict[str, Any]]], in_turn: bool = False,
     own: Sequence[dict[str, str]] = (), **extra: str,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """``run_engine`` of several engines with their runs, all at the same time or in one process, one after another.
+    """Runs several engines, either at the same time or one after another in one process (``in_turn``).
 
-    ``own``: environment variables of each engine, of those at the same time.
+    ``own``: environment variables of each engine, if they run at the same time.
     """
     requests = [{"engine": {**BASE, **engine}, "runs": runs} for engine, runs in each]
     for request, environ in zip(requests, own, strict=False):
@@ -73,12 +73,12 @@ def run_engines(
 
 
 def refusals(engine: dict[str, Any], refused: dict[str, dict[str, Any]], **extra: str) -> dict[str, str]:
-    """What engines say that must not start: ``refused`` has the arguments of each beside those of ``engine``."""
+    """Error messages of engines that must not start. ``refused``: additional arguments of each, by name."""
     return _SCENARIOS.run({"engine": {**BASE, **engine}, "refused": refused}, environment(**extra))
 
 
 def prefixed() -> list[list[int]]:
-    """Requests that share six blocks and a little more."""
+    """Requests that share six blocks and 12 more tokens."""
     return sharing(6 * BASE["block_size"] + 12)
 
 
@@ -90,10 +90,10 @@ NGRAM = {
 
 
 def draft_model() -> dict[str, Any]:
-    """The model drafting for itself."""
+    """Engine arguments for drafts by the model itself."""
     return {"speculative_config": {"method": "draft_model", "model": short_model_folder(), "num_speculative_tokens": 3}}
 
 
 def engine(**arguments: Any) -> dict[str, Any]:
-    """Engine arguments with the model."""
+    """Engine arguments, including the model."""
     return {"model": short_model_folder(), **arguments}

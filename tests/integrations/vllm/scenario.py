@@ -1,6 +1,7 @@
-"""Runs vLLM engines, each request in a fork of this process (``forked.serve``), and returns what they gave.
+"""Runs vLLM engines, each request in a fork of this process (``forked.serve``), and returns their results.
 
-One process per engine: vLLM keeps the backend it has chosen for as long as its process lives.
+vLLM keeps its choice of attention backend as long as the process lives, so only engines with the same backend may share
+a process.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ COUNTERS = (
 
 
 def keep_chunks() -> None:
-    """vLLM's CPU build switches chunked prefill and prefix caching off for latent attention; slimkv needs neither off.
+    """Keeps chunked prefill and prefix caching on, which vLLM's CPU build turns off for latent attention.
 
-    Its own CPU kernel for latents does, unless the CPU has AMX.
+    vLLM's own CPU kernel for latents needs both off, unless the CPU has AMX. slimkv does not.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -45,8 +46,8 @@ def keep_chunks() -> None:
 
 
 def exact_rows() -> None:
-    """Products of every linear layer row by row; see ``row_exact``."""
-    del os.environ["EXACT_ROWS"]  # once
+    """Computes every linear layer row by row; see ``row_exact``."""
+    del os.environ["EXACT_ROWS"]  # so that later engines of this process do not patch again
     from row_exact import row_by_row
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -107,16 +108,16 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "layers": {
             name: [type(layer.impl).__name__, getattr(spec, "format", None)]
             for name, layer in config.compilation_config.static_forward_context.items()
-            if hasattr(layer, "attn_backend")  # not the recurrent ones
+            if hasattr(layer, "attn_backend")  # skip recurrent layers
             for spec in [getattr(layer.attn_backend, "codec_spec", None)]
         },
     }
 
 
 def settle_triton() -> None:
-    """Every autotuned Triton kernel takes its smallest configuration.
+    """Makes every autotuned Triton kernel use its smallest configuration.
 
-    Engines that are compared must round alike, and each would choose by its own measurements, for minutes.
+    Engines must round alike to be comparable, but autotuning may choose differently in each, and takes minutes.
     """
     from triton.runtime.autotuner import Autotuner
 
@@ -133,7 +134,7 @@ def settle_triton() -> None:
 
 
 def refusals(request: dict[str, Any]) -> dict[str, Any]:
-    """Engines that must not start, one after the other in this process: what each of them says."""
+    """Error messages of engines that must not start, tried one after another in this process."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -149,13 +150,13 @@ def refusals(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def side_by_side(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Engines at the same time, each in a child of this process, which has imported everything once for all of them."""
+    """Runs engines at the same time, each in a fork of this process, so that vLLM is imported only once."""
     import tempfile
     import traceback
 
     import torch
 
-    if torch.version.cuda:  # asking for the device would open it, and no child could use it then
+    if torch.version.cuda:  # not is_available(): it could initialise the device, which forks then cannot use
         settle_triton()
     import vllm  # noqa: F401
 
@@ -176,7 +177,7 @@ def side_by_side(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(status)  # whatever the engine left running ends here
+                os._exit(status)  # does not wait for threads that the engine left running
         failed = []
         while children:
             child, status = os.wait()
@@ -189,7 +190,7 @@ def side_by_side(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def one_after_another(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Engines of the same backend in this process, which imports everything once."""
+    """Runs engines with the same backend in this process, so that vLLM is imported only once."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     found = []
@@ -205,7 +206,7 @@ def counters(llm: Any) -> dict[str, float]:
 
 
 def scenario(request: dict[str, Any]) -> Any:
-    """What ``engines.py`` asked for."""
+    """Handles a request from ``engines.py``."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if "engines" in request:
         return (one_after_another if request.get("in_turn") else side_by_side)(request["engines"])
@@ -218,7 +219,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
     from forked import serve
 
-    # Not for a GPU: an import that opens the device would keep it from every fork.
+    # No imports in advance with CUDA: if one initialises the device, forks cannot use it.
     modules = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama")
     serve(scenario, () if torch.version.cuda else modules)
 

@@ -1,4 +1,4 @@
-"""``vllm serve`` in a process of its own."""
+"""``vllm serve`` in a separate process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from slimkv.lab.soak.server import free_port
 
 @contextmanager
 def serving(folder: Path, *options: str, packed: bool = True, model: str | None = None) -> Iterator[tuple[str, Path]]:
-    """SmolLM2 or ``model`` in float32, which every CPU can run, with slimkv's attention; yields the address and log."""
+    """Serves SmolLM2 or ``model`` in float32, which every CPU supports, and yields the address and the log.
+
+    ``packed``: with slimkv's attention backend.
+    """
     port, log, script = free_port(), folder / "log", Path(sys.executable).with_name("vllm")
     vllm = [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
     command = [
@@ -26,6 +29,6 @@ def serving(folder: Path, *options: str, packed: bool = True, model: str | None 
         "smollm2", "--max-model-len", "1024", "--enforce-eager", "--dtype", "float32",
         *(("--attention-backend", "CUSTOM") if packed else ()), *options,
     ]  # fmt: skip
-    path = server_environment(folder).get("PYTHONPATH")  # vLLM's CPU build under the name that its command asks for
+    path = server_environment(folder).get("PYTHONPATH")  # vLLM's CPU build under the name that the command expects
     with running(command, environment(**({"PYTHONPATH": path} if path else {})), port, log, signal.SIGINT) as address:
         yield address, log

@@ -1,6 +1,6 @@
-"""Sparse latent attention in vLLM's CPU build, which refuses it: its indexer needs kernels of a GPU.
+"""Enables sparse latent attention in vLLM's CPU build, which refuses it because its indexer needs GPU kernels.
 
-A stand-in for the indexer picks tokens by their positions. Everything else is vLLM's.
+A stand-in for the indexer picks tokens by their positions. Everything else is vLLM's own code.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 
 
 def picked(positions: Tensor, count: int) -> Tensor:
-    """int32 [tokens, count]: the positions that queries at ``positions`` attend, -1 where there are fewer; the query's
-    own and others in no order.
+    """Positions that the queries at ``positions`` attend to, int32 [tokens, count], padded with -1.
+
+    They include the query's own position, and are not sorted.
     """
     others = torch.arange(int(positions.max()) + 1)
     scores = (others[None] * 7919 + positions[:, None] * 104729) % 1013
@@ -27,7 +28,7 @@ def picked(positions: Tensor, count: int) -> Tensor:
 
 
 def install() -> None:
-    """Replaces, in this process, what the CPU build lacks."""
+    """Patches vLLM in this process."""
     from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
     from vllm.platforms.cpu import CpuPlatform
 
@@ -46,7 +47,7 @@ def install() -> None:
 
 
 def with_indexer(folder: str, count: int) -> str:
-    """Makes a DeepSeek V3.2, whose queries attend ``count`` tokens, of a saved V3."""
+    """Turns a saved DeepSeek V3 into a V3.2 whose queries attend to ``count`` tokens."""
     from safetensors.torch import load_file, save_file
 
     weights, path = load_file(Path(folder, "model.safetensors")), Path(folder, "config.json")
@@ -67,7 +68,7 @@ def with_indexer(folder: str, count: int) -> str:
 
 
 def restricted_tokens(folder: str, prompts: list[list[int]], made: int, count: int) -> list[list[int]]:
-    """Greedy tokens of transformers: a V3's dense attention, masked to the tokens that are picked."""
+    """Greedy tokens by transformers, with the dense attention of a V3 masked to the picked tokens."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -79,7 +80,7 @@ def restricted_tokens(folder: str, prompts: list[list[int]], made: int, count: i
         for _ in range(made):
             size = ids.shape[1]
             seen = torch.zeros(size, size + 1, dtype=torch.bool)
-            seen.scatter_(1, picked(torch.arange(size), count).long() % (size + 1), True)  # -1: the last column
+            seen.scatter_(1, picked(torch.arange(size), count).long() % (size + 1), True)  # -1: extra column
             mask = torch.where(seen[None, None, :, :size], 0.0, torch.finfo(torch.float32).min)
             with torch.no_grad():
                 logits = model(ids, attention_mask=mask, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""The backend's answers to vLLM, without an engine: sizes, layouts, steps, refusals."""
+"""The attention backend without an engine: sizes, layouts, steps, refusals."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_layers_with_one_format_share_a_class():
 
 @pytest.mark.parametrize("name", ["LBHNC", "BLHNC", "LHBNC", "BHLNC"])
 def test_views_of_every_accepted_layout_are_pages(name):
-    """Two layers of five blocks in one buffer: pages are contiguous, aligned, and nobody else's."""
+    """Two layers of five blocks in one buffer: pages are contiguous, aligned, and do not overlap."""
     from vllm.v1.kv_cache_interface import KVCacheLayout, compute_layout_strides
 
     layout = KVCacheLayout[name]
@@ -119,7 +119,7 @@ def test_views_of_every_accepted_layout_are_pages(name):
 
 
 def test_a_state_space_models_pages_fit_attentions():
-    """A hybrid: vLLM enlarges attention's blocks to the state's page; the kernels get them cut to their own size."""
+    """In hybrids, vLLM enlarges attention blocks to the size of the state, and splits them into blocks for kernels."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheLayout, create_kv_cache_views
 
@@ -148,7 +148,7 @@ def test_a_state_space_models_pages_fit_attentions():
 
 
 def step(query_lens, seq_lens, few=1, padded=0, sharing=None, prompts=None, causal=True):
-    """The parts of a step with these requests, ``padded`` further rows in every table behind them."""
+    """The metadata of a step with these requests. Every table has ``padded`` additional rows."""
     starts = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32)
     count = len(query_lens)
     common = CommonAttentionMetadata(
@@ -186,7 +186,7 @@ def test_a_mixed_step_is_two():
 
 
 def test_prompts_and_answers_are_parts_of_their_own():
-    """However few tokens are left of a prompt: a cached one is attended as if it had been read whole."""
+    """The rest of a cached prompt is a prefill, even a single token, so that a hit gives the output of a miss."""
     parts = step([1, 1, 1, 7, 20], [5, 9, 65, 7, 40], prompts=[False, False, True, True, True]).parts
     assert [(p.rows, p.prompt) for p in parts] == [(slice(0, 2), False), (slice(2, 30), True)]
     assert parts[1].batch.cu_seqlens_q.tolist() == [0, 1, 8, 28]
@@ -229,7 +229,7 @@ def test_graphs_hold_uniform_batches(monkeypatch):
 
 @pytest.mark.parametrize("centred", [False, True])
 def test_a_layer_stores_with_its_matrices(centred):
-    """And rounds to the nearest where it has none; centred keys take the offset of the layer."""
+    """Without matrices it rounds to the nearest centroid. Centred keys use the layer's offset."""
     settings = {"format": "k4v4", "calibration": "auto"}
     with set_current_vllm_config(VllmConfig(additional_config={"slimkv": settings})):
         layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
@@ -249,7 +249,7 @@ def test_a_layer_stores_with_its_matrices(centred):
 
 
 def test_a_layer_learns_its_offset_from_the_first_tokens_it_stores():
-    """Not from steps that store nothing, or only in the page that no request has (warm-up of a draft model)."""
+    """It ignores steps that store nothing, or only into the null block (warm-up of a draft model)."""
     with set_current_vllm_config(VllmConfig(additional_config={"slimkv": {"format": "k4v4"}})):
         layer = SlimKVImpl(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
     layer._spec, layer._number = CodecSpec.parse("k4v4", 64), 0
@@ -303,7 +303,7 @@ def test_what_a_model_asks_and_slimkv_does_not_do(how, message):
     ],
 )
 def test_deterministic_attention_needs_to_know_prompts(chunk, fast_prefill, message):
-    """vLLM makes a step's metadata anew for these, without saying which requests are in their prompts."""
+    """In these cases vLLM rebuilds the metadata of a step without marking requests in prefill."""
     settings = {"slimkv": {"deterministic": True}}
     config = VllmConfig(cache_config=CacheConfig(kv_sharing_fast_prefill=fast_prefill), additional_config=settings)
     with set_current_vllm_config(config):
@@ -328,7 +328,7 @@ def test_a_build_of_the_tested_release_is_accepted(version, monkeypatch):
 
 
 def test_kernels_are_compiled_while_vllm_loads_weights(monkeypatch):
-    """Once per kind of layer, in a thread: the steps that will run, on blocks as vLLM will choose them."""
+    """A thread compiles, once per kind of layer, the steps that will run, for the block size that vLLM will choose."""
     asked = Queue()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -357,7 +357,7 @@ def test_kernels_are_compiled_while_vllm_loads_weights(monkeypatch):
 
 
 def test_kinds_of_layers_before_they_are_named():
-    """One in each format of the model."""
+    """One kind per format in the model."""
     config = VllmConfig(additional_config={"slimkv": {"format": "k4v4", "layers": {"0": "fp8", "3": "raw"}}})
     text, config.cache_config = SimpleNamespace(num_hidden_layers=4), CacheConfig()
     config.model_config = SimpleNamespace(
@@ -374,7 +374,7 @@ def test_kinds_of_layers_before_they_are_named():
 
 
 def test_each_kind_of_step_runs_before_serving(monkeypatch):
-    """The largest prefill again when it grows; drafts, cached prompts, decoding and the guard's gather once."""
+    """Drafts, cached prompts, decoding and the guard's gather run once. The largest prefill runs again if it grows."""
     ran = []
     monkeypatch.setattr("slimkv.integrations.vllm.warmup.run_steps", lambda _, steps: ran.extend(steps))
     monkeypatch.setattr("slimkv.integrations.vllm.warmup.warm_guard", lambda kind: ran.append(Step(0, 0, 0)))

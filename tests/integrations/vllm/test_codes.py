@@ -1,4 +1,4 @@
-"""Codes in the real vLLM engine: capacity, and what must not change the tokens."""
+"""Codes in the real vLLM engine: capacity, and conditions that must not change the tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def codes():
-    """One engine: prompts that miss the prefix cache, hit it, and miss it again; a batch together and one by one."""
+    """One engine: prompts that miss the prefix cache, hit it, and miss it again; 32 prompts as a batch and singly."""
     many = [piece(37 * i, 2 + (29 * i) % 97) for i in range(32)]
     return run_engine(
         engine(**slimkv("k4v4")),
@@ -41,7 +41,7 @@ def stock():
 
 
 def test_codes_hit_is_miss(codes):
-    """The second time every block but the last comes from the cache."""
+    """The second time, every block but the last comes from the cache."""
     hits = [codes["counters"][name]["vllm:prefix_cache_hits"] for name in ("miss", "hit", "again")]
     whole = 3 * 6 * 32
     assert hits[1] - hits[0] >= whole
@@ -50,14 +50,14 @@ def test_codes_hit_is_miss(codes):
 
 
 def test_the_cache_holds_as_many_more_tokens_as_advertised(codes, stock):
-    """In float32, which every CPU can run: twice the ratio to bfloat16 that is advertised."""
+    """The stock cache is float32, which every CPU supports, so the ratio is twice the advertised ratio to bfloat16."""
     ratio = codes["blocks"] * codes["block_size"] / (stock["blocks"] * stock["block_size"])
     assert ratio == pytest.approx(2 * PageLayout(CodecSpec.parse("k4v4", 64), 32).compression_ratio, rel=4e-3)
     assert ratio > 2 * 3.7
 
 
 def test_a_batch_gives_what_its_requests_give_alone(codes):
-    """Products of other shapes round otherwise, and now and then a number falls on the other side of a boundary."""
+    """GEMM rounding depends on the batch shape, so once in a while a value crosses the boundary of a code."""
     pairs = list(zip(codes["tokens"]["together"], codes["tokens"]["alone"], strict=True))
     assert len(pairs) == 32
     assert [a[0] for a, _ in pairs] == [b[0] for _, b in pairs]
@@ -71,8 +71,8 @@ def test_speculation_on_codes_changes_nothing(codes):
 
 
 def test_a_draft_model_keeps_its_own_cache_and_changes_nothing(codes):
-    """SmolLM2 drafting for itself: the target's pages hold codes, the draft's are vLLM's own."""
-    room = {"max_num_batched_tokens": 512}  # a draft's steps have a token a request more than the target's
+    """SmolLM2 drafts for itself. The target's pages hold codes, the draft model's cache is vLLM's own."""
+    room = {"max_num_batched_tokens": 512}  # draft steps have one more token per request than target steps
     drafted = run_engine(engine(**room, **draft_model(), **slimkv("k4v4")), [run("repeating", repeating(), 20)])
     assert drafted["counters"]["repeating"]["vllm:spec_decode_num_accepted_tokens"] > 10
     assert drafted["tokens"]["repeating"] == codes["tokens"]["repeating"]
@@ -81,7 +81,7 @@ def test_a_draft_model_keeps_its_own_cache_and_changes_nothing(codes):
 
 
 def test_a_spawned_engine_finds_the_plugin(codes):
-    """The engine in a process of its own, as ``vllm serve`` starts it."""
+    """The engine runs in a separate process, as with ``vllm serve``."""
     result = run_engine(engine(**slimkv("k4v4")), [run("miss", prefixed())], VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert result["blocks"] == codes["blocks"]
     assert result["tokens"]["miss"] == codes["tokens"]["miss"]
@@ -101,7 +101,7 @@ def test_layers_have_formats_of_their_own():
 
 
 def test_raw_fresh_tokens_are_an_option(stock):
-    """Prompts of one chunk: then raw fresh tokens are attended exactly as the stock cache attends them."""
+    """If a prompt is prefilled in one chunk, unquantised new tokens give exactly the tokens of the stock cache."""
     through_codes, raw = (
         run_engine(engine(max_num_batched_tokens=512, **how), [first_tokens()])["tokens"]["first"]
         for how in (slimkv("k2v2"), slimkv("k2v2", fresh="raw"))

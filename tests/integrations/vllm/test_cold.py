@@ -1,4 +1,4 @@
-"""A cold tier under vLLM's own attention: blocks come back from host memory and files, damaged files never do."""
+"""A cold tier under vLLM's own attention: blocks come back from host memory and files; damaged files are never used."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 PROMPTS = [prompt(1, 301), prompt(2, 333), prompt(3, 170)]
-WHOLE = sum((len(p) - 1) // 32 * 32 for p in PROMPTS)  # tokens in whole blocks, one token left to compute
+WHOLE = sum((len(p) - 1) // 32 * 32 for p in PROMPTS)  # tokens in whole blocks; at least one token must be computed
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small Llama with 4 query and 2 KV heads of size 64; random weights, with logits far enough apart."""
+    """A small Llama with 4 query and 2 KV heads of size 64, with random weights large enough to avoid near ties."""
     config = transformers.LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, vocab_size=512, max_position_embeddings=1024, initializer_range=0.1, tie_word_embeddings=False,
@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 
 def cold(folder: str, format: object, tier: Path | None = None, **extra):
-    """Engine arguments: stock attention, a host tier of 64 MiB in chunks of one block, and files in ``tier``."""
+    """Engine arguments: stock attention, a host tier of 64 MiB in chunks of one block, and a file tier in ``tier``."""
     extra = {
         "spec_name": "SlimKVOffloadingSpec", "spec_module_path": "slimkv.integrations.vllm.cold", "slimkv": format,
         "cpu_bytes_to_use": 64 << 20, "blocks_per_chunk": 1, **extra,
@@ -58,7 +58,7 @@ def hits(result, name: str) -> float:
 
 
 def damage(paths: list[Path], source: random.Random) -> None:
-    """A flipped bit, a cut, or another file's contents."""
+    """Damages files: flips a bit, truncates, or replaces the contents by those of another file."""
     for path in paths:
         data = bytearray(path.read_bytes())
         kind = source.randrange(3)
@@ -72,7 +72,7 @@ def damage(paths: list[Path], source: random.Random) -> None:
 
 
 def test_blocks_come_back_from_host_memory_and_from_files(folder, tmp_path):
-    """Lossless blocks: the tokens of an engine without the tier, before and after a restart, with damaged files too."""
+    """Lossless blocks give the tokens of an engine without the tier, even after a restart and with damaged files."""
     tier = tmp_path / "tier"
     twice = [run("first", PROMPTS), run("again", PROMPTS, reset=True)]
     stock = run_engine({"model": folder, "skip_tokenizer_init": True}, [run("first", PROMPTS)])
@@ -82,7 +82,7 @@ def test_blocks_come_back_from_host_memory_and_from_files(folder, tmp_path):
     assert hits(writer, "again") == WHOLE
     files = sorted(tier.rglob("*.bin"))
     assert len(files) == WHOLE // 32
-    assert not list(tier.rglob(".*"))  # nothing unfinished
+    assert not list(tier.rglob(".*"))  # no unfinished files
 
     spoilt = random.Random(0).sample(files, 6)
     damage(spoilt, random.Random(1))
@@ -94,7 +94,7 @@ def test_blocks_come_back_from_host_memory_and_from_files(folder, tmp_path):
 
 
 def test_packed_blocks_answer_alike(folder, tmp_path):
-    """k8v8 beside two layers of other widths: first tokens of most prompts stay. Default chunks: 128 tokens."""
+    """k8v8, with two layers in other formats, keeps the first tokens of most prompts. Chunks have 128 tokens."""
     settings = {"format": "k8v8", "layers": {"1": "k6v6", "-1": "raw"}}
     packed = cold(folder, settings, blocks_per_chunk=None)
     result = run_engine(packed, [run("first", PROMPTS), run("again", PROMPTS, reset=True)])
@@ -105,7 +105,7 @@ def test_packed_blocks_answer_alike(folder, tmp_path):
 
 @pytest.mark.extended
 def test_ranks_have_their_own_blocks(folder):
-    """Two ranks, each with one KV head, and a scheduler in a process of its own; chunks of two blocks."""
+    """Two ranks with one KV head each, the scheduler in a separate process, and chunks of two blocks."""
     alone = run_engine({"model": folder, "skip_tokenizer_init": True}, [run("first", PROMPTS)])
     result = run_engine(
         {**cold(folder, "raw", blocks_per_chunk=2), "tensor_parallel_size": 2},
@@ -118,7 +118,7 @@ def test_ranks_have_their_own_blocks(folder):
 
 @pytest.mark.extended
 def test_windows_have_groups_of_their_own(tmp_path):
-    """gpt-oss: sliding layers are a cache group beside the full ones, and their blocks come back as well."""
+    """gpt-oss: sliding layers form a separate cache group, and their blocks come back, too."""
     from test_hybrids import gpt_oss
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The cold tier's pieces without an engine: caches in any order, bands, chunks, and round trips through host memory."""
+"""The cold tier without an engine: cache layouts, bands, chunks, and round trips through host memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS = KVCacheConfig("k4v4")
 
 
 class Rows:
-    """[blocks, heads, tokens, K and V], as vLLM's GPU backends."""
+    """Cache of [blocks, heads, tokens, K and V], as in vLLM's GPU backends."""
 
     shape = (BLOCKS, HEADS, TOKENS, 2 * DIM)
 
@@ -56,7 +56,7 @@ class Rows:
 
 
 class Halves(Rows):
-    """K of all tokens before V, tokens before heads."""
+    """Cache with K of all tokens before V, and tokens before heads."""
 
     shape = (BLOCKS, 2, TOKENS, HEADS, DIM)
 
@@ -65,7 +65,7 @@ class Halves(Rows):
 
 
 class Columns(Rows):
-    """Keys lie by dimension, as for a product that reads columns."""
+    """Cache with dimensions before tokens, as for a GEMM that reads columns."""
 
     shape = (BLOCKS, HEADS, 2 * DIM, TOKENS)
 
@@ -74,7 +74,7 @@ class Columns(Rows):
 
 
 class Sums(Rows):
-    """Something else than K and V."""
+    """An implementation whose cache is not K and V per token."""
 
     def places(self, cache, block, token):
         return cache[block, :, token, :DIM], cache[block, :, 0, DIM:]
@@ -107,7 +107,7 @@ def test_any_order_of_k_and_v_is_found(impl):
     cache.read(blocks, *got)
     assert torch.equal(got[0], key)
     assert torch.equal(got[1], value)
-    assert not cold.module.kv_cache[0].any()  # looking for the order touches no block of the cache
+    assert not cold.module.kv_cache[0].any()  # probing the layout does not write to the cache
     assert (cache.sides is None) == (type(impl) is Columns)
     if cache.sides is not None:
         two = layer(impl, 1)
@@ -132,7 +132,7 @@ def test_an_fp8_cache_is_read_with_its_scales():
     got = torch.empty_like(key), torch.empty_like(value)
     cache.read(torch.tensor([4]), *got)
     for x, y in zip(got, (key, value), strict=True):
-        assert (x - y).norm() < 0.04 * y.norm()  # e4m3 has 3 bits behind its first
+        assert (x - y).norm() < 0.04 * y.norm()  # e4m3 has 3 mantissa bits
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def make_worker(layers, chunks=16, per_chunk=1, tokens=TOKENS, settings=SETTINGS
 
 
 def fill(layers, blocks, seed=0):
-    """Random K and V in the caches of all layers; what they are, by layer."""
+    """Writes random K and V into the caches of all layers and returns them, by layer."""
     out = []
     for i, x in enumerate(layers):
         cache = HotCache(x, BLOCKS, TOKENS, torch.float32)
@@ -191,7 +191,7 @@ def chunks_spec(ids):
     return SimpleNamespace(block_ids=np.array(ids, dtype=np.int32))
 
 
-# the error of Lloyd-Max codes of a normal variable is a known share of its norm: 2^-b times at most 1.7
+# Relative error of Lloyd-Max codes of a normal variable: at most 1.7 * 2^-b
 BOUND = {"k8v8": 1.7 / 2**8, "k4v4": 1.7 / 2**4, "k2v2": 1.7 / 2**2, "raw": 0.0}
 
 
@@ -219,7 +219,7 @@ def test_blocks_come_back_from_host_memory(formats, pieces, monkeypatch):
 
 
 def test_chunks_of_several_blocks_begin_anywhere():
-    """A load may take a part of a chunk: blocks are counted from the start of the prompt."""
+    """A load may read part of a chunk. Blocks are counted from the start of the prompt."""
     layers = [layer(Rows(), 0, "raw")]
     worker, _ = make_worker(layers, per_chunk=4)
     given = fill(layers, [0, 1, 2, 3, 4, 5, 6])
@@ -247,12 +247,12 @@ def test_latents_are_keys_and_their_rope_parts_values():
     module.kv_cache.zero_()
     worker.submit_load(2, chunks_spec([0, 1, 2]), GPULoadStoreSpec([7, 0, 4], [3], [0]))
     back = module.kv_cache[[7, 0, 4]]
-    assert torch.equal(back[..., 512:], source[..., 512:])  # rope parts stay raw
+    assert torch.equal(back[..., 512:], source[..., 512:])  # rope parts stay unquantised
     assert 0 < (back - source)[..., :512].norm() < BOUND["k4v4"] * source[..., :512].norm()
 
 
 def test_warming_up_changes_nothing_but_block_0(monkeypatch):
-    """Neither the offset is learnt from it, nor a layer judged."""
+    """No key offset is learnt and no layer is checked by the fidelity guard."""
     monkeypatch.setattr(cold_worker, "PIECE_BYTES", 1 << 18)  # two blocks
     layers = [layer(Rows(), i) for i in range(2)]
     worker, _ = make_worker(layers)
@@ -264,7 +264,7 @@ def test_warming_up_changes_nothing_but_block_0(monkeypatch):
 
 
 def test_keys_that_would_be_lost_are_refused():
-    """A constant part that is much larger than what tells keys apart: with 4 bits nothing is left without centring."""
+    """If the constant part of keys is much larger than their differences, 4 bits without centring lose the latter."""
     layers = [layer(Rows())]
     cache = HotCache(layers[0], BLOCKS, TOKENS, torch.float32)
     key, value = random_kv(TOKENS, 0)
@@ -278,7 +278,7 @@ def test_keys_that_would_be_lost_are_refused():
 
 @pytest.mark.parametrize(("format", "tokens", "least"), [("k4v4", 16, 3.7), ("k2v2", 16, 7.0), ("k4v4", 32, 3.7)])
 def test_host_memory_holds_more_tokens(format, tokens, least):
-    """Bytes of bf16 over those of a block in host memory, scales and alignment included; head size 128."""
+    """Ratio of the bytes of a block in bf16 to those in host memory, with scales and alignment; head size 128."""
     heads = 8
     layers = [
         ColdLayer(f"layers.{i}", i, SimpleNamespace(num_kv_heads=heads), CodecSpec.parse(format, 128), heads)
@@ -308,7 +308,7 @@ def test_unknown_options_are_refused():
 
 
 def cold_config(**extra):
-    """The part of vLLM's offloading configuration that is checked before layers are looked for."""
+    """The part of vLLM's offloading configuration that is checked before layers are searched."""
     parallel = SimpleNamespace(pp_size=1, dcp_size=1, pcp_size=1)
     extra = {"slimkv": "k4v4", "cpu_bytes_to_use": 1 << 30, **extra}
     return SimpleNamespace(extra_config=extra, engine_id="e", parallel=parallel, canonical_layout=False)
@@ -334,7 +334,7 @@ def test_options_that_the_tier_cannot_follow_are_refused(extra, message):
 
 
 def test_batch_invariance_is_refused(monkeypatch):
-    """A block that has been in host memory is not the block that was computed."""
+    """A block that comes back from host memory differs from the computed block."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(UnsupportedError, match="does not work with VLLM_BATCH_INVARIANT=1"):
         SlimKVOffloadingSpec(cold_config())

@@ -1,4 +1,4 @@
-"""Which connectors may carry packed pages, and what else is checked when an engine starts; no engine runs here."""
+"""Which connectors may carry packed pages, and other checks at startup. No engine runs here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attention(format: str = "k4v4", heads: int = 2, window: int | None = None, o
 
 
 def latents(rows: bool = False):
-    """A layer of packed latents; of sparse ones with ``rows``."""
+    """A layer of packed latents, with ``rows`` for sparse attention."""
     spec = LatentSpec.parse("c4", 128, 32).with_raw_dtype("float32")
     return SimpleNamespace(
         attn_backend=SimpleNamespace(codec_spec=spec), num_kv_heads=1, kv_sharing_target_layer_name=None,
@@ -47,7 +47,7 @@ def latents(rows: bool = False):
 
 
 def indexer():
-    """The cache of an indexer, as vLLM's own layer describes it."""
+    """The cache of an indexer, described as by vLLM's own layer."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
     spec = MLAAttentionSpec(
@@ -57,7 +57,7 @@ def indexer():
 
 
 def sparse_engine(name: str, **extra):
-    """Two layers of sparse latents; the second one attends what the first one's indexer picked."""
+    """Two layers with sparse latents. The second attends to the tokens picked by the first one's indexer."""
     layers = {f"model.layers.{i}.self_attn.attn": latents(rows=True) for i in range(2)}
     made = engine(name, {**layers, "model.layers.0.self_attn.indexer.k_cache": indexer()}, **extra)
     fields = {"model_type": "deepseek_v32", "kv_lora_rank": 128}
@@ -67,7 +67,7 @@ def sparse_engine(name: str, **extra):
 
 
 def engine(name: str | None = None, layers=None, ranks: int = 1, **extra):
-    """What the checks look at of an engine's configuration."""
+    """The part of an engine's configuration that the checks read."""
     transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra) if name else None
     layers = layers or {f"model.layers.{i}.self_attn.attn": attention() for i in range(2)}
     return SimpleNamespace(
@@ -134,7 +134,7 @@ def test_connectors_of_sparse_latents_move_the_keys_of_indexers_too():
 
 
 def test_latents_have_one_fingerprint_on_every_rank():
-    """A latent belongs to all heads. Rows are not fragments, and the bytes of an indexer's keys count."""
+    """A latent is shared by all heads. The fingerprint records token rows and the bytes of an indexer's keys."""
     layers = {"model.layers.0.self_attn.attn": latents()}
     alone, both = (engine_fingerprint(engine("X", layers, n, slimkv_weights="a"), 64) for n in (1, 2))
     assert alone == both
@@ -146,7 +146,7 @@ def test_latents_have_one_fingerprint_on_every_rank():
 
 
 def test_a_prompt_file_holds_latents_and_the_keys_of_their_indexer(tmp_path, monkeypatch):
-    """What one worker saves another one loads, byte for byte, into other blocks."""
+    """One worker saves, another one loads the same bytes into other blocks."""
     monkeypatch.setattr(prompt_pages, "tensor_parallel_rank", lambda: (0, 1))
     config = sparse_engine("SlimKVPromptConnector", slimkv_weights="a", shared_storage_path=str(tmp_path))
     size = page_layout(latents(True).attn_backend.codec_spec, 16, True).page_bytes // 16
@@ -236,7 +236,7 @@ def test_peers_must_state_the_fingerprint(name):
 
 
 def test_nixl_compares_fingerprints(monkeypatch):
-    """vLLM's own hash knows neither formats nor offsets; peers refuse one another where what is added differs."""
+    """vLLM's own hash ignores formats and offsets. slimkv adds its fingerprint, so that peers refuse different ones."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
     monkeypatch.setattr(compat, "_stated", {})
@@ -268,7 +268,7 @@ def test_weights_that_nobody_knows_are_refused():
 
 
 def test_ranks_have_one_fingerprint():
-    """Two ranks of one head each, and one rank of two: the same pages."""
+    """Two ranks with one head each have the same pages as one rank with two heads."""
     whole = engine_fingerprint(engine("NixlConnector", slimkv_weights="a"), 64)
     half = {f"model.layers.{i}.self_attn.attn": attention(heads=1) for i in range(2)}
     assert engine_fingerprint(engine("NixlConnector", half, ranks=2, slimkv_weights="a"), 64) == whole
@@ -296,7 +296,7 @@ def test_native_offload_gets_blocks_of_all_layers_side_by_side(monkeypatch):
     assert not wants_cross_layer_blocks(engine("MultiConnector", connectors=both)), "that one writes into a copy"
     hybrid, large = engine("OffloadingConnector"), engine("OffloadingConnector")
     hybrid.model_config.is_hybrid = True
-    large.cache_config.block_size = 256  # is cut into kernel blocks
+    large.cache_config.block_size = 256  # split into several kernel blocks
     assert not wants_cross_layer_blocks(hybrid)
     assert not wants_cross_layer_blocks(large)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBHNC")
@@ -313,7 +313,7 @@ def test_the_backend_then_accepts_that_layout_only():
 
 
 def test_vllm_offloads_such_a_block_as_one_piece():
-    """vLLM's own registration: 32 copies a block with a layer's blocks together, one with a block's layers together."""
+    """vLLM's own registration copies a block once per layer if layers are separate, and once if they are adjacent."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker as offloading
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -372,7 +372,7 @@ def test_drafters(method, drafter, message):
 
 
 def test_every_speculative_method_of_vllm_is_known():
-    """MTP's other names become ``mtp``."""
+    """vLLM maps all other names of MTP to ``mtp``."""
     from typing import get_args
 
     from vllm.config import speculative

@@ -1,4 +1,4 @@
-"""Tokens shared among ranks: the ranks are threads here, and together they give what one cache gives."""
+"""Decode context parallelism: ranks (here threads) that share the tokens give the result of a single cache."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slimkv import Codec, CodecSpec, PageLayout, ops
 from slimkv.integrations.vllm.context_parallel import DCPConfig, attend_shards, shard_tables
 from slimkv.ops import AttentionBatch, PackedKV
 
-DIM, KV_HEADS, HEADS, BLOCK = 64, 1, 8, 16  # HEADS: of all ranks, which share one KV head
+DIM, KV_HEADS, HEADS, BLOCK = 64, 1, 8, 16  # HEADS: query heads of all ranks, which share one KV head
 
 
 class Threads:
-    """Ranks that meet at a barrier."""
+    """Exchanges tensors between ranks at a barrier."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = Barrier(ranks, timeout=60)
@@ -31,7 +31,7 @@ class Threads:
 
 
 class Rank:
-    """What vLLM's group does for one of them."""
+    """Stands in for vLLM's process group, as seen by one rank."""
 
     def __init__(self, threads: Threads, ranks: int, rank: int) -> None:
         self.threads, self.world_size, self.rank_in_group = threads, ranks, rank
@@ -54,7 +54,7 @@ def test_every_token_is_held_once(length, ranks, interleave):
 
 
 def fill(codec, layout, key, value, tokens):
-    """Pages and block table [1, blocks] with the given tokens of one sequence, in order."""
+    """Pages and block table [blocks] with the given tokens of one sequence, in order."""
     blocks = max(layout.blocks_for(len(tokens)), 1)
     pages = torch.zeros(blocks, KV_HEADS, layout.page_bytes, dtype=torch.uint8)
     ops.store_kv(key[tokens], value[tokens], PackedKV(pages, codec, layout), torch.arange(len(tokens)))
@@ -69,7 +69,7 @@ def test_all_ranks_together_give_what_one_cache_gives(ranks, interleave, queries
     torch.manual_seed(0)
     spec = CodecSpec.parse("k4v4", DIM)
     codec, layout = Codec(spec), PageLayout(spec, BLOCK)
-    lens = (90, 70, 40)  # the second request begins with this step
+    lens = (90, 70, 40)  # in the mixed case, the second request starts in this step
     options = ops.AttendOptions(softmax_scale=0.2, softcap=3.0)
     keys, values = ([torch.randn(n, KV_HEADS, DIM) for n in lens] for _ in range(2))
     constant = torch.nn.functional.normalize(torch.randn(KV_HEADS, DIM), dim=-1) * norm
@@ -80,12 +80,12 @@ def test_all_ranks_together_give_what_one_cache_gives(ranks, interleave, queries
     new = [torch.cat([x[n - q :] for x, n, q in zip(side, lens, queries, strict=True)]) for side in (keys, values)]
 
     def pool(rank=None):
-        """One pool of all sequences: pages, table [requests, blocks]."""
+        """A pool with all sequences, or a rank's part of them: pages, table [requests, blocks]."""
         pages, tables, count = [], [], 0
         for key, value, n in zip(keys, values, lens, strict=True):
             every = torch.arange(n)
             tokens = every if rank is None else every[every // interleave % ranks == rank]
-            own, table = fill(codec, layout, key, value, tokens)  # of centred keys
+            own, table = fill(codec, layout, key, value, tokens)  # keys without their constant part
             tables.append(torch.nn.functional.pad(table + count, (0, 8 - len(table))))
             pages.append(own)
             count += len(own)

@@ -1,4 +1,4 @@
-"""Two engines behind one address, each with a cache of its own."""
+"""Two engines behind one address, each with its own cache."""
 
 from __future__ import annotations
 

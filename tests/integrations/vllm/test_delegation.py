@@ -1,4 +1,4 @@
-"""Encoders keep no growing cache: with slimkv switched on they run on vLLM's own backend."""
+"""Encoders have no KV cache, so with slimkv enabled they run on vLLM's own backend."""
 
 from __future__ import annotations
 

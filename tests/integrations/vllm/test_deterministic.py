@@ -1,7 +1,7 @@
-"""``deterministic`` in the real engine: tokens and log-probabilities that nothing but their own prompt decides.
+"""``deterministic`` in the real engine: tokens and log-probabilities depend on their own prompt only.
 
-vLLM's CPU build has no batch-invariant products (VLLM_BATCH_INVARIANT=1 stops it), so its linear layers are run row by
-row here; attention, storing and everything else is as users have it.
+vLLM's CPU build has no batch-invariant GEMMs (it refuses VLLM_BATCH_INVARIANT=1), so linear layers run row by row here.
+Everything else, including attention and storing, is as in real use.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def answers(model, tmp_path_factory):
         {
             "plain": (windowed, whole),
             "chunked": ({**windowed, "max_num_batched_tokens": 64}, once),
-            "n-gram": ({**windowed, **NGRAM}, once),  # the last: vLLM's CPU build starts no engine after it
+            "n-gram": ({**windowed, **NGRAM}, once),  # the last: afterwards vLLM's CPU build cannot start an engine
         },
         {
-            "draft model": ({**base, **drafts()}, once),  # the first: vLLM looks the target's backend up but once
+            "draft model": ({**base, **drafts()}, once),  # the first: vLLM looks up the target's backend only once
             "packed draft model": ({**base, **drafts(attention_backend="CUSTOM")}, once),
             "unwindowed": (base, once),
         },

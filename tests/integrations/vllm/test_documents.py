@@ -1,4 +1,4 @@
-"""Every snippet of the documents that needs vLLM, as it stands but for a model and sizes that its CPU engine serves."""
+"""Runs every snippet in the documentation that needs vLLM, with a model and sizes for its CPU engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_command_has_a_test():
 
 @pytest.mark.parametrize("command", SLIMKV)
 def test_slimkv_commands_run(command):
-    """``serve`` prints what it would run: ``test_slimkv_serve_answers`` starts it."""
+    """``serve`` only prints its command here; ``test_slimkv_serve_answers`` starts it."""
     from slimkv.lab import models
 
     words = shlex.split(command.replace("MODEL", str(models.folder(models.DEFAULT))))
@@ -89,7 +89,7 @@ def test_servers_answer(command, calibration, tmp_path):
 
 
 def test_slimkv_serve_answers(tmp_path):
-    """The whole of it: the model is calibrated in the engine, then served, and its cache is in the metrics."""
+    """The model is calibrated in the engine, then served, and the metrics describe its cache."""
     port, log = free_port(), tmp_path / "log"
     own = ["--max-model-len", "1024", "--enforce-eager", "--dtype", "float32"]
     command = [

@@ -1,4 +1,4 @@
-"""With lossless pages, the real vLLM engine gives token for token what it gives without slimkv."""
+"""With lossless pages, the real vLLM engine generates exactly the tokens that it generates without slimkv."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_layer_is_slimkvs(raw, stock):
 
 @pytest.mark.parametrize("name", ["ragged", "long", "miss", "hit"])
 def test_lossless_pages_give_the_stock_tokens(raw, stock, name):
-    """Mixed batches, chunked prefill, prefix caching."""
+    """In mixed batches, with chunked prefill and prefix caching."""
     assert raw["tokens"][name] == stock["tokens"][name]
 
 
@@ -63,7 +63,7 @@ def test_a_batch_gives_what_its_requests_give_alone(raw):
 
 
 def test_preempted_requests_give_the_stock_tokens(stock):
-    """A cache too small for the batch: requests are evicted and their tokens computed again."""
+    """The cache is too small for the batch, so requests are preempted and their tokens computed again."""
     tiny = {"num_gpu_blocks_override": 11, "max_model_len": 128, "enable_prefix_caching": False}
     ours = run_engine(engine(**tiny, **slimkv("raw")), [CROWD])
     assert ours["counters"]["crowd"]["vllm:num_preemptions"] > 0

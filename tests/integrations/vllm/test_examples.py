@@ -1,4 +1,4 @@
-"""The example for vLLM from Python, on its CPU engine."""
+"""The Python example for vLLM, on its CPU engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models that keep more than K and V, or attend by windows and sinks: lossless pages give the stock tokens.
+"""Models with recurrent states, or with sliding windows and sinks: lossless pages give the stock tokens.
 
-Only what vLLM's CPU build itself does soundly: prefix caching of Mamba-2 fails there with stock attention, and so do
-blocks that must be cut for the kernels, so the hybrid has a small state and no prefix cache.
+Tests are limited to what works in vLLM's CPU build itself. With stock attention, prefix caching of Mamba-2 fails there,
+and so do blocks that must be split for kernels. The hybrid therefore has a small state and no prefix cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPTS = [[(7 * i + 3 * j * j) % 500 + 3 for j in range(30 + 67 * i)] for i in 
 
 
 def falcon_h1():
-    """Attention and a Mamba-2 state in every layer."""
+    """A model with attention and a Mamba-2 state in every layer."""
     return transformers.FalconH1ForCausalLM(
         transformers.FalconH1Config(
             hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -33,7 +33,7 @@ def falcon_h1():
 
 
 def gpt_oss():
-    """Windows and learned sinks."""
+    """A model with sliding windows and learned sinks."""
     return transformers.GptOssForCausalLM(
         transformers.GptOssConfig(
             hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,

@@ -1,4 +1,4 @@
-"""What slimkv adds to vLLM's metrics."""
+"""Metrics that slimkv adds to those of vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_bytes_per_token():
 
 
 def test_a_draft_models_layers_are_not_the_models():
-    """In the engine's configuration, and in that of the draft model, to which ``layers`` does not apply."""
+    """``layers`` applies to a draft model neither in the engine's configuration nor in the draft model's own."""
     config = config_of({"slimkv": {"format": "k6v6", "layers": {"3": "fp8"}}})
     dims, name = (128, 128), "draft_model.model.layers.3.self_attn.attn"
 
@@ -61,7 +61,7 @@ def test_a_draft_models_layers_are_not_the_models():
         draft_model_config=draft.model_config, target_model_config=config.model_config
     )
     assert spec_of(draft, "draft_model.model.layers.1.self_attn.attn") == ("k6v6", 1)
-    draft.speculative_config.target_model_config = draft.model_config  # as for n-grams
+    draft.speculative_config.target_model_config = draft.model_config  # as for n-gram drafts, which have no model
     with pytest.raises(InputError, match="the model has layers 0 to 1"):
         spec_of(draft, "model.layers.1.self_attn.attn")
 

@@ -1,4 +1,4 @@
-"""Latent attention in the real engine: lossless pages give the stock tokens, packed ones the same every way."""
+"""Latent attention in the real engine: stock tokens with lossless pages, reproducible ones with codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slimkv.spec import LatentSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-BLOCK = 16  # what vLLM's CPU build makes of every block size where latents are attended
+BLOCK = 16  # for latent attention, vLLM's CPU build changes every block size to this one
 SHARED = [[*LONG[2][:150], 7 + i, 90 + i, 5] for i in range(3)]
 GUESSABLE = [(LONG[0][:30] * 5)[:140], (LONG[1][:20] * 7)[:130]]
 KEEP = {"KEEP_CHUNKS": "1"}
@@ -77,7 +77,7 @@ def test_every_layer_is_slimkvs(lossless, stock):
 
 @pytest.mark.parametrize("name", ["ragged", "long"])
 def test_lossless_pages_give_the_tokens_of_vllm_and_transformers(lossless, stock, folder, name):
-    """In chunks of 96 tokens, and in mixed batches."""
+    """With prefill in chunks of 96 tokens and mixed batches."""
     assert lossless["tokens"][name] == stock["tokens"][name]
     prompts = {"ragged": PROMPTS, "long": LONG}[name]
     assert lossless["tokens"][name] == transformers_tokens(folder, prompts, 12)
@@ -94,21 +94,21 @@ def test_lossless_pages_take_the_stock_memory(lossless, stock):
 
 
 def test_a_hit_answers_as_the_miss_did(packed):
-    """The codes of a prefix are what the request that wrote them saw as well."""
+    """The request that wrote a prefix attended to its codes, too."""
     tokens, hits = packed["tokens"], packed["counters"]
     assert tokens["miss"] == tokens["hit"] == tokens["fresh"]
     assert hits["hit"]["vllm:prefix_cache_hits"] - hits["miss"]["vllm:prefix_cache_hits"] >= 3 * 9 * BLOCK
 
 
 def test_tokens_that_fit_are_as_many_as_the_format_says(packed, stock):
-    """The model computes in float32, whose latents take 2,304 bytes; c4's rope part stays in that."""
+    """The model runs in float32: unpacked latents take 2,304 bytes, and c4 leaves the rope part in float32."""
     spec = LatentSpec.parse("c4").with_raw_dtype("float32")
     assert slot_bytes(spec) == 256 + 2 + 256
     assert packed["blocks"] / stock["blocks"] == pytest.approx(2304 / slot_bytes(spec), rel=0.002)
 
 
 def test_a_prompt_file_answers_as_the_miss_did(folder, packed, tmp_path):
-    """Packed latents of one process, read by another one. The file's tokens are not computed again."""
+    """One process reads packed latents that another process wrote, and does not compute the file's tokens again."""
     how = base(folder, **slimkv("c4"), **connector("SlimKVPromptConnector", tmp_path / "store"))
     runs = [run("miss", SHARED, 12, one_by_one=True)]
     writer, reader = (run_engine(how, runs, **KEEP) for _ in range(2))
@@ -119,7 +119,7 @@ def test_a_prompt_file_answers_as_the_miss_did(folder, packed, tmp_path):
 
 @pytest.mark.extended
 def test_latents_travel_between_engines_and_through_stores(folder, tmp_path):
-    """transformers to vLLM on two ranks, lossless; ExampleConnector; a reader of another format is refused."""
+    """Lossless from transformers to vLLM on two ranks; ExampleConnector; a reader with another format is refused."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     cache = SlimKVCache(model, "raw", block_size=BLOCK)
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_latents_travel_between_engines_and_through_stores(folder, tmp_path):
     out = model.generate(torch.tensor([LONG[1]]), past_key_values=again, max_new_tokens=12, do_sample=False)
     assert out[0, len(LONG[1]) :].tolist() == read["tokens"]["a"][1]
 
-    whole = {"max_num_batched_tokens": 1024}  # that connector writes prompts which are computed in one step
+    whole = {"max_num_batched_tokens": 1024}  # ExampleConnector only writes prompts that are computed in one step
     how = base(folder, **whole, **connector("ExampleConnector", tmp_path / "store"))
     writer, reader = (run_engine({**how, **slimkv("c4")}, [run("a", LONG[:1], 12)], **KEEP) for _ in range(2))
     assert reader["tokens"] == writer["tokens"]
@@ -148,7 +148,7 @@ def test_latents_travel_between_engines_and_through_stores(folder, tmp_path):
 
 @pytest.mark.extended
 def test_formats_by_layer_and_drafts_give_what_they_give_without(folder):
-    """Four tokens verified at once are those decoded one by one."""
+    """Verification of four tokens at once gives the tokens of decoding one by one."""
     mixed = slimkv("c4r8", layers={"0": "raw", "-1": "c6r8"})
     runs = [run("guessable", GUESSABLE, 24), run("ragged", PROMPTS, 12)]
     plain = run_engine(base(folder, **mixed), runs, **KEEP)
@@ -181,7 +181,7 @@ def test_low_rank_queries_and_interleaved_rope(tmp_path):
 
 @pytest.mark.extended
 def test_a_drafting_layer_changes_nothing(tmp_path):
-    """Three tokens verified at once; the drafter's own latents are packed too."""
+    """Three tokens are verified at once. The drafter's own latents are packed, too."""
     v3 = with_drafting_layer(saved(deepseek_v3, tmp_path))
     runs = [run("ragged", PROMPTS, 16)]
     speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2, "attention_backend": "CUSTOM"}}

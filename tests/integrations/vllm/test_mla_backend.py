@@ -1,4 +1,4 @@
-"""Latent attention's answers to vLLM without an engine: sizes, the fold, slots of context, refusals."""
+"""The backend of latent attention without an engine: sizes, folded projections, slots of the context, refusals."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_it_tells_vllm():
 
 @pytest.mark.parametrize("format", ["c4", "cur4r8", "c6r8"])
 def test_folded_projections_attend_as_the_plain_ones(format):
-    """Decoding with folded projections and no rotation is decoding with plain ones and rotations."""
+    """Decoding with folded projections and without rotations equals decoding with plain projections and rotations."""
     torch.manual_seed(0)
     heads, nope, value, tokens = 3, 24, 40, 50
     spec = LatentSpec.parse(format).with_raw_dtype("float32")
@@ -98,11 +98,11 @@ def test_folded_projections_attend_as_the_plain_ones(format):
 
 
 def test_weights_that_are_loaded_again_are_folded_again_in_place():
-    """And a weight that they were views of, which prefill reads, stays as it is."""
+    """Prefill reads the weight of which the projections are views at first. That weight must not change."""
     rotation = ops.latent_rotation(Codec(LatentSpec.parse("c4")))
     shared = torch.randn(2 * (8 + 8), 512)
 
-    def load(layer):  # as vLLM does: views at first, copies into what is there later
+    def load(layer):  # like vLLM: creates views at first, copies into the existing tensors later
         k, v = shared.T.view(512, 2, 16).split([8, 8], dim=-1)
         for name, new in (("W_UV", v.transpose(0, 1)), ("W_UK_T", k.permute(1, 2, 0))):
             if hasattr(layer, name):
@@ -136,7 +136,7 @@ def test_the_layer_tells_its_implementation_when_projections_are_ready(monkeypat
     told = []
     monkeypatch.setattr(compat.MLAAttention, "process_weights_after_loading", lambda self, dtype: told.append("layer"))
     compat.call_after_loading()
-    compat.call_after_loading()  # once is enough
+    compat.call_after_loading()  # the second call has no effect
     ours = SimpleNamespace(impl=SimpleNamespace(absorbed_weights_ready=lambda layer: told.append(layer)))
     compat.MLAAttention.process_weights_after_loading(ours, torch.bfloat16)
     compat.MLAAttention.process_weights_after_loading(SimpleNamespace(impl=None), torch.bfloat16)
@@ -144,7 +144,7 @@ def test_the_layer_tells_its_implementation_when_projections_are_ready(monkeypat
 
 
 def test_nobody_else_writes_latents():
-    """A compiler pass would write them unpacked; a layer of another class might."""
+    """A compiler pass would write them unpacked, and layers of other classes might."""
     config = VllmConfig()
     config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = True
     compat.forbid_fused_cache_updates(config)
@@ -159,7 +159,7 @@ def test_nobody_else_writes_latents():
 
 
 def test_slots_of_a_contexts_chunk():
-    """Two requests: positions 32 to 36 of one, 0 to 2 of the other."""
+    """Two requests: positions 14 to 18 of one, 0 to 2 of the other."""
     table = torch.tensor([[9, 4, 7], [2, 5, 0]], dtype=torch.int32)
     chunk = SimpleNamespace(
         token_to_seq=torch.tensor([0] * 5 + [1] * 3, dtype=torch.int32),
@@ -203,7 +203,7 @@ def test_what_a_model_or_engine_asks_in_vain(config, arguments, message):
 
 
 def test_the_example_connector_needs_the_default_layout(monkeypatch):
-    """It reshapes a layer's cache, which copies it where a block of all layers lies in one piece."""
+    """The connector reshapes a layer's cache. If blocks of all layers are adjacent, that makes a copy."""
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
     check_latents(engine(connector="ExampleConnector"), "auto", {}, {})
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")

@@ -23,13 +23,13 @@ ON_CPU = {"KEEP_CHUNKS": "1", "SPARSE_ON_CPU": "1"}
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """A V3 of the same weights."""
+    """A DeepSeek V3 with the same weights."""
     return saved(deepseek_v3, tmp_path_factory.mktemp("deepseek-v3"))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Makes the V3.2 whose queries attend some tokens."""
+    """A function that makes a V3.2 whose queries attend to ``count`` tokens."""
     return lambda count: with_indexer(saved(deepseek_v3, tmp_path_factory.mktemp("deepseek-v32")), count)
 
 
@@ -39,7 +39,7 @@ def serve(folder, runs, format, **how):
 
 
 def test_lossless_rows_give_the_tokens_of_dense_attention_on_what_is_picked(dense, model):
-    """In chunks, in mixed batches, from the prefix cache."""
+    """With chunked prefill, mixed batches and the prefix cache."""
     runs = [run("ragged", PROMPTS, 8), run("long", LONG[:1], 8), run("again", LONG[:1], 8)]
     few, every = (serve(model(count), runs, "craw") for count in (FEW, ALL))
     assert set(map(tuple, few["layers"].values())) == {("SlimKVSparseMLAImpl", "crawfp32rrawfp32")}
@@ -66,7 +66,7 @@ def test_packed_rows_answer_the_same_every_way(model):
 
 @pytest.mark.extended
 def test_a_prompt_file_of_rows_answers_as_the_miss_did(model, tmp_path):
-    """The stand-in keeps no keys; ``test_connectors.py`` has the files with an indexer's."""
+    """The stand-in indexer caches no keys; ``test_connectors.py`` tests files with an indexer's keys."""
     runs, folder = [run("miss", SHARED[:1], 12)], model(FEW)
     store = connector("SlimKVPromptConnector", tmp_path / "store")
     writer, reader = (serve(folder, runs, "c4", **store) for _ in range(2))
@@ -76,7 +76,7 @@ def test_a_prompt_file_of_rows_answers_as_the_miss_did(model, tmp_path):
 
 @pytest.mark.extended
 def test_a_drafting_layer_changes_nothing(tmp_path):
-    """Three tokens verified at once, each with its own picks; the drafter has an indexer too."""
+    """Three tokens are verified at once, each with its own picked tokens. The drafter has an indexer, too."""
     folder = with_indexer(with_drafting_layer(saved(deepseek_v3, tmp_path)), FEW)
     runs = [run("ragged", PROMPTS, 12)]
     speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2, "attention_backend": "CUSTOM"}}

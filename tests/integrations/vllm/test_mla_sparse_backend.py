@@ -1,4 +1,4 @@
-"""Sparse latent attention's classes without an engine: vLLM's metadata, and indices that a test picks."""
+"""The backend of sparse latent attention without an engine, with vLLM's metadata and indices picked by the tests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def layer(format: str, buffer: torch.Tensor) -> sparse.SlimKVSparseMLAImpl:
 
 
 def step_of(lens: list[int], queries: list[int], table: torch.Tensor, slots: torch.Tensor):
-    """vLLM's metadata of a step, and what the builder makes of it."""
+    """The metadata that the builder makes from vLLM's metadata of a step."""
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
     common = CommonAttentionMetadata(
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor(lens, dtype=torch.int32),
@@ -73,7 +73,7 @@ def step_of(lens: list[int], queries: list[int], table: torch.Tensor, slots: tor
 
 @pytest.mark.parametrize("format", ["craw", "c4", "c6r8"])
 def test_queries_attend_what_was_picked(format, monkeypatch):
-    """As dense attention on those tokens, for a prompt and a decoded token together, in parts and whole."""
+    """Equals dense attention on those tokens, for a prompt and a decoded token in one step, split and unsplit."""
     torch.manual_seed(0)
     lens, queries = [40, 37], [5, 1]
     table = torch.tensor([[4, 1, 6], [0, 5, 2]], dtype=torch.int32)
@@ -117,7 +117,7 @@ def test_slots_of_picked_positions():
 
 
 def test_a_layer_that_would_write_unpacked_latents_hands_them_over():
-    """As DeepSeek V3.2's on CUDA: its kernel of norms writes to the cache unless there is one in host memory."""
+    """As for DeepSeek V3.2 on CUDA: its fused norm kernel writes to the cache unless the cache is in host memory."""
     stored = []
     impl = SimpleNamespace(is_sparse=True, do_kv_cache_update=lambda *given: stored.append(given))
 

@@ -1,4 +1,4 @@
-"""Calibration inside vLLM: what its workers see is what transformers sees, and its file serves every engine."""
+"""Calibration inside vLLM: statistics agree with those from transformers, and engines can use the file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_rank_sums_its_own_heads(folder, observed, tmp_path):
 
 
 def test_the_engine_takes_the_file_and_rounds_by_position(folder, observed):
-    """Long prompts, so that several ranges of positions are met, in chunks and while decoding."""
+    """Long prompts reach several ranges of positions, both in chunks and while decoding."""
     prompts = [[(5 * i + 7 * j * j) % 500 + 3 for j in range(100 + 150 * i)] for i in range(3)]
     runs = [{"name": "a", "prompts": prompts, "max_tokens": 12}]
     base = {"model": folder, "skip_tokenizer_init": True}
@@ -80,7 +80,7 @@ def test_the_index_is_that_of_positions():
     from slimkv.integrations.vllm.metadata import MatrixIndex
 
     index = MatrixIndex((4, 8, 16), 32, torch.device("cpu"))
-    starts = torch.tensor([0, 1, 4, 9], dtype=torch.int32)  # a decode, 3 more tokens, a whole prompt
+    starts = torch.tensor([0, 1, 4, 9], dtype=torch.int32)  # a decoded token, 3 tokens of a chunk, a whole prompt
     lengths = torch.tensor([12, 5, 5], dtype=torch.int32)
     first = index.fill(starts, lengths, 9)
     positions = [11, 2, 3, 4, 0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""What slimkv cannot do it refuses when the engine starts, by name."""
+"""At startup, unsupported settings raise errors that name them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server with slimkv switched on, asked over HTTP as users ask it."""
+"""vLLM's OpenAI server with slimkv, queried over HTTP as users do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = json.dumps({"slimkv": {"format": "k4v4"}})
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """``vllm serve`` as the README writes it; yields its address and its log."""
+    """Runs ``vllm serve`` as documented; yields its address and its log."""
     with serving(tmp_path_factory.mktemp("server"), "--additional-config", CONFIG) as address_and_log:
         yield address_and_log
 
@@ -51,7 +51,7 @@ def test_the_example_client_asks(server):
 
 
 def test_the_log_tells_how_many_tokens_fit(server):
-    """SmolLM2: 30 layers and 3 KV heads of 68 bytes a token in 1 GiB."""
+    """SmolLM2: 30 layers with 3 KV heads of 68 bytes per token, in 1 GiB."""
     _, log = server
     line = next(x for x in log.read_text().splitlines() if "KV cache size" in x)
     tokens = int(line.split("KV cache size:")[1].split("tokens")[0].replace(",", ""))

@@ -1,4 +1,4 @@
-"""The ``slimkv`` entry of vLLM's additional config; no vLLM needed."""
+"""The ``slimkv`` entry of vLLM's additional config. vLLM is not needed here."""
 
 import re
 

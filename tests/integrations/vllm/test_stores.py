@@ -1,4 +1,4 @@
-"""Packed pages that leave an engine: a folder that two processes share, prompt-cache files, and what is refused."""
+"""Packed pages outside an engine: a folder shared by two processes, prompt-cache files, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def make(folder, seed: int) -> str:
-    """A small Llama with 4 query and 2 KV heads of size 64; random weights, with logits far enough apart."""
+    """A small Llama with 4 query and 2 KV heads of size 64, with random weights large enough to avoid near ties."""
     config = transformers.LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, vocab_size=512, max_position_embeddings=1024, initializer_range=0.1, tie_word_embeddings=False,
@@ -49,7 +49,7 @@ def model(folder):
 
 
 def generate(model, ids: list[int], cache=None) -> list[int]:
-    """Greedy tokens of transformers' own attention."""
+    """Greedy tokens with transformers' own attention."""
     given = torch.tensor([ids])
     out = model.generate(given, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
     return out[0, len(ids) :].tolist()
@@ -60,7 +60,7 @@ def hits(result, name: str) -> float:
 
 
 def test_a_prompt_travels_from_transformers_to_vllm_and_back(folder, model, tmp_path):
-    """Lossless pages: the greedy tokens of a fresh prefill, whoever computed the prompt, on one rank or two."""
+    """Lossless pages give the greedy tokens of a new prefill, whichever engine computed them, on one rank or two."""
     first, second, third = prompt(1, 301), prompt(2, 333), prompt(3, 170)
     expected = [generate(model, ids) for ids in (first, second, third)]
     store = tmp_path / "store"
@@ -91,9 +91,9 @@ def test_a_prompt_travels_from_transformers_to_vllm_and_back(folder, model, tmp_
 
 
 def test_two_processes_share_a_store_and_nobody_else_does(folder, tmp_path):
-    """vLLM's own ExampleConnector: k4v4 pages of one process are read by another; any other reader is refused."""
+    """vLLM's ExampleConnector: a second process reads the first one's k4v4 pages; readers that differ are refused."""
     store = tmp_path / "store"
-    whole = {"max_num_batched_tokens": 512}  # that connector writes prompts which are computed in one step
+    whole = {"max_num_batched_tokens": 512}  # ExampleConnector only writes prompts that are computed in one step
     base = {"model": folder, "skip_tokenizer_init": True, **whole, **connector("ExampleConnector", store)}
     runs = [run("a", [prompt(4, 301)], 16)]
     writer = run_engine({**base, **slimkv("k4v4")}, runs)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small Llama with 4 query and 2 KV heads of size 64; random weights, with logits far enough apart."""
+    """A small Llama with 4 query and 2 KV heads of size 64, with random weights large enough to avoid near ties."""
     import transformers
 
     folder = tmp_path_factory.mktemp("llama")
@@ -31,9 +31,9 @@ def folder(tmp_path_factory):
 def test_two_ranks_give_what_one_gives(folder, tmp_path):
     prompts = [[(7 * i + 3 * j * j) % 500 + 3 for j in range(20 + 30 * i)] for i in range(5)]
     base = {"model": folder, "skip_tokenizer_init": True, **slimkv("k4v4")}
-    # One prompt first, from which key offsets are learnt: several are scheduled together or not, as they arrive.
+    # Key offsets are learnt from one first prompt, since the scheduling of several prompts depends on their arrival.
     runs = [run("first", prompts[:1], 1), run("a", prompts, 12)]
-    kept = {"XDG_CACHE_HOME": str(tmp_path)}  # not what another test's prompts taught
+    kept = {"XDG_CACHE_HOME": str(tmp_path)}  # do not use offsets learnt in other tests
     alone = run_engine(base, runs, **kept)
     both = run_engine({**base, "tensor_parallel_size": 2}, runs, VLLM_ENABLE_V1_MULTIPROCESSING="1", **kept)
     assert both["tokens"] == alone["tokens"]
@@ -41,7 +41,7 @@ def test_two_ranks_give_what_one_gives(folder, tmp_path):
 
 
 def test_each_rank_rounds_by_its_own_heads(folder, tmp_path):
-    """With a calibration the ranks must take the matrices of the heads they hold."""
+    """With a calibration, ranks must use the matrices of their own heads."""
     import transformers
 
     from slimkv.integrations.transformers.calibration.collect import gather_calibration

@@ -1,4 +1,4 @@
-"""Prefill in one engine, decode in another: packed pages travel through NIXL; a peer of another format is refused."""
+"""Prefill in one engine, decode in another: NIXL transfers packed pages; a peer with another format is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOR_A_PEER |= {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 class TransferPeer(Peer):
-    """Pages go through host memory."""
+    """An engine that transfers its pages through host memory."""
 
     def __init__(self, folder: str, log: Path, arguments: dict[str, Any]) -> None:
         transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
@@ -51,13 +51,13 @@ def started_peers(folder: str, logs: Path, formats: dict[str, str], **arguments:
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory):
     folder = make(tmp_path_factory.mktemp("llama"), 0)
-    kinds = {"prefill": "k4v4", "decode": "k4v4", "other": "k5v3"}  # k5v3 takes the bytes of k4v4
+    kinds = {"prefill": "k4v4", "decode": "k4v4", "other": "k5v3"}  # k5v3 pages have the size of k4v4 pages
     with started_peers(folder, tmp_path_factory.mktemp("logs"), kinds) as started:
         yield started
 
 
 def test_packed_pages_travel(peers):
-    """The second engine gives the tokens of the first and computes no prompt; as many bytes move as blocks have."""
+    """The second engine gives the first one's tokens without computing the prompt. Exactly the blocks' bytes move."""
     alone = peers["prefill"].ask(12)["tokens"]
     handed = peers["prefill"].ask(1, FOR_A_PEER)
     got = peers["decode"].ask(12, handed["transfer"])
@@ -69,17 +69,17 @@ def test_packed_pages_travel(peers):
 
 
 def test_a_peer_of_another_format_is_refused(peers):
-    """Before it reads a byte, and both formats are named."""
+    """The refusal comes before any byte is read, and names both formats."""
     handed = peers["prefill"].ask(1, FOR_A_PEER)
     got = peers["other"].ask(2, handed["transfer"])
     assert got["vllm:nixl_bytes_transferred"] == 0
-    assert (got["reason"], got["tokens"]) == ("error", [])  # vLLM's default for pages that did not come
+    assert (got["reason"], got["tokens"]) == ("error", [])  # vLLM's default if pages did not arrive
     said = peers["other"].said
     assert re.search("hash mismatch. Local: .*slimkv k5v3, .*Remote: .*slimkv k4v4, ", said), said
 
 
 def test_packed_latents_travel(tmp_path):
-    """One page per layer and block, whatever the number of heads."""
+    """One page per layer and block, regardless of the number of heads."""
     block, spec = 16, LatentSpec.parse("c4").with_raw_dtype("float32")
     how = {"block_size": block, "max_num_batched_tokens": 1024}
     folder = saved(deepseek_v2, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Sliding windows and speculation with lossless pages: the stock tokens again."""
+"""Lossless pages give the stock tokens with sliding windows and with speculation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""One engine that answers requests from stdin: a line of JSON in, a line of JSON out that begins with ``>``.
+"""One engine that reads requests as lines of JSON from stdin and prints each answer as a line of JSON after ``>``.
 
 ``python transfer_peer.py ARGUMENTS``. A request has ``prompt``, ``max_tokens`` and ``transfer`` (vLLM's
-``kv_transfer_params``); an answer has ``tokens``, ``transfer`` for a peer, and the counters of what came from peers.
+``kv_transfer_params``). An answer has ``tokens``, the finish ``reason``, ``transfer`` for a peer, and counters of
+tokens and bytes that came from peers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmark commands, on the small cells and this machine's CPU."""
+"""The benchmark commands, on small cells and the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Times mean nothing here, so each call is made as seldom as can be."""
+    """Runs each timed call only once, since these tests do not look at times."""
 
     def once(timer, call, cold=True, before=None):
         if before is not None:
@@ -83,7 +83,7 @@ def test_the_error_of_a_cell_knows_its_options(options):
     torch.manual_seed(0)
     case = attend.Case.create(cell, "cpu", CPU)
     assert case.error() < 1e-3
-    if options.keys() & {"softcap", "sliding_window"}:  # it would notice one that is missing
+    if options.keys() & {"softcap", "sliding_window"}:  # the check would notice a missing option
         assert replace(case, options=AttendOptions()).error() > 1e-2
 
 
@@ -175,7 +175,7 @@ def test_deterministic_cells_ask_for_it_and_for_one_split(monkeypatch):
 
 
 def test_sdpa_computes_the_same_attention():
-    """The baseline must do the work it is timed for: the same mask, the same heads."""
+    """The timed baseline must compute the same attention: the same mask and heads."""
     cell = AttendCell("", batch=2, context=32, queries=4, num_heads=6, num_kv_heads=2, head_dim=16)
     inputs = baselines.DenseInputs.random(cell, CPU)
     ((_, call),) = baselines.sdpa(inputs)

@@ -1,4 +1,4 @@
-"""``slimkv bench serve``: plans, failures and tables without an engine; one small run where vLLM is installed."""
+"""``slimkv bench serve``: plans, failures and tables without an engine, and small runs with installed engines."""
 
 import json
 import os
@@ -114,7 +114,7 @@ def test_a_plan_is_the_same_for_every_system_but_for_its_cache(engine, longest, 
     ],
 )
 def test_shapes_have_the_cache_of_their_models(shape, groups, tmp_path):
-    """The configuration that an engine is given, as ``slimkv plan`` reads it, and as a file of one's own."""
+    """``slimkv plan`` reads the configuration written for an engine, which also works as a user's own shape."""
     serve.write_model(tmp_path, shape)
     found = [(g.kind, g.layers, g.num_kv_heads, g.key_dim) for g in read_config(tmp_path).groups]
     assert found == groups
@@ -230,7 +230,7 @@ def test_percentiles():
 
 
 def test_a_system_that_fails_leaves_the_others_their_numbers(tmp_path, monkeypatch):
-    """Engines replaced by a script: one stops half way, one finishes."""
+    """A script replaces the engines: one fails half-way, one finishes."""
     fake = tmp_path / "fake.py"
     fake.write_text(
         "import json, sys\n"
@@ -294,7 +294,7 @@ def test_a_small_run():
 @pytest.mark.extended
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_sessions_find_more_in_a_packed_cache():
-    """At the same bytes, with the tokens of both engines counted by vLLM itself."""
+    """With the same bytes of cache. vLLM's own metrics count the tokens."""
     words = ["--phases", "sessions", "--systems", "fp32,k4v4", "--dtype", "float32", "--users", "8", "--turns", "3"]
     report = run_small("tiny", *words, "--context", "768", "--new-tokens", "8", "--think", "0.2", "--held", "0.3")
     stock, slim = (report["systems"][name]["sessions"] for name in ("fp32", "k4v4"))
@@ -321,14 +321,14 @@ def test_a_small_run_in_sglang():
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 @pytest.mark.parametrize("sent", sample([signal.SIGTERM, signal.SIGINT], 2))
 def test_an_engine_ends_with_who_started_it(sent, tmp_path):
-    """The engine here is a shell that says which process it started, and waits for it."""
+    """The engine is a shell script that writes down the id of a process it started and waits for it."""
     engine, started = tmp_path / "engine", tmp_path / "started"
     engine.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {started}\nwait\n")
     engine.chmod(0o755)
     program = (
         "import signal, sys; from pathlib import Path; from slimkv.lab.bench import serve;"
         "sys.executable = sys.argv[1];"
-        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # which a shell's background job ignores
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # background jobs of a shell ignore SIGINT
         "settings = serve.ServeSettings(systems=('bf16',), shape='tiny');"
         "serve._run_system({'system': 'bf16', 'environment': {}}, settings, Path(sys.argv[2]), print)"
     )

@@ -1,4 +1,4 @@
-"""What a time is the time of."""
+"""What the measured times include."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MS = {"call": 0.25, "before": 1.0, "flush": 8.0}
 
 
 class Fake(Timer):
-    """A GPU on which everything takes as long as MS says; a graph is the names of what it runs."""
+    """Simulates a GPU on which operations take the times in MS. A graph is the list of operations it runs."""
 
     def _flush(self) -> None:
         ran.append("flush")
@@ -46,6 +46,6 @@ def test_what_runs_before_is_what_was_asked_for():
     found(call, before=lambda: ran.append("before"))
     assert "flush" not in ran
     found(call)
-    assert set(ran) == {"flush"}  # captured last, alone, to be taken off
+    assert set(ran) == {"flush"}  # flushes alone are captured last, so that their time can be subtracted
     found(call, cold=False)
     assert set(ran) == {"call"}

@@ -1,4 +1,4 @@
-"""The demonstration's report: made from a real run on a small model, and looked at in a real browser."""
+"""The report of the demo, from a real run on a small model. A real browser renders it."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_report_in_a_browser(report, tmp_path):
     subprocess.run([*common, f"--screenshot={shot}", page.as_uri()], check=True, timeout=120, capture_output=True)
     width, height, raw = _pixels(shot.read_bytes())
     assert (width, height) == (1240, 1800)
-    assert len(set(raw[i : i + 3] for i in range(0, len(raw) - 3, 997))) > 8  # not a blank page
+    assert len(set(raw[i : i + 3] for i in range(0, len(raw) - 3, 997))) > 8  # the page is not blank
     script = (
         "<script>document.title = [...document.querySelectorAll('svg, .card')].map(e => {"
         " const r = e.getBoundingClientRect();"
@@ -139,7 +139,7 @@ def test_report_in_a_browser(report, tmp_path):
     )
     dark = [*common, "--blink-settings=preferredColorScheme=0", f"--screenshot={shot}", page.as_uri()]
     subprocess.run(dark, check=True, timeout=120, capture_output=True)
-    corners = [tuple(x[1:4]) for x in (raw, _pixels(shot.read_bytes())[2])]  # a PNG's first pixel is stored as it is
+    corners = [tuple(x[1:4]) for x in (raw, _pixels(shot.read_bytes())[2])]  # PNG filters keep the first pixel as it is
     assert corners == [(0xF4, 0xF6, 0xFA), (0x11, 0x15, 0x1D)]
     for size in ("1240,1800", "700,1800", "420,1800"):
         probe = tmp_path / "probe.html"

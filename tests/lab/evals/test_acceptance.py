@@ -1,4 +1,4 @@
-"""Acceptance of n-gram drafts: what is drafted, the steps an answer takes, a packed cache beside the stock one."""
+"""Acceptance of n-gram drafts: drafted tokens, verification steps, and a packed cache compared with the stock one."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The evals on models: what they count, and that they see an error where there is one."""
+"""Evals of models: what they count, and that they detect errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_perplexity_is_equal_for_a_lossless_cache_and_grows_as_bits_go(small, wi
 
 
 def test_serving_reads_fresh_chunks_raw(small, windows):
-    """One chunk as long as the window: nothing is read from the cache, so nothing is lost; strict loses."""
+    """With one chunk as long as the window, attention reads nothing from the cache and is exact. Strict mode is not."""
     serving = measure_agreement(small.model, windows, ["k2v2"], mode="serving", chunk=96).rows[0]
     strict = measure_agreement(small.model, windows, ["k2v2"], mode="strict").rows[0]
     assert serving.kl == pytest.approx(0, abs=1e-6)
@@ -131,7 +131,7 @@ def test_bytes_per_token_is_what_plan_says(small, windows):
     shape = shape_of(small.model.config.to_dict())
     formats = ["raw", "k4v4", "k5v4", "fp8"]
     planned = {f.format: f.bytes_per_token for f in make_plan(shape, formats, 2**30).formats}
-    for tokens in (40, 96):  # it depends on the length of no window
+    for tokens in (40, 96):  # the result must not depend on the window's length
         report = measure_agreement(small.model, windows[:1, :tokens], formats[1:])
         measured = {row.format: row.bytes_per_token for row in report.rows}
         assert {"raw": report.raw_bytes_per_token, **measured} == planned

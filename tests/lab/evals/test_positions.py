@@ -1,4 +1,4 @@
-"""KL by position: passes in chunks give what one pass gives, and ranges are those of positions."""
+"""KL divergence by position: passes in chunks give the result of one pass, and ranges are split correctly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_mean_is_that_of_agreement(small):
 
 @pytest.mark.slow
 def test_a_calibration_helps_at_every_position_up_to_8192():
-    """SmolLM2, calibrated on what it says itself, on the shipped text: better than plain rounding in every range."""
+    """SmolLM2, calibrated on its own samples: better than plain rounding in every range of the shipped text."""
     loaded = models.default()
     known = gather_calibration(loaded.model, costs=False)
     windows = token_windows(loaded.tokenizer, load_text(), 1, 8192)

@@ -1,4 +1,4 @@
-"""Intervals and tests against values that are known."""
+"""Confidence intervals and statistical tests, compared with known values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slimkv.lab.evals.statistics import (
 
 @pytest.mark.parametrize(
     ("right", "asked", "low", "high"),
-    # Newcombe (1998), table I: Wilson's score intervals.
+    # Wilson score intervals from Newcombe (1998), table I.
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_wilson(right, asked, low, high):
@@ -53,8 +53,8 @@ def test_bootstrap_covers_the_mean_and_draws_whole_clusters():
         sums = [source.gauss(0.3, 1.0) for _ in range(60)]
         interval, _ = bootstrap(sums, [1] * 60, samples=500, seed=seed)
         hits += interval.low <= 0.3 <= interval.high
-    assert 51 <= hits <= 60  # 95% of 60, and its spread
-    # Ten copies of a number in a cluster are one observation, not ten.
+    assert 51 <= hits <= 60  # 95% of 60, with some spread
+    # Ten copies of a value in a cluster are one observation, not ten.
     few = [source.gauss(0, 1) for _ in range(12)]
     wide, _ = bootstrap([10 * x for x in few], [10] * 12)
     many, _ = bootstrap([x for x in few for _ in range(10)], [1] * 120)
@@ -89,7 +89,7 @@ def test_a_few_lost_answers_are_not_distinguishable_and_many_are():
 
 
 def test_one_bad_context_is_one_observation():
-    """McNemar alone would call 8 lost answers of one context a difference."""
+    """McNemar's test alone would report a difference if 8 answers of a single context are lost."""
     raw = [True] * 80
     other = [i >= 8 for i in range(80)]
     assert mcnemar(8, 0) < 0.01
@@ -110,7 +110,7 @@ def test_verdict_says_which_way():
 
 
 def test_the_interval_of_a_mean_over_tokens():
-    """Losses that are alike within a block: as many independent numbers as there are blocks."""
+    """Losses are equal within a block, so there are only as many independent observations as blocks."""
     generator = torch.Generator().manual_seed(0)
     windows = [torch.randn(8, generator=generator).repeat_interleave(128) for _ in range(8)]
     found, p = mean_over_tokens(windows)

@@ -1,4 +1,4 @@
-"""What a soak checks, on made-up servers: every violation is seen, and a healthy run passes."""
+"""The checks of a soak test, on fake servers: every violation is detected, and a healthy run passes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AT_REST = metrics.parse_metrics(METRICS)
 
 
 def samples(growth_mib: float, count: int = 60) -> list[Sample]:
-    """One a second; memory wobbles, and grows by so much in all."""
+    """One sample per second. Memory fluctuates and grows by ``growth_mib`` in total."""
     out = []
     for i in range(count):
         memory = 1000 + growth_mib * i / count + (5 if i % 7 == 0 else 0)
@@ -130,7 +130,7 @@ def test_the_load_is_random_and_the_same_for_a_seed():
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers as vLLM does, or badly where ``server.fault`` says so."""
+    """Answers like vLLM, or with the fault named by ``server.fault``."""
 
     protocol_version = "HTTP/1.1"
 

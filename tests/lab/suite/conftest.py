@@ -1,4 +1,4 @@
-"""A model that the suite measures in seconds."""
+"""Models that the suite measures in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimkv.lab import models
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
-    """A Llama of random weights with SmolLM2's tokenizer."""
+    """Folder of a Llama with random weights and SmolLM2's tokenizer."""
     transformers = pytest.importorskip("transformers")
     target = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
@@ -31,7 +31,7 @@ def tiny_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def small() -> SimpleNamespace:
-    """A two-layer Llama of random weights over a small vocabulary."""
+    """A two-layer Llama with random weights and a small vocabulary."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: raw pages score exactly as its own Hugging Face model does, packed ones do not."""
+"""lm-evaluation-harness: raw pages score exactly like its own Hugging Face model, packed pages do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAW_PAGES = CacheKind("raw pages", "krawfp32vrawfp32")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The tasks, with their data where the harness finds it."""
+    """A folder of tasks whose data the harness can find."""
     target = tmp_path_factory.mktemp("tasks")
     for path in HERE.iterdir():
         shutil.copy(path, target)
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answered(tiny_folder, folder):
-    """Scores of the harness's own model, and of the adapter's with several caches."""
+    """Scores of the harness's own model, and of our adapter with several caches."""
     from lm_eval.models.huggingface import HFLM
 
     from slimkv.lab.suite.lm_eval import evaluate, slimkv_lm
@@ -106,7 +106,7 @@ def test_the_guides_command(tiny_folder, folder, tmp_path):
 
 
 def test_the_guides_python(tiny_folder, folder, monkeypatch, capsys):
-    """As it stands, but for a small model and a task that needs no network."""
+    """Unchanged except for a small model and a task that needs no network."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 

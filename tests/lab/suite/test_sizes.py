@@ -1,4 +1,4 @@
-"""How much of everything a run measures."""
+"""Sizes of a run: larger models get fewer windows and contexts on a CPU."""
 
 from __future__ import annotations
 

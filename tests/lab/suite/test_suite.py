@@ -1,4 +1,4 @@
-"""A slice of ``slimkv suite smoke`` on a small model: its files, resuming, failing parts, and its page in a browser."""
+"""Part of ``slimkv suite smoke`` on a small model: files, resuming, failing parts, and the report in a browser."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def statuses(results) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def run(tiny_folder, tmp_path_factory):
-    """A finished run: (its folder, its results, the steps of its progress)."""
+    """A finished run: (folder, results, progress steps)."""
     folder, steps, lines = tmp_path_factory.mktemp("suite") / "out", [], []
     settings = make_settings("smoke", str(tiny_folder), device="cpu", **SLICE)
     results = run_suite(settings, folder, lambda what, done, total: steps.append(done / total), lines.append)
@@ -74,7 +74,7 @@ def test_everything_is_measured_for_every_cache(run):
 
 
 def test_the_tests_agree_with_the_perplexities(run):
-    """The paired test's difference is that of the perplexities themselves."""
+    """The paired test reports the same difference as the perplexities."""
     _, results, _ = run
     rows = {row["format"]: row for row in results["summary"]["rows"]}
     for name in ("fp8", "k4v4", "k2v2"):
@@ -116,7 +116,7 @@ def test_what_changed_is_run_again(run, tiny_folder, tmp_path, monkeypatch):
     assert statuses(run_suite(memory_only, copied)) == {"memory": DONE}
     kept = next((copied / "parts").glob("memory-*.json"))
     for path in (copied / "parts").glob("memory-*.json"):
-        path.write_text(kept.read_text()[:40])  # a file cut short is made again
+        path.write_text(kept.read_text()[:40])  # a truncated file is measured again
     assert statuses(run_suite(memory_only, copied)) == {"memory": DONE}
 
 
@@ -137,7 +137,7 @@ def test_a_part_that_fails_is_reported_and_the_rest_goes_on(tiny_folder, tmp_pat
     assert "Traceback" in (tmp_path / "out" / "parts" / "positions-failed.txt").read_text()
     monkeypatch.undo()
     done = CliRunner().invoke(app, [*words, "--json", "--positions", "64"])
-    assert done.exit_code == 0, done.output  # what failed is tried again
+    assert done.exit_code == 0, done.output  # the failed part is run again
 
 
 def test_a_calibration_that_fails_leaves_the_plain_formats(tiny_folder, tmp_path, monkeypatch):
@@ -192,7 +192,7 @@ def test_two_runs_side_by_side(run, tiny_folder, tmp_path):
 
 
 def test_a_model_with_sliding_windows(tiny_folder, tmp_path):
-    """Windows that are full cannot be cropped: every question, and the second timing of decoding, has a copy."""
+    """A full sliding window cannot be cropped, so each question and the second timing of decoding copy the cache."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Gemma3TextConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,

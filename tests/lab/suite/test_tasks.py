@@ -1,4 +1,4 @@
-"""The synthetic tasks: their lengths, and that their answers stand in their contexts."""
+"""The synthetic tasks: lengths, and that answers occur in their contexts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_nonsense_is_refused(maker):
 
 @pytest.mark.parametrize("kind", [STOCK, CacheKind("k4v4", "k4v4")], ids=lambda kind: kind.name)
 def test_an_answer_is_what_greedy_decoding_says(small, kind):
-    """Asked for its own greedy continuation the model is right; asked for another token it is not."""
+    """The model's own greedy continuation counts as correct; a continuation with another last token does not."""
     prefix = tuple(range(1, 90))
     suffix = (5, 9, 33)
     ids = torch.tensor([prefix + suffix])

@@ -1,4 +1,4 @@
-"""The tasks through vLLM: what the engine is started with, and that it answers as transformers does."""
+"""The tasks in vLLM: the engine's arguments, and that it answers like transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_engine_that_does_not_start_is_reported(bench, monkeypatch):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.parametrize("format", ["raw", "k8v8"])  # k8v8: the two find their own key offsets, which 4 bits would show
 def test_it_answers_as_transformers_does(bench, tiny_folder, format):
-    """Asked for the greedy continuation that transformers gives, the engine is right; asked for another, it is not."""
+    """The greedy continuation by transformers counts as correct; one with another last token does not."""
     from slimkv.lab.evals.harness import attending
 
     model = models.load(str(tiny_folder)).model

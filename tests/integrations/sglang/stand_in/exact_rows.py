@@ -1,6 +1,6 @@
-"""A plugin for SGLang with which products on a CPU do not depend on the batch; SGLang's own are for GPUs.
+"""A plugin that makes SGLang's GEMMs on a CPU batch-invariant. SGLang's own batch-invariant kernels need a GPU.
 
-It takes the place of what ``--enable-deterministic-inference`` installs there.
+It replaces the kernels that ``--enable-deterministic-inference`` installs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def register() -> None:
 
 
 class Corpus:
-    """Drafts trees as SGLang's corpus does, which is compiled for GPUs: a wrong branch, a likely one, padding."""
+    """Drafts trees in place of SGLang's corpus, which is compiled for GPUs: a wrong branch, a likely one, padding."""
 
     def __init__(self, draft_token_num: int, **others: Any) -> None:
         self.each = draft_token_num
         self.seen: list[list[int]] = []
 
     def batch_get(self, ids: Any, tails: list[list[int]], lengths: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [requests * each] and masks [requests * each * each] of trees whose roots are the last tokens."""
+        """Tokens [requests * each] and masks [requests * each * each] of trees. Their roots are the last tokens."""
         tokens, masks = [], []
         for tail in tails:
             draft = self._draft(tail)
@@ -55,7 +55,7 @@ class Corpus:
         return np.array(tokens, dtype=np.int64), np.concatenate(masks)
 
     def _draft(self, tail: list[int]) -> list[int]:
-        """What followed the last two tokens before, at least one token."""
+        """The tokens that followed an earlier occurrence of the last two tokens, or [0]."""
         for known in (tail[:-1], *reversed(self.seen)):
             for at in range(len(known) - 2, 0, -1):
                 if known[at - 1 : at + 1] == tail[-2:]:
@@ -69,14 +69,14 @@ class Corpus:
         """Nothing runs in the background."""
 
     def erase_match_state(self, ids: Any) -> None:
-        """Nothing is kept of requests."""
+        """No state is kept per request."""
 
     def reset(self) -> None:
         self.seen = []
 
 
 def with_drafts() -> None:
-    """Also drafts: by ``torch_native``, and of n-grams."""
+    """Registers the plugin together with drafts by ``torch_native`` and n-gram drafts."""
     from sglang.srt.speculative import ngram_worker
     from torch_native_drafts import register as register_drafts
 

@@ -1,6 +1,7 @@
-"""A plugin for SGLang with which NIXL moves pages between engines on a CPU: SGLang says they are in a GPU's memory.
+"""A plugin that lets NIXL move pages between SGLang engines on a CPU, where SGLang would declare them as GPU memory.
 
-The bytes that SGLang counts are added to the file that ``TRANSFERRED`` in the environment names.
+It appends the bytes of each transfer, as counted by SGLang, to the file named by the environment variable
+``TRANSFERRED``.
 """
 
 from __future__ import annotations

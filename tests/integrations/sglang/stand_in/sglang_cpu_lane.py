@@ -1,7 +1,7 @@
-"""Lets SGLang import on a machine without its CUDA packages; run at interpreter start by a ``.pth`` file.
+"""Makes SGLang importable on a machine without its CUDA packages. A ``.pth`` file runs this when Python starts.
 
-The packaged torchvision is built for a CUDA torch. Its compiled part does not load beside a CPU torch, and importing it
-then fails on operators that were never declared. Declaring them is enough: nothing on the lane calls them.
+The packaged torchvision is built for CUDA. Its compiled part does not load with a CPU torch, and importing torchvision
+then fails on undeclared operators. Declaring them is enough, since the tests never call them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _libraries: list[object] = []
 
 
 class _DeclareOperators(MetaPathFinder):
-    """Declares torchvision's operators when torchvision is first looked for; finds nothing itself."""
+    """Declares torchvision's operators when torchvision is first imported. Finds no modules itself."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> None:
         if fullname == "torchvision" and not _libraries:

@@ -1,4 +1,4 @@
-"""A plugin for SGLang with which ``torch_native`` drafts chains of tokens; SGLang's own CPU drafts need AMX."""
+"""A plugin that lets SGLang's ``torch_native`` backend draft chains of tokens; SGLang's own CPU drafts need AMX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def register() -> None:
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     class DraftStep(TorchNativeAttnBackend):
-        """One token after ``step`` drafted ones."""
+        """Decodes one draft token after ``step`` drafted ones."""
 
         def __init__(self, runner: Any, step: int) -> None:
             super().__init__(runner)
@@ -24,7 +24,7 @@ def register() -> None:
             return super().forward_decode(q, k, v, layer, longer, save_kv_cache)
 
     class DraftSteps:
-        """A backend for every step but the last, whose token nobody attends."""
+        """One backend per draft step except the last, whose token no further step attends to."""
 
         def __init__(self, runner: Any, steps: int) -> None:
             self.attn_backends = [DraftStep(runner, step) for step in range(steps - 1)]

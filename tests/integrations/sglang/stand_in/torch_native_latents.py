@@ -1,6 +1,6 @@
-"""A plugin for SGLang with which ``torch_native`` attends latents: absorbed, also in prefill.
+"""A plugin that lets SGLang's ``torch_native`` backend run latent attention, absorbed even in prefill.
 
-SGLang's own CPU kernels of latent attention need AMX.
+SGLang's own CPU kernels for latent attention need AMX.
 """
 
 from __future__ import annotations

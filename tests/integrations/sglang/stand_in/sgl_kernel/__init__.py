@@ -1,7 +1,7 @@
-"""A stand-in for SGLang's compiled kernels, which have no build for this machine.
+"""A stand-in for SGLang's compiled kernels, which are not built for CPU machines.
 
-Every name can be imported. What speculation and several ranks call is written out; calling anything else raises with
-its name, so that a lane never runs on something made up.
+Every name can be imported. The functions needed for speculation and for several ranks are implemented. Calling any
+other function raises an error with its name, so that tests never run on placeholder results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _declare_operators() -> None:
-    """Threads are pinned, and ranks speak to one another through shared memory; here both are left to torch."""
+    """SGLang's operators pin threads and let ranks communicate through shared memory. Here torch does both."""
     import torch
 
     def all_reduce(data: torch.Tensor, op: int) -> None:

@@ -1,4 +1,4 @@
-"""What SGLang's n-gram drafts call on a CPU, in plain torch."""
+"""The function that SGLang's n-gram drafts call on a CPU, in plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def reconstruct_indices_from_tree_mask(
     requests: int,
     each: int,
 ) -> None:
-    """Fills the four outputs from ``tree_mask`` bool [requests * each * each]: whether j is an ancestor of i, or i."""
+    """Fills positions and links from ``tree_mask``, bool [requests * each * each]: whether j is i or its ancestor."""
     nodes = torch.arange(each)
     ancestors = tree_mask.view(requests, each, each).bool() & (nodes < nodes[:, None])
     parent = torch.where(ancestors, nodes, -1).amax(-1)  # [requests, each]
