@@ -20,12 +20,11 @@ RUNS = {
     "own_engine.py": ([], "64 of 64 blocks free again"),
 }
 OF_VLLM = {"vllm_offline.py", "vllm_served.py"}
-OF_SGLANG = {path.name for path in FOLDER.glob("sglang_*.py")}
 
 
 def test_every_example_is_run_and_listed():
     files = {path.name for path in FOLDER.glob("*.py")}
-    assert files == set(RUNS) | OF_VLLM | OF_SGLANG
+    assert files == set(RUNS) | OF_VLLM
     listed = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"[{name}]({name})" in listed for name in files)
 

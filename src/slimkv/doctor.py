@@ -98,7 +98,7 @@ def _cuda() -> Check:
 
     if not torch.cuda.is_available():
         reason = "no CUDA device is visible" if torch.version.cuda else "this torch is built without CUDA"
-        detail = f"{reason}; kernels run in Triton's interpreter or as plain torch"
+        detail = f"{reason}; compiled CPU kernels or plain torch are used"
         return Check("cuda", False, torch.version.cuda, detail)
     about = torch.cuda.get_device_properties(0)
     name = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute {about.major}.{about.minor}"

@@ -18,7 +18,6 @@ FORMATS = [
     "turboquant_4bit_nc",
     "turboquant_k3v4_nc",
     "turboquant_3bit_nc",
-    "k4v4",
     "kur4vur4",
     "fp8",
     "k1v7",

@@ -156,8 +156,8 @@ def test_stored_bytes_are_the_references(backend, format, device):
     built = build(replace(ONE, format=format, latent_dim=256, rope_dim=64), device)
     slots = torch.cat([built.slots(0), torch.tensor([-1, -7], device=device)])
     latent, rope = (torch.cat([x, x[:2]]) for x in (built.latent, built.rope))
-    pages = [torch.randint(0, 256, built.pages.shape, dtype=torch.uint8, device=device)] * 2
-    pages = [pages[0].clone(), pages[0].clone()]
+    garbage = torch.randint(0, 256, built.pages.shape, dtype=torch.uint8, device=device)
+    pages = [garbage, garbage.clone()]
     for into, name in zip(pages, ("reference", backend), strict=True):
         kv = ops.PackedKV(into, built.codec, built.layout)
         ops.store_latent(latent, rope.unsqueeze(1), kv, slots, backend=name)

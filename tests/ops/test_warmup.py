@@ -45,8 +45,10 @@ def test_steps_run(step):
 
 def test_signatures_tell_kernels_apart():
     assert kind().signature == kind().signature
-    others = [kind("k4v3"), kind(softcap=1.0), kind(sliding_window=8)]
-    assert len({k.signature for k in (kind(), *others)}) == 4
+    others = [kind("k4v3"), kind(softcap=1.0), kind(sliding_window=8), kind(sinks=torch.zeros(4)), kind(prefill="8bit")]
+    others += [kind(deterministic=True), replace(kind(), key_offset=torch.zeros(2, 64))]
+    others += [replace(kind(), query_aware=torch.zeros(2, *ranges, 64, 64)) for ranges in ((), (3,))]
+    assert len({k.signature for k in (kind(), *others)}) == 1 + len(others)
     assert kind(softcap=1.0).signature == kind(softcap=2.0).signature
 
 

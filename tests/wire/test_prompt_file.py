@@ -40,7 +40,7 @@ def test_what_is_written_is_read(saved):
 
 def test_some_heads_and_layers_can_be_read(saved):
     cache, path = saved
-    tokens, pages = read_pages(read_header(path), slice(1, 2), [1])
+    tokens, pages = read_pages(read_header(path), {1: slice(1, 2)})
     assert tokens == cache.tokens
     assert list(pages) == [1]
     assert torch.equal(pages[1], cache.layers[1].pages[:, 1:2])

@@ -41,9 +41,11 @@ class LayerKind:
     @property
     def signature(self) -> tuple[object, ...]:
         """Equal for layers that run the same kernels."""
+        options, matrices = self.options, self.query_aware
         return (
-            self.layout, self.num_heads, self.num_kv_heads, self.dtype, self.options.sliding_window,
-            self.options.softcap > 0, self.query_aware is None, self.backend,
+            self.layout, self.num_heads, self.num_kv_heads, self.dtype, options.sliding_window, options.softcap > 0,
+            options.sinks is None, options.prefill, options.deterministic, self.key_offset is None,
+            None if matrices is None else matrices.ndim, self.backend,
         )  # fmt: skip
 
 

@@ -198,24 +198,24 @@ def verify(path: str | Path) -> PromptHeader:
     """Verifies the checksum of a file and the chained hashes of its tokens."""
     header = read_header(path)
     _check_sum(header.path)
-    _read(header, [_TOKENS], None)
+    _read(header, {})
     return header
 
 
 def read_pages(
-    header: PromptHeader, heads: slice | None = None, layers: Sequence[int] | None = None
+    header: PromptHeader, heads: Mapping[int, slice] | None = None
 ) -> tuple[tuple[int, ...], dict[int, Tensor]]:
-    """The tokens, and the pages [blocks, heads, page_bytes] by layer; optionally of some KV heads and layers only."""
+    """The tokens, and the pages [blocks, heads, page_bytes] by layer; with ``heads``, of these layers' KV heads only."""
     _check_sum(header.path)
-    wanted = [x.number for x in header.fingerprint.layers] if layers is None else list(layers)
-    tensors = _read(header, [_TOKENS, *map(_name, wanted)], heads)
+    wanted = {x.number: slice(None) for x in header.fingerprint.layers} if heads is None else heads
+    tensors = _read(header, wanted)
     return tuple(tensors[_TOKENS].tolist()), {n: tensors[_name(n)] for n in wanted}
 
 
 def read_offsets(header: PromptHeader) -> dict[int, Tensor]:
     """The key offsets bfloat16 [num_kv_heads, key_dim] of layers with centred keys, checked by their digests."""
     centred = [layer for layer in header.fingerprint.layers if layer.key_offset]
-    tensors = _tensors(header.path, [_offset_name(layer.number) for layer in centred], None)
+    tensors = _tensors(header.path, {_offset_name(layer.number): slice(None) for layer in centred})
     for layer, given in zip(centred, tensors, strict=True):
         wanted = (layer.num_kv_heads, layer.key_dim)
         if given.dtype != OFFSET_DTYPE or given.shape != wanted or offset_digest(given) != layer.key_offset:
@@ -223,21 +223,22 @@ def read_offsets(header: PromptHeader) -> dict[int, Tensor]:
     return {layer.number: given for layer, given in zip(centred, tensors, strict=True)}
 
 
-def _tensors(path: Path, names: Sequence[str], heads: slice | None) -> list[Tensor]:
-    """Tensors of a file; all but the tokens are sliced to ``heads``."""
+def _tensors(path: Path, heads: Mapping[str, slice]) -> list[Tensor]:
+    """Tensors of a file by name, each sliced to its KV heads (dimension 1)."""
     try:
         with _safetensors("safe_open")(path, framework="pt") as file:
             return [
-                file.get_tensor(name) if name == _TOKENS or heads is None else file.get_slice(name)[:, heads]
-                for name in names
+                file.get_tensor(name) if own == slice(None) else file.get_slice(name)[:, own]
+                for name, own in heads.items()
             ]
     except (_safetensors("SafetensorError"), OSError, ValueError) as error:
         raise CorruptDataError(f"{path} is not a complete prompt cache ({error}); write it again") from error
 
 
-def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> dict[str, Tensor]:
+def _read(header: PromptHeader, heads: Mapping[int, slice]) -> dict[str, Tensor]:
     """Tokens and pages of a file, each checked against the shape that the fingerprint requires."""
-    out = dict(zip(names, _tensors(header.path, names, heads), strict=True))
+    names = {_TOKENS: slice(None), **{_name(n): own for n, own in heads.items()}}
+    out = dict(zip(names, _tensors(header.path, names), strict=True))
     if out[_TOKENS].dtype != torch.int64 or out[_TOKENS].dim() != 1:
         raise CorruptDataError(
             f"{header.path}: its tokens are {out[_TOKENS].dtype} {list(out[_TOKENS].shape)}, not int64 [tokens]"
@@ -246,11 +247,11 @@ def _read(header: PromptHeader, names: Sequence[str], heads: slice | None) -> di
     if len(tokens) != header.num_tokens or block_hashes(header.fingerprint, tokens) != header.block_hashes:
         raise CorruptDataError(f"{header.path}: its tokens do not match its block hashes; write it again")
     for layer in header.fingerprint.layers:
-        pages = out.get(_name(layer.number))
-        if pages is None:
+        if layer.number not in heads:
             continue
+        pages = out[_name(layer.number)]
         wanted = _pages_shape(header.fingerprint, layer, len(tokens), header.first_tokens[layer.number])
-        wanted[1] = len(range(layer.num_kv_heads)[heads or slice(None)])
+        wanted[1] = len(range(layer.num_kv_heads)[heads[layer.number]])
         if list(pages.shape) != wanted or pages.dtype != torch.uint8:
             raise CorruptDataError(f"{header.path}: layer {layer.number} has pages {list(pages.shape)}, not {wanted}")
     return out

@@ -83,8 +83,7 @@ class PromptPages:
             last = load.first + len(load.block_ids)
             if len(header.block_hashes) < last or header.block_hashes[last - 1] != load.last_hash:
                 raise InputError(f"{load.path} was replaced by another prompt's")
-            heads = self._heads(next(iter(self._pages)))
-            _, pages = read_pages(header, heads, list(self._pages))
+            _, pages = read_pages(header, {number: self._heads(number) for number in self._pages})
             for number, targets in self._pages.items():
                 begin = header.first_tokens[number] // self.fingerprint.block_size
                 skip = max(0, begin - load.first)  # blocks before a sliding window are never read

@@ -87,8 +87,7 @@ def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.d
     """The number of split-KV parts with which the programs fill the device in one wave."""
     steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
     slots = multiprocessors(device) * shape.resident
-    wanted = slots // max(1, programs) or 2 * slots // max(1, programs)
-    return max(1, min(wanted, steps, _MAX_SPLITS))
+    return max(1, min(slots // max(1, programs), steps, _MAX_SPLITS))
 
 
 Fresh = tuple[Tensor, Tensor] | tuple[None, None]
