@@ -66,6 +66,10 @@ _COLD_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "hicache_storage_backend": _OPTIONS["hicache_storage_backend"],
     "enable_hierarchical_cache": ((True,), "packed pages are in the host memory of the hierarchical cache"),
     "hicache_mem_layout": ((HOST_LAYOUT,), "packed pages have a layout of their own"),
+    "hicache_write_policy": (
+        ("write_through", "write_through_selective"),
+        "it writes the ends of prompts first, and the first pages that are written determine the key offset",
+    ),
     "hicache_host_memory_mode": (("cache",), "host memory that only buffers gains nothing from packing"),
     "enable_deterministic_inference": ((False, None), "answers would depend on which pages had left the GPU"),
     "kv_cache_dtype": (CACHE_DTYPES, "K and V are packed from the model's dtype"),
