@@ -102,7 +102,7 @@ VLLM_TESTS ?= "not extended"
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_PY) -m pytest tests/integrations/vllm tests/lab/bench/test_serve.py tests/lab/suite/test_vllm_engine.py -m $(VLLM_TESTS) -n 2 --dist loadfile
 
-# Hybrids, stores shared by processes, transfers between engines, calibration inside the engine: many engines, for before a release.
+# Servers, stores shared by processes, transfers between engines, calibration inside the engine: many engines, for before a release.
 test-vllm-extended: $(VLLM_VENV)/.ready
 	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/extended.txt
 	$(VLLM_PY) -m pytest tests/integrations/vllm tests/lab/suite/test_vllm_engine.py tests/lab/soak -m extended -n 2 --dist loadfile

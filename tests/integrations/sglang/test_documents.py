@@ -69,7 +69,6 @@ def test_calibrations_are_made(command, tmp_path):
     check_a_calibration_is_made(command, on_cpu, tmp_path / "made.safetensors", environment(), LIMIT_SECONDS)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(("page", "snippet"), PYTHON)
 def test_python_runs(page, snippet, tmp_path):
     assert 'model_path="MODEL"' in snippet, page

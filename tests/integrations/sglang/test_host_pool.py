@@ -11,7 +11,7 @@ pytest.importorskip("sglang")
 from engines import engine, run_engine, slimkv
 from prompts import run
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.extended]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
 def test_evicted_pages_come_back_from_host_memory():

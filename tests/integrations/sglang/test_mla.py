@@ -86,7 +86,6 @@ def test_tokens_take_the_bytes_of_their_format(lossless, packed, stock):
     assert lossless["kv_gib"] == pytest.approx(stock["kv_gib"], rel=ROUNDING)
 
 
-@pytest.mark.extended
 def test_low_rank_queries_and_interleaved_rope(tmp_path):
     v3 = saved(deepseek_v3, tmp_path)
     ours = run_engine({"model_path": v3, **slimkv("raw")}, [run("ragged", PROMPTS, 12), run("long", LONG, 12)])
@@ -94,7 +93,6 @@ def test_low_rank_queries_and_interleaved_rope(tmp_path):
     assert ours["tokens"]["long"] == transformers_tokens(v3, LONG, 12)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     "parallel",
     [{"tp_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "chunked_prefill_size": 192}],
@@ -108,7 +106,6 @@ def test_ranks_hold_the_same_latents(folder, packed, parallel):
     assert ours["tokens"]["miss"] == packed["tokens"]["miss"]
 
 
-@pytest.mark.extended
 def test_drafts_change_nothing(folder, packed, tmp_path):
     """The model drafts for itself with unpacked latents; chains of four tokens are verified on codes."""
     (tmp_path / "both.py").write_text(

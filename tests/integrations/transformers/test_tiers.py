@@ -192,6 +192,7 @@ def test_key_offsets_and_matrices_go_with_every_tier():
         ("llama", {"memory": "1MiB", "offloading": True}, UnsupportedError, "offloading"),
         ("llama", {"memory": "1MiB", "age": {5: "k4v4"}}, InputError, "choose one"),
         ("llama", {"memory": "1MiB", "layers": {0: "k4v4"}}, InputError, "choose one"),
+        ("llama", {"memory": 0, "layers": {0: "k4v4"}}, InputError, "choose one"),
         ("llama", {"memory": "some"}, InputError, "memory size 'some'"),
         ("llama", {"memory": "1MiB", "prefill": "8bit"}, InputError, "memory=1048576"),
         ("llama", {"age": {0: "k4v4"}}, InputError, "number of tokens"),

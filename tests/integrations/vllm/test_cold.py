@@ -116,7 +116,6 @@ def test_ranks_have_their_own_blocks(folder):
     assert result["tokens"]["first"] == result["tokens"]["again"] == alone["tokens"]["first"]
 
 
-@pytest.mark.extended
 def test_windows_have_groups_of_their_own(tmp_path):
     """gpt-oss: sliding layers form a separate cache group, and their blocks come back, too."""
     from test_hybrids import gpt_oss
@@ -129,7 +128,6 @@ def test_windows_have_groups_of_their_own(tmp_path):
     assert result["tokens"]["first"] == result["tokens"]["again"]
 
 
-@pytest.mark.extended
 def test_what_the_tier_cannot_pack_is_refused(folder, tmp_path):
     with_tier = cold(folder, "k4v4")["kv_transfer_config"]["kv_connector_extra_config"]
 

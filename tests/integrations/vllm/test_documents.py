@@ -28,7 +28,7 @@ from server_process import running
 from slimkv.lab.soak.server import environment as server_environment
 from slimkv.lab.soak.server import free_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 COMMANDS = [command for need, command in commands() if need == "vllm"]
 SERVED = [c for c in COMMANDS if c.startswith("vllm serve ")]
@@ -75,6 +75,7 @@ def calibration(tmp_path_factory):
     return str(file)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("command", SERVED)
 def test_servers_answer(command, calibration, tmp_path):
     command = command.replace("/var/cache/prompts", str(tmp_path / "prompts"))
@@ -88,6 +89,7 @@ def test_servers_answer(command, calibration, tmp_path):
         assert "Paris" in answer.choices[0].text
 
 
+@pytest.mark.extended
 def test_slimkv_serve_answers(tmp_path):
     """The model is calibrated in the engine, then served, and the metrics describe its cache."""
     port, log = free_port(), tmp_path / "log"
@@ -111,12 +113,14 @@ def test_slimkv_serve_answers(tmp_path):
     assert len(list((tmp_path / "slimkv" / "calibrations").glob("*.safetensors"))) == 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("command", CALIBRATED)
 def test_calibrations_are_made(command, tmp_path):
     on_cpu = {"dtype": "float32", "block_size": 32}
     check_a_calibration_is_made(command, on_cpu, tmp_path / "made.safetensors", environment(), LIMIT_SECONDS)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("command", MEASURED)
 def test_the_suite_runs(command, tmp_path):
     words = shlex.split(command)
@@ -130,6 +134,7 @@ def test_the_suite_runs(command, tmp_path):
     assert (tmp_path / "out" / "report.html").is_file()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("command", SOAKED)
 def test_soaks_pass(command, tmp_path):
     small = "--seconds 30 --concurrency 6 --max-model-len 192 --cache-tokens 384 --answers 2 --growth-mib 500"

@@ -15,7 +15,7 @@ import transformers
 from engines import run_engine, slimkv
 from prompts import run
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPTS = [[(7 * i + 3 * j * j) % 500 + 3 for j in range(30 + 67 * i)] for i in range(4)]
 

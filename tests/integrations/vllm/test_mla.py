@@ -171,7 +171,6 @@ def test_two_ranks_hold_the_same_latents(folder, packed):
     assert ours["blocks"] == packed["blocks"], "a latent belongs to all heads"
 
 
-@pytest.mark.extended
 def test_low_rank_queries_and_interleaved_rope(tmp_path):
     v3 = saved(deepseek_v3, tmp_path)
     ours = run_engine(base(v3, **slimkv("raw")), [run("ragged", PROMPTS, 12), run("long", LONG, 12)], **KEEP)
@@ -179,7 +178,6 @@ def test_low_rank_queries_and_interleaved_rope(tmp_path):
     assert ours["tokens"]["long"] == transformers_tokens(v3, LONG, 12)
 
 
-@pytest.mark.extended
 def test_a_drafting_layer_changes_nothing(tmp_path):
     """Three tokens are verified at once. The drafter's own latents are packed, too."""
     v3 = with_drafting_layer(saved(deepseek_v3, tmp_path))

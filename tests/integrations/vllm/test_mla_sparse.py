@@ -64,7 +64,6 @@ def test_packed_rows_answer_the_same_every_way(model):
     assert drafted["tokens"]["miss"] == tokens["miss"]
 
 
-@pytest.mark.extended
 def test_a_prompt_file_of_rows_answers_as_the_miss_did(model, tmp_path):
     """The stand-in indexer caches no keys; ``test_connectors.py`` tests files with an indexer's keys."""
     runs, folder = [run("miss", SHARED[:1], 12)], model(FEW)
@@ -74,7 +73,6 @@ def test_a_prompt_file_of_rows_answers_as_the_miss_did(model, tmp_path):
     assert reader["counters"]["miss"]["vllm:external_prefix_cache_hits"] == 9 * BLOCK
 
 
-@pytest.mark.extended
 def test_a_drafting_layer_changes_nothing(tmp_path):
     """Three tokens are verified at once, each with its own picked tokens. The drafter has an indexer, too."""
     folder = with_indexer(with_drafting_layer(saved(deepseek_v3, tmp_path)), FEW)
