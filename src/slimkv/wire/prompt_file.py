@@ -205,7 +205,7 @@ def verify(path: str | Path) -> PromptHeader:
 def read_pages(
     header: PromptHeader, heads: Mapping[int, slice] | None = None
 ) -> tuple[tuple[int, ...], dict[int, Tensor]]:
-    """The tokens, and the pages [blocks, heads, page_bytes] by layer; with ``heads``, of these layers' KV heads only."""
+    """The tokens, and the pages [blocks, heads, page_bytes] by layer; with ``heads``, of these layers' KV heads."""
     _check_sum(header.path)
     wanted = {x.number: slice(None) for x in header.fingerprint.layers} if heads is None else heads
     tensors = _read(header, wanted)
