@@ -157,7 +157,7 @@ class KVCacheConfig:
                 raise InputError(f"age names {age} tokens, but recent_tokens={self.recent_tokens} keeps those raw")
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory))
-        chosen = ["age"] * bool(self.age) + ["memory"] * (self.memory is not None)
+        chosen = [name for name, given in (("age", self.age), ("memory", self.memory is not None)) if given]
         others = chosen[1:] + (["layers"] if self.layers else []) + (["format"] if self.format == CALIBRATED else [])
         if chosen and others:
             raise InputError(
