@@ -55,10 +55,6 @@ def _package(name: str, purpose: str, distributions: Sequence[str] = ()) -> Chec
     return Check(name, True, version, purpose)
 
 
-def _python() -> Check:
-    return Check("python", True, platform.python_version(), platform.platform())
-
-
 def _torch() -> Check:
     import torch
 
@@ -194,7 +190,7 @@ def _plugin(engine: _Engine) -> Check:
 
 
 CHECKS: dict[str, Callable[[], Check]] = {
-    "python": _python,
+    "python": lambda: Check("python", True, platform.python_version(), platform.platform()),
     "torch": _torch,
     "codec": _codec,
     "cpu": _cpu_kernels,

@@ -275,11 +275,6 @@ def window_blocks(window: int, block_size: int) -> int:
     return (window - 1 + block_size - 1) // block_size + 1
 
 
-def _group_blocks(group: LayerGroup, tokens: int, layout: PageLayout) -> int:
-    blocks = layout.blocks_for(tokens)
-    return blocks if group.window is None else min(blocks, window_blocks(group.window, layout.block_size))
-
-
 def _layouts(shape: ModelShape, format: str, block_size: int) -> list[tuple[LayerGroup, PageLayout]]:
     """The groups whose tensors are stored in the format, each with its layout."""
     packed = [group for group in shape.groups if group.kind not in (NO_KV, INDEXER)]
@@ -293,8 +288,10 @@ def _spec(shape: ModelShape, group: LayerGroup, format: str) -> CodecSpec:
 
 def sequence_bytes(shape: ModelShape, format: str, tokens: int, block_size: int) -> int:
     """Bytes of the pages of a sequence of ``tokens`` tokens, in all layers."""
-    layouts = _layouts(shape, format, block_size)
-    pages = sum(la.pool_bytes(_group_blocks(g, tokens, la), g.num_kv_heads) * g.layers for g, la in layouts)
+    pages = 0
+    for group, layout in _layouts(shape, format, block_size):
+        seen = layout.blocks_for(tokens) if group.window is None else window_blocks(group.window, block_size)
+        pages += layout.pool_bytes(min(seen, layout.blocks_for(tokens)), group.num_kv_heads) * group.layers
     indexed = sum(group.layers * group.key_dim for group in shape.groups if group.kind == INDEXER)
     return pages + indexed * -(-tokens // block_size) * block_size
 

@@ -48,7 +48,7 @@ from slimkv.ops.cuda.module import Defines, Module, load, start_loading
 from slimkv.spec import PageLayout
 
 LARGEST_DIM = 256
-_MERGE_WARPS, _PARTS_AT_ONCE = 2, 4  # as in merge.cuh
+_MERGE_WARPS, _PARTS_OF_WARP = 2, 4  # of merge.cuh; with more partial results, two warps share a row
 
 
 (Args,) = arguments("decode/shape.cuh", "DecodeArgs")
@@ -256,8 +256,8 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     blocks = device.multiprocessors * config.blocks_per_sm
     # One partial result per work tile and one per block that starts inside a tile; deterministic: one per split.
     slots = 0 if whole else work_tiles * splits if exact else work_tiles + blocks
-    # With few rows, each has many partial results; two warps share them if one cannot load them all at once.
-    split = not whole and total * heads <= 32 * device.multiprocessors and blocks // work_tiles > _PARTS_AT_ONCE
+    # With few rows, each has many partial results.
+    split = not whole and total * heads <= 32 * device.multiprocessors and blocks // work_tiles > _PARTS_OF_WARP
     merge_split = 2 if split or exact else 1
     cuts = not exact and work_tiles > blocks and writes_whole_tiles(layout)  # most work tiles are not split
     merge_grid = (rows, -(-heads * merge_split // _MERGE_WARPS))

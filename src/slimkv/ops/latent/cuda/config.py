@@ -86,7 +86,7 @@ def _narrow_shared(spec: CodecSpec, rows: int, stages: int) -> int:
     levels = 256 if pairs else _lut(spec.key)
     fields = 2 if spec.value.kind == Kind.RAW else 4
     stage = 4 * (spec.key_dim * spec.key.bits + spec.value_dim * spec.value.bits) + 32 * fields
-    team = 256 * 32 + 2 * rows * 32 + 20 * rows + 16 * stages + 16 + stages * stage
+    team = 256 * 32 + 2 * rows * 32 + 20 * rows + 16 * stages + 16 + 128 * 32 + stages * stage
     queries = 2 * rows * (spec.key_dim + spec.value_dim) + 16 * rows
     return queries + 64 + 128 * (_lut(spec.value) + levels) + 64 * spec.key_dim + 2 * team
 
@@ -108,11 +108,10 @@ def _columns_takes(layout: PageLayout) -> bool:
     return not layout.token_rows and layout.spec.key_dim >= layout.spec.value_dim
 
 
-def _wide_takes(layout: PageLayout) -> bool:
-    return layout.spec.key_dim in (128, 256, 512) and not _lut(layout.spec.key)
-
-
 NARROW = Kernel("latent/narrow.cu", 16, 32, (4, 3, 2), _narrow_shared, lambda layout: not layout.token_rows)
 COLUMNS = tuple(Kernel("latent/columns.cu", n, 64, (2,), _columns_shared, _columns_takes, 512) for n in (24, 32))
-WIDE = Kernel("latent/wide.cu", 64, 64, (2,), _wide_shared, _wide_takes)
+WIDE = Kernel(
+    "latent/wide.cu", 64, 64, (2,), _wide_shared,
+    lambda layout: layout.spec.key_dim in (128, 256, 512) and not _lut(layout.spec.key),
+)  # fmt: skip
 KERNELS = (NARROW, *COLUMNS, WIDE)

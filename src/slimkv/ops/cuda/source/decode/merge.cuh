@@ -7,7 +7,8 @@
 #pragma once
 #include "decode/output.cuh"
 
-constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = 4;
+constexpr int MERGE_WARPS = 2, PARTS_AT_ONCE = VD > 128 ? 3 : 4;
+constexpr int MERGE_BLOCKS = 16;  // limits registers to 64, so that a block fits beside eight warps of 224
 
 // Merges a column's partial results `from`, `from` + `by`, ... of a work tile.
 DEVICE MergedState merge_parts(const DecodeArgs& args, const Partials& parts, int column, int from, int by, int lane) {
@@ -33,7 +34,7 @@ DEVICE MergedState merge_parts(const DecodeArgs& args, const Partials& parts, in
   return merged;
 }
 
-KERNEL(32 * MERGE_WARPS, 1) merge(GRID_CONSTANT DecodeArgs args) {
+KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, split = args.merge_split;
   const int places = args.merge_places, head = block_index_y() * (MERGE_WARPS / split) + warp / split;
@@ -73,7 +74,7 @@ HOST_TESTABLE(merge, DecodeArgs)
 
 // Block x merges the first work tile that crosses the boundary between blocks x and x + 1 of `attend`. Blocks also
 // write the rows of sequences without keys, which `attend` does not process.
-KERNEL(32 * MERGE_WARPS, 1) merge_cuts(GRID_CONSTANT DecodeArgs args) {
+KERNEL(32 * MERGE_WARPS, MERGE_BLOCKS) merge_cuts(GRID_CONSTANT DecodeArgs args) {
   SHARED_MEMORY(shared);
   const int warp = thread_index() / 32, lane = thread_index() & 31, cut = block_index() + 1;
   const int column = block_index_y() * MERGE_WARPS + warp, per_chunk = args.queries_of_chunk;

@@ -16,9 +16,24 @@ DEVICE void latent_matrices(u32 low, u32 high, Table table, const LevelTable& le
   }
 }
 
-// 6- and 7-bit codes of a slice of rope parts as bytes, for the first or the last 8 tokens.
-DEVICE u32 rope_code_bytes(u32 low, u32 high, int half) {
-  const u32 even = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4;
-  const u32 odd = (low >> 4 & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);
-  return prmt(even, odd, half ? 0x7362 : 0x5140);
-}
+// The rope parts of 16 tokens: raw numbers, or codes as bytes, of the first 8 tokens and then of the last.
+struct RopeCodes {
+  static constexpr int OF_SLICE = R_KIND == RAW ? 4 : 2, WORDS = OF_SLICE * ROPE_SLICES;
+  u32 words[WORDS];
+
+  DEVICE_MEMBER const u32* of_slice(int s) const { return words + OF_SLICE * s; }
+  DEVICE_MEMBER void load(const u8* tile, int lane) {
+    if constexpr (R_BITS % 8 == 0) {
+      Plane<4, 8, true>::load_words<WORDS>(tile, lane, words);
+    } else {
+      Codes<(R_BITS < 8 ? R_BITS : 7), ROPE_SLICES, true> codes;
+      codes.load(tile, lane);
+      UNROLL_FOR (int i = 0; i < ROPE_SLICES; i++) {
+        const u32 low = codes.low(i), high = codes.high(i);
+        const u32 even = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4;
+        const u32 odd = (low >> 4 & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);
+        words[2 * i] = prmt(even, odd, 0x5140), words[2 * i + 1] = prmt(even, odd, 0x7362);
+      }
+    }
+  }
+};

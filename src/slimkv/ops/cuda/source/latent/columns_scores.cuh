@@ -43,7 +43,7 @@ struct Scorer : Place {
   DEVICE_MEMBER void start_rope_scores(Scores& s, const PackedTokens& tokens, u32 rows) const {
     u32 a[ROPE_SLICES][4];
     const u32 to = rows + operand_row(lane);
-    UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) tokens.rope.store(k, table, rope_levels, rows, lane);
+    UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) store_rope(tokens.rope, k, table, rope_levels, rows, lane);
     sync_warp();
     UNROLL_FOR (int k = 0; k < ROPE_SLICES; k++) ldmatrix_x4(a[k], (to + k / 4 * CHUNK) ^ k % 4 * 32);
     sync_warp();

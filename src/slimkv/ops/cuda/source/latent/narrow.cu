@@ -11,17 +11,20 @@
 
 constexpr int TEAMS = 2, WARPS = 4;  // WARPS: per team
 constexpr int CONSUMER_WARPS = TEAMS * WARPS, THREADS = 32 * (CONSUMER_WARPS + 4);  // and the producer warpgroup
-constexpr int TILE_COST = 4;
+constexpr int TILE_COST = 8;
 #include "latent/merge.cuh"
 #include "latent/queries.cuh"
 #include "latent/narrow_consumer.cuh"
+#include "latent/narrow_rope.cuh"
 
-constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
-constexpr int CONSUMERS = 1 + TEAMS;  // a named barrier; those before it belong to the teams
+constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
+// Named barriers; those before them belong to the teams.
+constexpr int CONSUMERS = 1 + TEAMS, ATTENDING = 2 + 2 * TEAMS;
 static_assert(ROWS == 16 && KV_BLOCK == 32, "operands");
 static_assert(sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT, "shared memory");
 
 DEVICE void sync_consumers() { bar_sync(CONSUMERS, 32 * CONSUMER_WARPS); }
+DEVICE void sync_attending() { bar_sync(ATTENDING, 32 * (CONSUMER_WARPS + TEAMS)); }  // consumers and rope scorers
 
 // ---- queries --------------------------------------------------------------------------------------------------------
 
@@ -58,17 +61,9 @@ struct Region {
   int bytes;  // per token
 };
 DEVICE Region region_of(int lane) {
-  return {lane == 0   ? 0
-          : lane == 1 ? R_CODES
-          : lane == 2 ? L_FIELDS
-                      : R_FIELDS,
-      lane == 0       ? 0
-          : lane == 1 ? ROPE_CODES_AT
-          : lane == 2 ? LATENT_FIELDS_AT
-                      : ROPE_FIELDS_AT,
-      lane == 0       ? L_TILE / 16
-          : lane == 1 ? R_TILE / 16
-                      : 2};
+  auto choose = [&](int a, int b, int c, int d) { return lane < 2 ? (lane ? b : a) : (lane == 2 ? c : d); };
+  return {choose(0, R_CODES, L_FIELDS, R_FIELDS), choose(0, ROPE_CODES_AT, LATENT_FIELDS_AT, ROPE_FIELDS_AT),
+      choose(L_TILE / 16, R_TILE / 16, 2, 2)};
 }
 
 // One warp: copies the KV blocks of a team to its ring.
@@ -187,19 +182,33 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int team, int warp
     if (lane == 0) *common = ranges;
   }
   while (true) {
-    sync_consumers();
+    sync_attending();
     const WorkRange range = broadcast(common->range);
     if (range.b < 0) return;
     const WorkTile tile(args, range.b, range.tile);
     const int last = shfl(min_i32(range.last, tile.kv_blocks(args)), 0);
     each_query<CONSUMER_WARPS, 2>(args, tile, WARPS * team + warp, lane,
         [&](const Query& query, int n) { stage_query(args, tile, query, n, shared); });
-    sync_consumers();
+    sync_attending();
     own.take_rows(tile);
     for (int i = range.first + team; i < last; i += TEAMS) own.attend(i);
     store_results(Results(args, range, tile), own);
     sync_consumers();  // before the next range and its queries
     if (thread_index() == 0) common->advance(args);
+  }
+}
+
+// One warp: computes the scores of rope parts for a team.
+DEVICE void score_ropes(const LatentArgs& args, u8* shared, int team, int lane) {
+  RopeScorer own(args, shared, team, lane);
+  while (true) {
+    sync_attending();
+    const WorkRange range = broadcast(((WorkRanges*)(shared + RANGES_AT))->range);
+    if (range.b < 0) return;
+    const int last = shfl(min_i32(range.last, WorkTile(args, range.b, range.tile).kv_blocks(args)), 0);
+    sync_attending();
+    own.take_rows();
+    for (int i = range.first + team; i < last; i += TEAMS) own.attend();
   }
 }
 
@@ -224,6 +233,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT LatentArgs args) {
   if (produces) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (warp < TEAMS) copy_kv_blocks(args, mine + RING_AT, full, empty, team, lane);
+    else score_ropes(args, shared, team, lane);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     attend_ranges(args, shared, team, warp, lane);

@@ -15,28 +15,17 @@ constexpr int ROPE_CODES_AT = TOKEN_TILES * L_TILE, LATENT_FIELDS_AT = ROPE_CODE
               STAGE_BYTES = ROPE_FIELDS_AT + (R_KIND == RAW ? 0 : 2 * KV_BLOCK);
 constexpr int SCORES_AT = 0, PROBABILITIES_AT = 256 * KV_BLOCK, WARP_MAX_AT = PROBABILITIES_AT + 2 * ROWS * KV_BLOCK,
               ROW_MAX_AT = WARP_MAX_AT + 16 * ROWS, BARRIERS_AT = ROW_MAX_AT + 4 * ROWS,
-              RAISED_AT = BARRIERS_AT + 16 * STAGES, RING_AT = RAISED_AT + 16,
-              TEAM_BYTES = RING_AT + STAGES * STAGE_BYTES;
+              RAISED_AT = BARRIERS_AT + 16 * STAGES, ROPE_SCORES_AT = RAISED_AT + 16,
+              RING_AT = ROPE_SCORES_AT + 128 * KV_BLOCK, TEAM_BYTES = RING_AT + STAGES * STAGE_BYTES;
 constexpr int QUERIES_AT = 0, ROPE_QUERIES_AT = 2 * ROWS * LD, ROWS_AT = ROPE_QUERIES_AT + 2 * ROWS * RD,
               RANGES_AT = ROWS_AT + 16 * ROWS, ROPE_LEVELS_AT = RANGES_AT + 64,
               LEVELS_AT = ROPE_LEVELS_AT + 4 * COPIES * R_LEVELS, OUTPUT_AT = LEVELS_AT + 4 * COPIES * ENTRIES,
               TEAMS_AT = OUTPUT_AT + 64 * LD;
 static_assert(TEAMS_AT + TEAMS * TEAM_BYTES == SHARED_BYTES, "shared memory");
 
-// The LUT of the rope part, one copy per lane.
-struct RopeLevels {
-  u32 address;
-  DEVICE_MEMBER u32 at(u32 word, int i) const {
-    return ld_shared_constant(dp4a_u8(word, (u32)(4 * COPIES) << (8 * i), address));
-  }
-};
-
 // Word i of the N words of a lane in a plane.
 template <int N> DEVICE u32 plane_word(const u8* plane, int lane, int i) {
-  constexpr int QUADS = N & ~3, PAIRS = N & ~1;
-  if (i < QUADS) return *(const u32*)(plane + 16 * (32 * (i / 4) + lane) + 4 * (i % 4));
-  if (i < PAIRS) return *(const u32*)(plane + 128 * QUADS + 8 * lane + 4 * (i - QUADS));
-  return *(const u32*)(plane + 128 * PAIRS + 4 * lane);
+  return *(const u32*)(plane + Plane<4, 8, false>::place_of_word<N>(i, lane));
 }
 // Slice s of a plane of W bits: value n is in the low bits of nibble n.
 template <int W, int SLICES> DEVICE u32 plane_nibbles(const u8* plane, int lane, int s) {
@@ -59,13 +48,8 @@ template <int BITS, int SLICES> DEVICE void read_codes(const u8* tile, int lane,
 }
 
 // Whether a warp's slices are whole words of every plane.
-constexpr bool WHOLE_WORDS = L_BITS == 8 ||
-    LATENT_SLICES %
-            ((L_BITS == 4                         ? 1
-                     : L_BITS == 2 || L_BITS == 6 ? 2
-                                                  : 4) *
-                WARPS) ==
-        0;
+constexpr int SLICES_OF_WORD = L_BITS == 4 ? 1 : (L_BITS == 2 || L_BITS == 6 ? 2 : 4);
+constexpr bool WHOLE_WORDS = L_BITS == 8 || LATENT_SLICES % (SLICES_OF_WORD * WARPS) == 0;
 // The codes of 16 tokens in the slices of a warp.
 struct OwnCodes {
   Codes<L_BITS, LATENT_SLICES, false, WHOLE_WORDS ? WARPS : 1> codes;
@@ -99,44 +83,6 @@ struct OwnCodes {
       a[0] = levels.at(low, 0), a[1] = levels.at(low, 2), a[2] = levels.at(low, 1), a[3] = levels.at(low, 3);
     } else {
       latent_matrices(low, high, table, levels, a);
-    }
-  }
-};
-
-// Rope parts of the first or the last 8 of 16 tokens (`half`) as an operand. In pages they are dimensions x tokens.
-struct RopeOperand {
-  Words4 quads[R_KIND != RAW && R_BITS == 8 ? ROPE_SLICES / 2 : 1];
-  const u8* tile;
-  int lane, half;
-
-  DEVICE_MEMBER RopeOperand(const u8* tile_, int lane_, int half_) : tile(tile_), lane(lane_), half(half_) {
-    if constexpr (R_KIND != RAW && R_BITS == 8)
-      UNROLL_FOR (int i = 0; i < ROPE_SLICES / 2; i++) quads[i] = *(const Words4*)(tile + 512 * i + 16 * lane);
-  }
-  DEVICE_MEMBER void slice(int s, Table table, const RopeLevels& levels, u32 (&b)[2]) const {
-    if constexpr (R_KIND == RAW) {
-      const Words2 w = *(const Words2*)(tile + 512 * s + 16 * lane + 8 * half);  // a token's dimensions g and g + 8
-      b[0] = movmatrix_trans(prmt(w.x, w.y, 0x5410)), b[1] = movmatrix_trans(prmt(w.x, w.y, 0x7632));
-    } else {
-      u32 word;
-      if constexpr (R_BITS == 8) {
-        const Words4& w = quads[s / 2];
-        word = s % 2 ? (half ? w.w : w.z) : (half ? w.y : w.x);
-      } else {
-        Codes<(R_BITS < 8 ? R_BITS : 7), ROPE_SLICES, true> codes;
-        codes.load(tile, lane);
-        word = rope_code_bytes(codes.low(s), codes.high(s), half);
-      }
-      // Transposes pairs of bytes, a token's dimensions g and g + 8: the lane gets 2 t, 2 t + 8, 2 t + 1, 2 t + 9.
-      word = movmatrix_trans(word);
-      if constexpr (R_KIND == FP8) {
-        u32 v[4];
-        code_halves<FP8, 8, true>(word, word, table, levels, v);
-        b[0] = v[0], b[1] = v[1];
-      } else {
-        b[0] = prmt(levels.at(word, 0), levels.at(word, 2), 0x5410);
-        b[1] = prmt(levels.at(word, 1), levels.at(word, 3), 0x5410);
-      }
     }
   }
 };

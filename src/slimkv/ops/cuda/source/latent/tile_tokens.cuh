@@ -38,7 +38,7 @@ struct Tokens {
     // All lanes compute the scale, though only two of four store it, because a branch would stall the warp.
     const TokenScale own(real ? second ? fields[1] : fields[0] : 0,
         real ? second ? rope_fields[1] : rope_fields[0] : 0);
-    UNROLL_FOR (int s = 0; s < ROPE_SLICES; s++) rope.store(s, table, levels, to, lane);
+    UNROLL_FOR (int s = 0; s < ROPE_SLICES; s++) store_rope(rope, s, table, levels, to, lane);
     if (lane % 4 < 2) scales.put(first + token, own);
   }
   // The same for latents, in quarter Q of the dimensions: the first slice (piece 0), the rest (piece 1), or both.

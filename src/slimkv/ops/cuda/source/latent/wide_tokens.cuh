@@ -72,35 +72,21 @@ DEVICE void level_matrices(u32 low, u32 high, Table table, u32 (&a)[4], const Le
 // A lane's offset in an operand of 16 rows; slice s of every 64 dimensions is at operand_row ^ 32 s.
 DEVICE u32 operand_row(int lane) { return lane % 16 * 128 + ((lane / 16 ^ (lane & 7)) << 4); }
 
-struct RopeCodes {
-  static constexpr int WORDS = R_BITS % 8 ? 2 * ROPE_SLICES : ROPE_SLICES * R_BITS / 4;  // 6 and 7 bits as bytes
-  u32 words[WORDS];
-
-  DEVICE_MEMBER void load(const u8* tile, int lane) {
-    if constexpr (R_BITS % 8 == 0) {
-      Plane<4, 8, true>::load_words<WORDS>(tile, lane, words);
-    } else {
-      Codes<(R_BITS < 8 ? R_BITS : 7), ROPE_SLICES, true> codes;
-      codes.load(tile, lane);
-      UNROLL_FOR (int i = 0; i < WORDS; i++) words[i] = rope_code_bytes(codes.low(i / 2), codes.high(i / 2), i % 2);
-    }
+// Stores slice s of rope parts to rows of an operand at `to` (shared memory), where each 8 KiB has 64 dimensions of 64
+// tokens. In pages it is dimensions x tokens; a raw word has dimensions g and g + 8 of a token, two rows of a matrix.
+DEVICE void store_rope(const RopeCodes& rope, int s, Table table, const RopeLevels& levels, u32 to, int lane) {
+  const u32* const w = rope.of_slice(s);
+  to += s / 4 * 8192;
+  if constexpr (R_KIND == RAW) {
+    const int token = lane & 6 | lane >> 3 & 1 | lane >> 1 & 8;
+    const u32 row = token * 128 + ((lane & 1 ^ token & 7) << 4);
+    stmatrix_x4_trans<0>(to + (row ^ s % 4 * 32), w[0], w[1], w[2], w[3]);
+  } else {
+    u32 v[4];
+    code_halves<R_KIND, 8, true>(w[0], w[1], table, levels, v);
+    stmatrix_x4_trans<0>(to + (operand_row(lane) ^ s % 4 * 32), v[0], v[2], v[1], v[3]);
   }
-  // Stores slice s to rows of an operand at `to` (shared memory), where each 8 KiB has 64 dimensions of 64 tokens. In
-  // pages it is dimensions x tokens; a raw word has dimensions g and g + 8 of a token, which are two rows of a matrix.
-  DEVICE_MEMBER void store(int s, Table table, const RopeLevels& levels, u32 to, int lane) const {
-    const u32* const w = words + (R_KIND == RAW ? 4 : 2) * s;
-    to += s / 4 * 8192;
-    if constexpr (R_KIND == RAW) {
-      const int token = lane & 6 | lane >> 3 & 1 | lane >> 1 & 8;
-      const u32 row = token * 128 + ((lane & 1 ^ token & 7) << 4);
-      stmatrix_x4_trans<0>(to + (row ^ s % 4 * 32), w[0], w[1], w[2], w[3]);
-    } else {
-      u32 v[4];
-      code_halves<R_KIND, 8, true>(w[0], w[1], table, levels, v);
-      stmatrix_x4_trans<0>(to + (operand_row(lane) ^ s % 4 * 32), v[0], v[2], v[1], v[3]);
-    }
-  }
-};
+}
 
 // Prefetches 16 tokens of a page, from `place` on, to L2.
 DEVICE void prefetch_tokens(const u8* page, u32 place, int lane) {
