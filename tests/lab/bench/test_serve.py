@@ -151,12 +151,18 @@ def test_ratios_and_table():
     )
     assert over_stock({"k4v4": SLIM}) == {}
     report = serve.ServeReport(
-        ServeSettings(), {"bf16": BF16, "k4v4": {"error": "exit code 1: x"}}, {}, "d", {}, "", ""
+        ServeSettings(),
+        {"bf16": BF16, "k4v4": {"error": "exit code 1: a log\nof lines\nx\n"}},
+        {"k4v4": {}},
+        "d",
+        {},
+        "",
+        "",
     )
     header, first, second = table_rows(report)
     assert first[header.index("decode tok/s")] == "50"
     assert set(second[1:]) == {"-"}
-    assert any(line == "k4v4 failed: exit code 1: x" for line in serve.notes(report))
+    assert serve.notes(report)[0] == "k4v4 failed: exit code 1: x"
 
 
 def test_sessions_are_the_same_for_every_system_and_grow():

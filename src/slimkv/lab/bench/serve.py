@@ -153,9 +153,12 @@ def notes(report: ServeReport) -> list[str]:
     stock = DTYPES[report.settings.dtype]
     lines = [
         f"{name} over {stock}: " + ", ".join(f"{label} {value:.2f}" for label, value in row.items())
-        for name, row in report.over_bf16.items()
-    ]
-    lines += [f"{name} failed: {s['error'].splitlines()[0]}" for name, s in report.systems.items() if "error" in s]
+        for name, row in report.over_bf16.items() if row
+    ]  # fmt: skip
+    for name, system in report.systems.items():
+        if "error" in system:
+            code, _, log = system["error"].rstrip().partition(": ")  # the last line of the log says what went wrong
+            lines.append(f"{name} failed: {code}: {log.splitlines()[-1] if log else 'no output'}")
     return [*lines, f"{report.device}, {report.date}", "  ".join(f"{k} {v}" for k, v in report.versions.items())]
 
 

@@ -91,7 +91,8 @@ _FOUR_ROWS: dict[tuple[str, int], tuple[_Entry, ...]] = {
     ("LUT", 128): (_Entry(64, 12, 2), _Entry(64, 12, 1), *_LUT),
     ("LUT", 256): _LUT,
 }
-_EIGHT_ROWS = {128: (_Entry(32, 4, 2, 2, seen_bytes=FEW_BYTES), _Entry(64, 12, 2), *_WIDE), 256: _WIDE}
+_FEW_TOKENS = (_Entry(32, 4, 1, 4, token_bytes=80, seen_bytes=FEW_BYTES), _Entry(32, 4, 2, 2, seen_bytes=FEW_BYTES))
+_EIGHT_ROWS = {128: (*_FEW_TOKENS, _Entry(64, 12, 2), *_WIDE), 256: _WIDE}
 # Three stages of long KV blocks are faster than four of short ones, which are faster than two of long ones. For large
 # heads, long ones are always faster because they take fewer instructions, but many rows leave no registers for them.
 _LONG_PAIRS = (_Entry(128, 16, 4), _Entry(128, 16, 3), _Entry(128, 16, 2))
