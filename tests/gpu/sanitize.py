@@ -2,9 +2,9 @@
 
 compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py [store attend prefill latent]
 
-Without names, all parts run. The tools racecheck and initcheck work as well. In kernels with barriers for a team of
-warps (verification of 5 or more queries), racecheck may report a read and a write that a barrier of the whole block
-separates. The cause is unknown: in small kernels, it tracks barriers of a part of the block. Look for other reports.
+Without names, all parts run. The tools racecheck and initcheck work as well. In kernels with barriers for a part of the
+block (latents of up to 16 query rows, verification of 5 or more queries), racecheck may report a write and a read that
+such a barrier, or one of the whole block, separates. Look them up in the machine code.
 
 Exits with 1 if a result is wrong, so that a run without reports still tests something.
 """
