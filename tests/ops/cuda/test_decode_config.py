@@ -82,7 +82,8 @@ def test_the_table_of_a_smaller_gpu(format, dim, group, queries, config):
     [
         (128, 4, SHORT_BYTES, DecodeConfig(4, 64, 4, 2, 3, bulk=True)),
         (128, 4, FEW_BYTES, DecodeConfig(4, 64, 4, 2, 3, bulk=True)),
-        (64, 8, FEW_BYTES, DecodeConfig(8, 32, 4, 2, 2)),
+        (64, 8, FEW_BYTES, DecodeConfig(8, 32, 4, 1, 4)),
+        (128, 8, FEW_BYTES, DecodeConfig(8, 32, 4, 2, 2)),
         (64, 8, SHORT_BYTES, DecodeConfig(8, 64, 12, 2, bulk=True)),
         (256, 4, FEW_BYTES, DecodeConfig(4, 32, 8, 2)),
     ],
