@@ -245,7 +245,7 @@ def test_more_queries_take_the_arithmetic_of_one(format, dim, group, queries, co
 def test_a_layers_window_decides_the_configuration():
     layout, window = PageLayout(CodecSpec.parse("k4v4", 64), 64), 128
     found = deterministic_config(H200, layout, 8, 1, bound_of(layout, window))
-    assert found == DecodeConfig(8, 32, 4, 2, 2, exact=True)
+    assert found == DecodeConfig(8, 32, 4, 1, 4, exact=True)
     assert found in reachable(H200, layout, 8, MAX_DECODE_QUERIES, window, deterministic=True)
     assert found not in reachable(H200, layout, 8, MAX_DECODE_QUERIES, deterministic=True)
 
