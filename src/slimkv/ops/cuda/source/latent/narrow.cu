@@ -1,11 +1,12 @@
 // Attention of few query rows (queries x heads) on packed latents: scores from latents and rope parts, values from the
 // same latents.
 //
-// A work tile has up to 16 rows of a sequence. Eight consumer warps form two teams that alternate between KV blocks. A
-// producer warpgroup issues bulk copies of KV blocks into each team's ring in shared memory. The warps of a team divide
-// the latent's dimensions equally, for scores and for values: each unpacks its codes once, in the operand order of the
-// scores, and transposes them for the values. A warp's scores are partial sums over its own dimensions. Through shared
-// memory, each warp adds up the scores of 8 tokens, and then computes these tokens' probabilities for the team.
+// A work tile has up to 16 rows of a sequence. Eight consumer warps form two teams that alternate between KV blocks. Of
+// the producer warpgroup, one warp per team issues bulk copies of KV blocks into the team's ring in shared memory, and
+// one computes the scores of rope parts. The warps of a team divide the latent's dimensions equally, for scores and for
+// values: each unpacks its codes once, in the operand order of the scores, and transposes them for the values. A warp's
+// scores are partial sums over its own dimensions. Through shared memory, each warp adds up the scores of 8 tokens, and
+// then computes these tokens' probabilities for the team.
 #include "common/hopper.cuh"
 #include "common/numbers.cuh"
 
@@ -18,8 +19,7 @@ constexpr int TILE_COST = 8;
 #include "latent/narrow_rope.cuh"
 
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
-// Named barriers; those before them belong to the teams.
-constexpr int CONSUMERS = 1 + TEAMS, ATTENDING = 2 + 2 * TEAMS;
+constexpr int CONSUMERS = 1 + TEAMS, ATTENDING = 2 + 2 * TEAMS;  // named barriers; the others belong to the teams
 static_assert(ROWS == 16 && KV_BLOCK == 32, "operands");
 static_assert(sizeof(WorkRanges) <= ROPE_LEVELS_AT - RANGES_AT, "shared memory");
 
