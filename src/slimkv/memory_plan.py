@@ -290,8 +290,10 @@ def sequence_bytes(shape: ModelShape, format: str, tokens: int, block_size: int)
     """Bytes of the pages of a sequence of ``tokens`` tokens, in all layers."""
     pages = 0
     for group, layout in _layouts(shape, format, block_size):
-        seen = layout.blocks_for(tokens) if group.window is None else window_blocks(group.window, block_size)
-        pages += layout.pool_bytes(min(seen, layout.blocks_for(tokens)), group.num_kv_heads) * group.layers
+        blocks = layout.blocks_for(tokens)
+        if group.window is not None:
+            blocks = min(blocks, window_blocks(group.window, block_size))
+        pages += layout.pool_bytes(blocks, group.num_kv_heads) * group.layers
     indexed = sum(group.layers * group.key_dim for group in shape.groups if group.kind == INDEXER)
     return pages + indexed * -(-tokens // block_size) * block_size
 

@@ -152,17 +152,17 @@ def test_ratios_and_table():
     assert over_stock({"k4v4": SLIM}) == {}
     report = serve.ServeReport(
         ServeSettings(),
-        {"bf16": BF16, "k4v4": {"error": "exit code 1: a log\nof lines\nx\n"}},
+        {"bf16": BF16, "k4v4": {"error": "exit code 1: a log\nof lines\nx\n"}, "fp8": {"error": "exit code 2: "}},
         {"k4v4": {}},
         "d",
         {},
         "",
         "",
     )
-    header, first, second = table_rows(report)
+    header, first, second, _ = table_rows(report)
     assert first[header.index("decode tok/s")] == "50"
     assert set(second[1:]) == {"-"}
-    assert serve.notes(report)[0] == "k4v4 failed: exit code 1: x"
+    assert serve.notes(report)[:2] == ["k4v4 failed: exit code 1: x", "fp8 failed: exit code 2: no output"]
 
 
 def test_sessions_are_the_same_for_every_system_and_grow():

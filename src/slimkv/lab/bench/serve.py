@@ -157,8 +157,8 @@ def notes(report: ServeReport) -> list[str]:
     ]  # fmt: skip
     for name, system in report.systems.items():
         if "error" in system:
-            code, _, log = system["error"].rstrip().partition(": ")  # the last line of the log says what went wrong
-            lines.append(f"{name} failed: {code}: {log.splitlines()[-1] if log else 'no output'}")
+            code, _, log = system["error"].partition(": ")  # the last line of the log says what went wrong
+            lines.append(f"{name} failed: {code}: {(log.strip() or 'no output').splitlines()[-1]}")
     return [*lines, f"{report.device}, {report.date}", "  ".join(f"{k} {v}" for k, v in report.versions.items())]
 
 

@@ -23,8 +23,8 @@ struct RopeScorer : TeamMember {
   }
   DEVICE_MEMBER void attend() {
     const u8* const stage = wait_for_stage();
-#pragma unroll R_LEVELS ? TOKEN_TILES : 1
-    for (int i = 0; i < TOKEN_TILES; i++) score(stage, i);  // by measurement
+#pragma unroll R_LEVELS ? TOKEN_TILES : 1  // by measurement
+    for (int i = 0; i < TOKEN_TILES; i++) score(stage, i);
     finish_scores();
     advance();
   }

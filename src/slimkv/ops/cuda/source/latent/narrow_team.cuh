@@ -17,7 +17,7 @@ struct TeamMember {
   u8* const mine;    // of the team
   const int team, lane, g, t;
   int slot;
-  u32 phase, odd;  // odd: whether the KV block's number in the ring is odd
+  u32 phase, odd;  // odd: whether the team has finished an odd number of KV blocks
 
   DEVICE_MEMBER TeamMember(u8* shared_, int team_, int lane_)
       : shared(shared_), mine(shared_ + TEAMS_AT + team_ * TEAM_BYTES), team(team_), lane(lane_), g(lane_ >> 2),
