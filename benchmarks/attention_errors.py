@@ -242,7 +242,7 @@ def main() -> None:
     """Prints the tables of docs/design/codec.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model instead of synthetic samples: a packaged one, a folder or a hub name")
-    parser.add_argument("--text", default=SHIPPED, help="what the model reads")
+    parser.add_argument("--text", default=SHIPPED, help="text that the model reads")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of the text")
     parser.add_argument("--head-dim", type=int, default=128, help="head size of the synthetic samples")
     parser.add_argument("--seeds", type=int, default=4, help="synthetic samples to average over")

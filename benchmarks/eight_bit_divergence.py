@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--text", default="shipped")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--offset", type=int, default=0, help="skip so many tokens of the text first")
+    parser.add_argument("--offset", type=int, default=0, help="tokens to skip at the start of the text")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

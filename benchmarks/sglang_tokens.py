@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("result", type=Path)
     parser.add_argument("--system", help="run one system here and write its answers")
-    parser.add_argument("--systems", default="bf16,raw", help="the stock one and slimkv's")
+    parser.add_argument("--systems", default="bf16,raw", help="the stock system, then slimkv's")
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     given = parser.parse_args()

@@ -15,8 +15,8 @@ from slimkv.lab.evals.texts import load_text, token_windows
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=models.DEFAULT, help="a packaged model, a folder, or a hub name")
-parser.add_argument("--format", default="k4v4,k4v4+cal", help="what to compare; +cal is calibrated")
-parser.add_argument("--windows", type=int, default=1, help="of 256 tokens to compare on; more are more certain")
+parser.add_argument("--format", default="k4v4,k4v4+cal", help="formats to compare; +cal uses the calibration")
+parser.add_argument("--windows", type=int, default=1, help="windows of 256 tokens to compare on; more reduce the noise")
 parser.add_argument("--out", help="keep the calibration in this file")
 arguments = parser.parse_args()
 

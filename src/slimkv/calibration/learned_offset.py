@@ -1,9 +1,9 @@
 """Key offsets without a calibration: learnt from the first prompt of a layer, then fixed and saved.
 
-The mean of sixteen tokens works for every later prompt. Stored bytes depend on the offset, so it may only change while
-a layer's pages are empty: it is learnt right before the first real tokens are stored. Steps that store nothing
-(profiling, warm-up) do not set it, and neither does a captured CUDA graph, which cannot wait for the result. The
-tensor is updated in place, so graphs captured earlier read the new values.
+The mean of sixteen tokens is nearly as good as that of 256 (docs/design/centring.md). Stored bytes depend on the
+offset, so it may only change while a layer's pages are empty: it is learnt right before the first real tokens are
+stored. Steps that store nothing (profiling, warm-up) do not set it, and neither does a captured CUDA graph, which
+cannot wait for the result. The tensor is updated in place, so graphs captured earlier read the new values.
 
 A learnt offset is saved under the digest of the model's files, one file per layer, format and tensor-parallel rank, so
 that restarts and replicas agree. An offset from fewer than 16 tokens is not saved. The first process to write a file

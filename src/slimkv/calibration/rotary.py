@@ -39,7 +39,7 @@ class Rotary:
 
     @property
     def turns(self) -> bool:
-        """Whether positions have an effect."""
+        """Whether queries depend on their position."""
         return len(self.frequencies) > 0
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -48,6 +48,6 @@ def byte_levels(bits: int, dim: int) -> ByteLevels:
     factors = (tops / positive[-1]).astype(np.float32).astype(np.float64)
     errors = (e4m3(positive * factors[:, None]) / factors[:, None] - positive) / book.unit
     distortions = (mass * errors**2).sum(1)
-    best = int(np.argmax(distortions < distortions.min() + 1e-10))  # the first, up to the rounding of libm
+    best = int(np.argmax(distortions < distortions.min() + 1e-10))  # the first minimum, whatever libm rounds
     levels, factor = book.levels_by_code, float(factors[best])
     return ByteLevels(np.rint(2 * levels).astype(np.int64), e4m3(levels * factor), factor, float(distortions[best]))

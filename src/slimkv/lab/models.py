@@ -33,7 +33,7 @@ from slimkv.integrations.serving.listener import Progress
 from slimkv.lab.engine_process import import_package
 from slimkv.paths import cache_dir, whole_file
 
-FOLDER_VERSION = 1  # of the converted folders in the cache
+FOLDER_VERSION = 1  # version of the converted folders in the cache
 DTYPES = ("float32", "bfloat16", "float16")
 
 _SENTENCE = "The quick brown fox jumps over the lazy dog"

@@ -126,9 +126,9 @@ def test_nobody_gets_tensors_to_write_past_the_codec(name):
 def test_a_pool_of_other_shape_than_sized_is_refused():
     with pytest.raises(UnsupportedError, match="sized 2 of 64 and 64"):
         make_pool(["k4v4"], head_num=4)
-    with pytest.raises(UnsupportedError, match="builds 2 layers of cache, but sized 1"):
+    with pytest.raises(UnsupportedError, match="builds 2 layers of cache, but planned 1"):
         make_pool(["k4v4"], layer_num=2)
-    with pytest.raises(InputError, match="pages of 32 tokens, but sized ones of 16"):
+    with pytest.raises(InputError, match="pages of 32 tokens, but planned 16"):
         bind(make_plan(["k4v4"]), ())(
             64, page_size=32, dtype=torch.float32, head_num=HEADS, head_dim=DIM, layer_num=1, device="cpu",
             enable_memory_saver=False,

@@ -175,7 +175,7 @@ def test_formats_that_the_gpu_does_not_read(monkeypatch):
     impl = layer("c6r8", torch.zeros(1, 8, dtype=torch.int32))
     monkeypatch.setattr(sparse.SlimKVMLAImpl, "process_weights_after_loading", lambda self, dtype: None)
     impl.kv_b_proj = SimpleNamespace(parameters=lambda: iter([torch.empty(1, device="meta")]))
-    with pytest.raises(UnsupportedError, match="sparse latent attention on a GPU: of token rows it reads 4-bit"):
+    with pytest.raises(UnsupportedError, match="sparse latent attention on a GPU: in token rows it reads 4-bit"):
         impl.process_weights_after_loading(torch.bfloat16)
     impl._spec = LatentSpec.parse("c4").with_raw_dtype("bfloat16")
     impl.process_weights_after_loading(torch.bfloat16)

@@ -71,7 +71,7 @@ def test_report_is_whole_and_self_contained(report):
     assert parsed.counts["svg"] == 2
     assert "small &lt;model&gt;" in text
     stored = json.loads(data.read_text())
-    assert text.index("Quality at equal bytes") < text.index("Memory at length") < text.index("A question about")
+    assert text.index("Quality at equal bytes") < text.index("Memory by length") < text.index("A question about")
     rows = {row["format"]: row for row in stored["quality"]["rows"]}
     assert rows["k4v4"]["bytes_per_token"] == rows["k4v4+cal"]["bytes_per_token"]
     assert rows["k4v4"]["kl"] != rows["k4v4+cal"]["kl"]

@@ -283,7 +283,7 @@ def test_the_page_is_whole_and_self_contained(run):
     assert page.links == []
     assert "http" not in text.split("</style>")[1].replace("http://www.w3.org", "")
     assert page.counts["svg"] == 6
-    for told in ("Quality at equal bytes", "Synthetic tasks", "Task by task", "Needle in a haystack", "In words"):
+    for told in ("Quality at equal bytes", "Synthetic tasks", "Task by task", "Needle in a haystack", "Findings"):
         assert told in text
 
 

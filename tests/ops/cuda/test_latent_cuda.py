@@ -206,7 +206,7 @@ def test_a_marked_token_gives_nan_to_who_sees_it_only():
         (Case(format="cu4"), "latent format u4 is not one of its formats"),
         (Case(format="c4r4"), "rope format 4 is not one of its formats"),
         (Case(format="craw"), "latent format rawbf16"),
-        (Case(format="c6", rows=True, rope_dim=64), "of token rows it reads 4-bit Lloyd-Max latents"),
+        (Case(format="c6", rows=True, rope_dim=64), "in token rows it reads 4-bit Lloyd-Max latents"),
         (
             Case(format="c4", rows=True),
             "rope part of 64 numbers of 16 bits (format 'c4'), not c4rrawbf16 of 128 and 32",

@@ -73,7 +73,7 @@ class ServedModel:
     config: Any  # the text model's transformers configuration
     max_positions: int  # the longest context
     ranks: Callable[[], tuple[int, int]]  # this process's tensor-parallel rank, and the number of ranks
-    random_weights: bool = False  # if so, offsets are not saved for later processes
+    random_weights: bool = False  # their key offsets are not saved for later processes
 
     @cached_property
     def calibration(self) -> Calibration | None:

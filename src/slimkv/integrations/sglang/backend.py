@@ -38,7 +38,7 @@ class SlimKVAttnBackend(PackedBackend):
         state_in_handshake(model_runner, plain[0].plan)
         self._raw = self._config.reads_fresh_raw(shared_pages=True)
         self._prefill = SIXTEEN_BIT
-        for pages in (pages for one in plain for pages in one.layers):  # the same for all, or an error
+        for pages in (pages for one in plain for pages in one.layers):  # equal for all layers, or raises
             self._prefill = self._config.prefill_of(pages.layout.spec, shared_pages=True)
         self._tables = BlockTables(
             model_runner.req_to_token_pool.req_to_token, model_runner.page_size, self._window_pool,
@@ -93,7 +93,7 @@ class SlimKVAttnBackend(PackedBackend):
         assert step is not None
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        if query.shape[0] > step.num_queries:  # padding, which nothing else writes
+        if query.shape[0] > step.num_queries:  # padding rows, which attention does not write
             out[step.num_queries :].zero_()
         fresh = None if k is None or v is None else (k, v)
         if save_kv_cache and fresh is not None:

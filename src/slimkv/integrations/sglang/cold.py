@@ -91,10 +91,10 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
 
     def __init__(self, codecs: Sequence[BandCodec], rows: Any, ratio: float, *args: Any, **kwargs: Any) -> None:
         """``ratio``: bytes of host memory over bytes of the cache; in SGLang's own pools it is a ratio of tokens."""
-        hot_bytes = codecs[0].tokens * codecs[0].token_bytes()  # bytes of the unpacked page of a row
+        hot_bytes = codecs[0].tokens * codecs[0].token_bytes()  # bytes that a row's page takes in SGLang's cache
         super().__init__(rows, ratio * hot_bytes / rows.row_bytes, *args, **kwargs)
         self._codecs, self._piece = codecs, self.device_num_pages // 2
-        self.device_slots = self.device_capacity_tokens + self.page_size  # of the cache, not of the slab
+        self.device_slots = self.device_capacity_tokens + self.page_size  # slots of the cache, not of the slab
         if self.device_slab.is_cuda:
             for band, codec in enumerate(codecs):
                 codec.warm(self._staging(band, 0, self._piece))
@@ -106,7 +106,7 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
     def _pieces(self, host_pages: Tensor, device_pages: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(host pages, rows within a half of the slab, pages of the cache) of each piece."""
         for host, device in zip(host_pages.split(self._piece), device_pages.split(self._piece), strict=True):
-            rows = torch.arange(len(host), dtype=host.dtype, device=host.device)  # SGLang's kernel takes one dtype
+            rows = torch.arange(len(host), dtype=host.dtype, device=host.device)  # SGLang's kernel needs equal dtypes
             yield host, rows, device.to(self.device_slab.device, torch.int64, non_blocking=True)
 
     def backup_from_device_all_layer_physical(

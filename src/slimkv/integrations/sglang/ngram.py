@@ -41,7 +41,7 @@ def chains(tokens: np.ndarray, mask: np.ndarray, each: int) -> tuple[np.ndarray,
     """
     trees = mask.reshape(-1, each, each).astype(bool)
     paths = np.take_along_axis(trees, trees.sum(-1).argmax(-1)[:, None, None], 1)[:, 0]  # [requests, each]
-    order = np.argsort(~paths, 1, kind="stable")  # the path first, in its order
+    order = np.argsort(~paths, 1, kind="stable")  # first the nodes on the path, in order
     length = paths.sum(-1, keepdims=True)
     found = np.take_along_axis(tokens.reshape(-1, each), order, 1)
     found = np.where(np.arange(each) < length, found, 0).astype(tokens.dtype)

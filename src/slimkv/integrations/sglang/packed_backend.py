@@ -89,8 +89,8 @@ def check_pool(pool: Any, expected: type) -> None:
     """Raises unless the pool that SGLang built is slimkv's."""
     if not isinstance(pool, expected):
         raise UnsupportedError(
-            f"SGLang built a {type(pool).__name__} where slimkv's pages should be: its hook on the pool's class did "
-            "not take, or this model has a cache of another kind"
+            f"SGLang built a {type(pool).__name__} where slimkv's pages should be: slimkv's hook on the pool's class "
+            "had no effect, or this model has a cache of another kind"
         )
 
 

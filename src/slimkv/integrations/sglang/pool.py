@@ -38,7 +38,7 @@ class PackedPool(compat.KVCache):
         if others.get("quant_method") is not None:
             raise UnsupportedError("slimkv stores its own formats: leave out SGLang's own quantisation of the cache")
         if page_size != self.plan.page_size:
-            raise InputError(f"SGLang builds pages of {page_size} tokens, but sized ones of {self.plan.page_size}")
+            raise InputError(f"SGLang builds pages of {page_size} tokens, but planned {self.plan.page_size}")
         super().__init__(size=size, page_size=page_size, dtype=dtype, **others)
 
     def _create_buffers(self) -> None:
@@ -65,13 +65,13 @@ class PackedPool(compat.KVCache):
         """Raises unless SGLang builds the layers it sized."""
         asked = self._shape()
         if len(self.layers) != self.layer_num:
-            raise UnsupportedError(f"SGLang builds {self.layer_num} layers of cache, but sized {len(self.layers)}")
+            raise UnsupportedError(f"SGLang builds {self.layer_num} layers of cache, but planned {len(self.layers)}")
         for pages in self.layers:
             spec = pages.layout.spec
             if (pages.num_kv_heads, spec.key_dim, spec.value_dim) != asked:
                 raise UnsupportedError(
                     f"SGLang builds layer {pages.layer} with {asked[0]} KV heads of {asked[1]} and {asked[2]} "
-                    f"dimensions, but sized {pages.num_kv_heads} of {spec.key_dim} and {spec.value_dim}"
+                    f"dimensions, but planned {pages.num_kv_heads} of {spec.key_dim} and {spec.value_dim}"
                 )
 
     def _shape(self) -> tuple[int, int, int]:

@@ -187,7 +187,7 @@ def check_model(kvc: Any, config: KVCacheConfig) -> None:
     if kvc.use_mla_backend:
         _check_latents(kvc, config)
     if kvc.model_config.is_encoder_decoder:
-        raise UnsupportedError("slimkv does not serve encoder-decoder models in SGLang; use its own attention backend")
+        raise UnsupportedError("slimkv does not serve encoder-decoder models in SGLang; use another attention backend")
     several_pools = kvc.is_hybrid_swa or compat.full_attention_layers(kvc) is not None
     if several_pools and compat.is_disaggregated(kvc.server_args):
         raise UnsupportedError(
@@ -212,7 +212,7 @@ def _check_latents(kvc: Any, config: KVCacheConfig) -> None:
     }
     for what, found in asked.items():
         if found:
-            raise UnsupportedError(f"slimkv does not serve {what} in SGLang; use its own attention backend")
+            raise UnsupportedError(f"slimkv does not serve {what} in SGLang; use another attention backend")
     if getattr(compat.server_options(kvc.server_args), "enable_lora", False):
         raise UnsupportedError("slimkv folds a rotation into absorbed projections; --enable-lora would change them")
     config.refuse("latent attention", "calibration")

@@ -49,7 +49,7 @@ def cold(server_args: Any) -> KVCacheConfig | None:
     if others := sorted(set(given) - {COLD}):
         raise InputError(
             f"{', '.join(others)} beside {COLD!r}: SGLang's own cache has no such settings. Put those of the pages in "
-            f'host memory into it, as in {{"slimkv": {{"cold": {{"format": "k4v4"}}}}}}'
+            f'host memory into {COLD!r}, as in {{"slimkv": {{"cold": {{"format": "k4v4"}}}}}}'
         )
     return parse_cold_settings(given[COLD])
 

@@ -157,7 +157,7 @@ def cell_size(original: Callable[..., int], configurator: Any, kvc: Any, num_lay
     if len(plan.groups[None]) != num_layers:
         raise UnsupportedError(
             f"SGLang counts {num_layers} layers with a cache, slimkv {len(plan.groups[None])}; "
-            "use its own attention backend for this model"
+            "use SGLang's own attention backend for this model"
         )
     return plan.token_bytes(None)
 

@@ -133,7 +133,7 @@ def disable(model: Any) -> Any:
             record.switched()
             record.noting.remove()
             for name in _REPLACED:
-                if isinstance(vars(model).get(name), _Placed):  # not a wrapper that replaced it since
+                if isinstance(vars(model).get(name), _Placed):  # else another wrapper has replaced it
                     placed = vars(model).pop(name)
                     vars(model).update({name: placed.own} if placed.own is not None else {})
     return given
@@ -155,7 +155,7 @@ def status(model: Any) -> Status:
 def _generate(model: Any, generate: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` of the model or its class, with a packed cache unless the call passes or forbids one."""
     record = _enabled.get(model)
-    if record is None:  # a copy of an enabled model, or disabled since
+    if record is None:  # a copy of an enabled model, or a disabled one
         return generate(*args, **kwargs)
     given = _given(generate, args, kwargs)
     kind = _asked("cache_implementation", model, given)

@@ -226,7 +226,7 @@ def make_ladder(settings: KVCacheConfig, kinds: Any, formats: list[str], block_s
         if offloading:
             raise UnsupportedError(f"{said} re-encodes the tokens of all layers at once, which offloading=True forbids")
         if any(is_latent_format(name) for name in formats):
-            raise UnsupportedError(f"{said} is for keys and values; this model caches latents: choose one format")
+            raise UnsupportedError(f"{said} is for keys and values, but this model caches latents: choose one format")
     others = [
         (i, kind) for i, (kind, arguments) in enumerate(kinds) if type(stock_layer(kind, arguments)) is not DynamicLayer
     ]

@@ -37,7 +37,7 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False
     window: int | None = None
     chunked = False
-    tier: int | None = None  # the index of a tier in its layer
+    tier: int | None = None  # index among the layer's tiers, if it has several
 
     def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
         # Does not call the base class, which would assign keys and values: they are views here.
@@ -199,7 +199,7 @@ class PackedLayer(CacheLayerMixin):
         """query [queries, num_heads, key_dim] -> [queries, num_heads, value_dim]; reuses the last step's plan if the
         arguments are the same.
 
-        ``kv`` has the pages of the step: offloading may have moved the pages of the layer.
+        ``kv`` refers to the pages of the step; offloading may have moved the layer's pages since.
         """
         plan = self._plan
         if plan is None or not plan.fits(query, kv, batch, options):

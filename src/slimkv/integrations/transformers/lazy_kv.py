@@ -39,7 +39,7 @@ class PagedKV:
     window: int | None  # positions that a query sees, its own included; None: all up to it
     chunked: bool
     fresh: tuple[Tensor, Tensor] | None  # K, V [batch, num_kv_heads, new, dim] of the new tokens
-    backend: str | None  # of attend, by name; None: the best for the device
+    backend: str | None  # name of the backend of ``attend``; None: the best for the device
     attend_codes: AttendCodes  # the layer's method
     prefill: str  # see ``AttendOptions``
     deterministic: bool = False  # a token's attention depends on its own sequence alone
@@ -52,7 +52,7 @@ class PagedKV:
 
     @property
     def new(self) -> int:
-        """The number of positions, at the end, that belong to queries."""
+        """The number of last positions, which belong to the queries."""
         return self.step.new
 
     @property

@@ -116,7 +116,7 @@ def warn_if_decoded(model: Any, configs: list[Any], stacklevel: int) -> None:
     else:
         why = f"the attention of {type(model).__name__} does not use transformers' attention interface"
     warnings.warn(
-        f"{why}: it runs unchanged on decoded keys and values; the cache is packed nevertheless",
+        f"{why}: attention runs unchanged on decoded keys and values; the cache is still packed",
         stacklevel=stacklevel + 1,
     )
 

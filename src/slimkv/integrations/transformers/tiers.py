@@ -1,4 +1,4 @@
-"""A full-attention layer in tiers: raw first tokens, then packed ones by age, then raw last tokens."""
+"""A full-attention layer in tiers: raw first tokens (head), packed tokens by age, raw last tokens (tail)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Tier(PackedLayer):
 
 
 class TieredLayer(PackedLayer):
-    """The first ``sink_tokens`` and last ``recent_tokens`` in the model's dtype, the rest in tiers of pages by age."""
+    """Stores the first ``sink_tokens`` and last ``recent_tokens`` raw (head and tail), the rest in tiers of pages."""
 
     def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
         super().__init__(format, settings, number)
@@ -79,7 +79,7 @@ class TieredLayer(PackedLayer):
         return self.tokens - self.raw_tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """See ``PackedLayer``. A tier gets its pages with its first token, the newest tier immediately."""
+        """See ``PackedLayer``. Allocates pages for the newest tier; other tiers get them with their first token."""
         settings, ladder = self.settings, self.ladder
         formats = tier_formats(settings.config, self.finest, key_states.element_size())
         tiers = [Tier(name, settings, self.number, i) for i, name in enumerate(formats)]
@@ -168,7 +168,7 @@ class TieredLayer(PackedLayer):
     prefetch = partialmethod(_each, "prefetch")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes tokens from the tail, then packed tokens (already cropped in the ladder), then first tokens.
+        """Removes tokens from the tail, then packed tokens (the ladder has cropped them), then tokens of the head.
 
         Tokens that stay packed are not moved back into the tail.
         """

@@ -139,7 +139,7 @@ class SlimKVImpl(compat.AttentionImpl):
         numbers = {model.layer_spec(number, self.head_size, None, str(dtype)): number for number in layers}
         for spec, number in numbers.items():
             codec = shared_codec(spec, device)
-            offset = LayerOffset(heads, codec) if model.centres(spec) else None  # its value does not matter
+            offset = LayerOffset(heads, codec) if model.centres(spec) else None  # kernels depend on its presence only
             served = ServedLayer(codec, model.matrices(number, codec, heads), offset, self._settings.backend)
             yield served.kind(self.num_heads, heads, dtype, self._kernel_layout(spec), self._options_of(spec))
 

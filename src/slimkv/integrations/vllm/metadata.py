@@ -110,8 +110,8 @@ class SlimKVMetadataBuilder(compat.AttentionMetadataBuilder):
             return self._stock.build(common_prefix_len, common, fast_build)
         if not isinstance(common.causal, bool) or (not common.causal and self._sharing is not None):
             raise UnsupportedError(
-                "slimkv needs the same order for all requests of a step: causal, or (without decode context "
-                "parallelism) bidirectional; this model or drafter mixes them"
+                "slimkv needs one kind of attention for all requests of a step: causal or, without decode context "
+                "parallelism, bidirectional; this model or drafter mixes the two"
             )
         requests, index = common.num_reqs, None
         if self._matrix_index is not None:

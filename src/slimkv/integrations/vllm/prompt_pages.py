@@ -82,7 +82,7 @@ class PromptPages:
             header.fingerprint.check_same(self.fingerprint, load.path)
             last = load.first + len(load.block_ids)
             if len(header.block_hashes) < last or header.block_hashes[last - 1] != load.last_hash:
-                raise InputError(f"{load.path} was replaced by another prompt's")
+                raise InputError(f"{load.path} was replaced by the file of another prompt")
             _, pages = read_pages(header, {number: self._heads(number) for number in self._pages})
             for number, targets in self._pages.items():
                 begin = header.first_tokens[number] // self.fingerprint.block_size

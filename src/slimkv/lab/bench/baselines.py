@@ -85,7 +85,7 @@ def sdpa(inputs: DenseInputs) -> Candidates:
 def sdpa_bf16(inputs: DenseInputs) -> Candidates:
     """``sdpa`` in bfloat16 on a CPU that supports it; on a GPU it is bfloat16 already."""
     if inputs.query.dtype == torch.bfloat16:
-        raise UnsupportedError("sdpa is in bfloat16 here")
+        raise UnsupportedError("on this device, sdpa itself runs in bfloat16")
     if not {"bf16", "avx512_bf16", "amx_bf16"} & cpu_features():
         raise UnsupportedError("this CPU has no bfloat16 arithmetic")
     query, key, value = (x.bfloat16() for x in (inputs.query, inputs.key, inputs.value))

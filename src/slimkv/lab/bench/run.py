@@ -101,7 +101,7 @@ def run_cells(
         error, moved, shape, timing = case.error(), case.moved_bytes, case.shape, case.timing
         if error is not None and not error < 1:
             raise SlimKVError(
-                f"{cell.name} with {backend}: the output differs from float64 by {error:.2g}; its time means nothing"
+                f"{cell.name} with {backend}: the output differs from float64 by {error:.2g}; its time is invalid"
             )
         ms = timer(case.run, **timing)
         if not options.no_baselines and shape not in shared:

@@ -2,7 +2,7 @@
 
 Every engine gets the same share of the device's memory, the same model shape with dummy weights, and random tokens.
 Systems are ``bf16``, ``fp8`` and vLLM's other cache dtypes, and slimkv's format names (``k4v4``, or ``k4v4:triton`` for
-one implementation); ``bf16:FLASHMLA`` names the stock attention backend, ``k4v4@LBHNC`` the memory layout as well.
+one implementation). ``bf16:FLASHMLA`` selects a stock attention backend, ``k4v4@LBHNC`` one of vLLM's cache layouts.
 ``k4v4+host`` offloads to host memory; ``bf16+cold`` offloads to host memory and packs blocks there as ``k4v4``.
 """
 

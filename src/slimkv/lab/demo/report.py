@@ -41,10 +41,10 @@ def _question(title: str, question: Question, note: str) -> str:
 
 def _plots(showcase: Showcase) -> list[Plot]:
     curves = [Series(name, showcase.contexts, [b / 2**20 for b in held]) for name, held in showcase.memory.items()]
-    memory = chart("Memory at length", Axis("tokens of one sequence"), Axis("cache, MiB"), curves)
+    memory = chart("Memory by length", Axis("tokens of one sequence"), Axis("cache, MiB"), curves)
     return [
         quality_plot([(r.format, r.bytes_per_token, r.kl) for r in showcase.quality.rows]),
-        ("Memory at length", "Bytes that one sequence allocates, including scales and page padding.", memory),
+        ("Memory by length", "Bytes that one sequence allocates, including scales and page padding.", memory),
     ]
 
 
@@ -66,7 +66,7 @@ def _tiles(showcase: Showcase) -> str:
     return "".join(tiles)
 
 
-QUALITY = ("cache", "bytes per token", "smaller than bf16", "perplexity", "over plain", "same next token", "KL")
+QUALITY = ("cache", "bytes per token", "smaller than bf16", "perplexity", "over stock", "same next token", "KL")
 
 
 def quality_rows(quality: AgreementReport) -> list[list[str]]:

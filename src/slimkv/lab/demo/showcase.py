@@ -71,7 +71,7 @@ class Reader:
     @torch.no_grad()
     def read(self, ids: Tensor) -> Tensor:
         """Reads ids [1, tokens]; returns the logits of the last: [1, vocabulary]."""
-        # Switching the model between caches is only needed here and is not timed.
+        # Only a comparison switches a model between caches, so switching is not timed.
         with attending(self.model, self.kind.format):
             start = time.perf_counter()
             ids = ids.to(self.model.device)
@@ -81,7 +81,7 @@ class Reader:
         return logits
 
     def step(self) -> None:
-        """Takes the most likely token and reads it; only this is timed."""
+        """Appends the most likely token and runs the model on it; only these steps are timed."""
         self.tokens.append(self.next)
         self.read(torch.tensor([[self.next]]))
         self.seconds += self.last_seconds

@@ -33,10 +33,10 @@ class AgreementRow:
     over_raw: float  # relative increase in perplexity: 0.05 is 5%
     over_raw_low: float  # its 95% interval
     over_raw_high: float
-    over_raw_p: float  # two-sided p-value against no difference
+    over_raw_p: float  # two-sided p-value of no difference
     bytes_per_token: float  # see harness.bytes_per_token
     prefill: str  # see KVCacheConfig
-    kl_growth: float | None  # of ``kl`` over the row with the first prefill; None if there is only one
+    kl_growth: float | None  # of ``kl``, relative to the row with the first ``prefill``; None without another
     kl_growth_error: float | None  # its standard error over windows; None with one window or without growth
 
 
@@ -72,7 +72,7 @@ def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def relative_increase(raw: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[Interval, float]:
-    """The relative increase in perplexity from ``raw`` to ``other``, and a p-value against no difference.
+    """The relative increase in perplexity from ``raw`` to ``other``, and the p-value of no difference.
 
     Both are the losses [tokens] of each window; the windows are the same.
     """

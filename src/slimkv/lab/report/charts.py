@@ -11,9 +11,9 @@ from slimkv.errors import InputError
 
 WIDTH, HEIGHT = 560, 340
 LEFT, TOP, BOTTOM = 64, 18, 46
-RIGHT = 96  # minimum; holds the names of lines
+RIGHT = 96  # minimum of the right margin, which holds the names of lines
 _LETTER = 8.6  # width of a letter, in the widest of the usual bold fonts
-_ROW, _ROW_TOP, _ROW_BOTTOM = 26, 10, 40  # in charts with one row per name
+_ROW, _ROW_TOP, _ROW_BOTTOM = 26, 10, 40  # row height and margins of charts with one row per name
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Axis:
 
 
 def _element(kind: str, style: str, inside: str = "", **numbers: float) -> str:
-    """An SVG element of a class with numbers as attributes; ``inside``: its title."""
+    """An SVG element with a CSS class and numeric attributes; ``inside``: its title."""
     places = " ".join(f'{name}="{value:.1f}"' for name, value in numbers.items())
     return f'<{kind} class="{style}" {places}>{f"<title>{escape(inside)}</title>" if inside else ""}</{kind}>'
 

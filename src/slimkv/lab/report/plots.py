@@ -36,8 +36,8 @@ def position_plots(edges: Sequence[int], rows: Sequence[tuple[str, Sequence[floa
     """Plots by position, in ranges that end at ``edges``; a row is (format, KL of each range, bytes at its end)."""
     middles = [(a + b) / 2 for a, b in zip((0, *edges[:-1]), edges, strict=True)]
     kl = [Series(name, middles, [max(x, _LEAST_KL) for x in values]) for name, values, _ in rows]
-    svg = chart("KL divergence by position", Axis("position"), Axis("KL divergence to raw, nats", log=True), kl)
-    plots = [("Over a long text", "KL divergence to the stock cache as the context grows.", svg)]
+    svg = chart("KL divergence by position", Axis("position"), Axis("KL divergence from raw, nats", log=True), kl)
+    plots = [("Over a long text", "KL divergence from the stock cache as the context grows.", svg)]
     if all(sizes for _, _, sizes in rows):
         held = [Series(name, edges, [size / 2**20 for size in sizes]) for name, _, sizes in rows]
         svg = chart("Bytes by position", Axis("position"), Axis("bytes of the cache, MiB"), held)

@@ -53,7 +53,7 @@ def _figures(document: Document) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def compare(a: Document, b: Document, name_a: str = "A", name_b: str = "B") -> Comparison:
-    """All figures that both contain. Answers to the same questions are tested in pairs."""
+    """All figures that both runs contain. Answers to the same questions are tested in pairs."""
     first, second = _identity(a), _identity(b)
     names = dict.fromkeys([*first, *second])
     differs = {n: (first.get(n), second.get(n)) for n in names if first.get(n) != second.get(n)}

@@ -27,7 +27,7 @@ def _answers_plot(results: Document) -> list[Plot]:
     if not found:
         return []
     caption = (
-        "Share of questions answered exactly, with 95% intervals; shaded: raw's. Grey: not distinguishable from raw."
+        "Share of questions answered exactly, with 95% intervals. Shaded: raw. Grey: not distinguishable from raw."
     )
     return [("Synthetic tasks", caption, intervals("exact match over all tasks and lengths", found))]
 
@@ -92,7 +92,7 @@ def _costs(results: Document) -> str:
         cells = [td(name), *(_cell(column, rows[name]) for column in kept)]
         body.append(tr(cells, "same-bytes" if name in firsts else ""))
     caption = (
-        "A line separates caches of different bytes. Hover for intervals and corrected p-values. "
+        "A line separates caches of different sizes. Hover for intervals and corrected p-values. "
         "Perplexity is tested by a paired bootstrap over blocks of tokens; answers by McNemar's test and a paired "
         "bootstrap over contexts, whichever p-value is larger; both are corrected for the number of caches (Holm)."
     )
@@ -197,7 +197,7 @@ def html(results: Document) -> str:
 {plot_cards(plots)}
 <h2>Quality and cost of each cache</h2>
 {_costs(results)}
-<h2>In words</h2><div class="card"><ul class="words">{sentences}</ul></div>
+<h2>Findings</h2><div class="card"><ul class="words">{sentences}</ul></div>
 {_task_grid(results)}{_needle_grid(results)}{_lm_eval_table(results)}
 {_grid("Parts of this run", ["part", "status", "seconds"], parts, "parts")}
 <footer>{escape(on)}Command: {escape(run["command"])}. {escape(versions_line(run["versions"]))}.

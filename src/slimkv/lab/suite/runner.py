@@ -145,7 +145,7 @@ def _between(progress: Progress, first: int, last: int) -> Progress:
 
 
 def _run_part(part: Part, calibration: str | None, bench: Workbench, progress: Progress) -> dict[str, Any]:
-    """The record of a part: from its file, or measured and written there. A calibration has a cache of its own."""
+    """The record of a part, read from its file, or measured and written to it. A calibration has a cache of its own."""
     record: dict[str, Any] = {"name": part.name, "kind": part.kind, "title": part.title}
     path = None
     if part.kind != "calibration":

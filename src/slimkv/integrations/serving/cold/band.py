@@ -25,7 +25,7 @@ class ColdLayer:
     """One layer; ``module`` is the engine's. A latent counts as K and its rope part as V, with one KV head."""
 
     name: str
-    number: int | None  # in the model; None for a drafter's
+    number: int | None  # its number in the model; None: a drafter's layer
     module: Any
     spec: CodecSpec
     num_kv_heads: int
@@ -45,7 +45,7 @@ class HotCache:
     """The engine's cache of a layer, in the model's dtype: ``key`` and ``value`` [blocks, tokens, heads, dim]."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
-        self.plain_sides: tuple[Tensor, Tensor] | None = key, value  # None: reading takes more than a copy
+        self.plain_sides: tuple[Tensor, Tensor] | None = key, value  # None if K and V are not plain tensors
         self.device = key.device
 
     def read(self, blocks: Tensor, key: Tensor, value: Tensor) -> None:

@@ -41,7 +41,7 @@ class SlimKVLatentBackend(PackedBackend):
             for layer, module in self._attention.items()
         }
         register_forward_methods(type(self), model_runner.server_args.speculative_draft_attention_backend)
-        if self.device.type != "cpu":  # nothing is compiled there
+        if self.device.type != "cpu":  # warm-up is for GPU kernels
             self._compile(model_runner)
 
     def _packed(self, layer: int) -> ops.PackedKV:
@@ -85,7 +85,7 @@ class SlimKVLatentBackend(PackedBackend):
             assert not save_kv_cache
             return self._expanded(query, k, v, layer, batch, step)
         if q_rope is None or k_rope is None:
-            raise UnsupportedError("SGLang joined latents and rope parts, which slimkv takes apart")
+            raise UnsupportedError("SGLang passed latents and rope parts as one tensor; slimkv needs two")
         if save_kv_cache:
             self._pool.store(layer.layer_id - self._pool.start_layer, batch.out_cache_loc, k, k_rope)
         return self._absorbed(query, q_rope.view(*query.shape[:2], -1), layer, step)

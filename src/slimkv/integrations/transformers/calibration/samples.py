@@ -82,7 +82,7 @@ def draw(logits: Tensor, chance: Tensor) -> Tensor:
 
 
 def _checked(config: Any, count: int, tokens: int) -> Any:
-    """The configuration of the text model; raises unless it can read such windows."""
+    """The configuration of the text model; raises if the model cannot read windows of ``tokens`` tokens."""
     text = config.get_text_config(decoder=True)
     longest = getattr(text, "max_position_embeddings", None) or tokens
     if count < 1 or not 2 <= tokens <= longest:

@@ -123,7 +123,7 @@ class HotCache(band.HotCache):
         orders, scales = [], self._scales()
         for side in range(2):
             place = torch.zeros(scratch.numel(), dtype=torch.int64, device=self.device)
-            index, weight = torch.arange(1, counts[side] + 1, device=self.device), 1  # 0 marks the other side
+            index, weight = torch.arange(1, counts[side] + 1, device=self.device), 1  # 0: the other side's values
             while weight <= counts[side]:
                 digits = (index // weight % _DIGIT).to(self._dtype).view(shapes[side])
                 given = [torch.zeros(shape, dtype=self._dtype, device=self.device) for shape in shapes]

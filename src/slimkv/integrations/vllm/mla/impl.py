@@ -83,7 +83,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         if rotation is not None:
             self._folded.fold(layer, rotation)
         weight = next(layer.kv_b_proj.parameters())
-        if weight.device.type != "cpu":  # nothing is compiled there
+        if weight.device.type != "cpu":  # warm-up is for GPU kernels
             codec, model = shared_codec(self._spec, weight.device), self._config.model_config
             layout = page_layout(self._spec, kernel_block(self._config), self.token_rows)
             kind = LatentKind(codec, layout, self.num_heads, self.scale, model.dtype, self._settings.backend)
@@ -94,7 +94,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         return decoding_steps(self._config.model_config.max_model_len, verified_tokens(self._config))
 
     def whole_key_offset(self) -> None:
-        """None, for the fingerprint: latents are not centred."""
+        """None, because latents are not centred; for fingerprints and prompt files."""
 
     def _packed(self, kv_cache: Tensor) -> ops.PackedKV:
         """vLLM's uint8 [blocks, tokens, bytes] as pages [blocks, page_bytes]."""
@@ -176,8 +176,8 @@ class FoldedProjections:
     def fold(self, layer: Any, rotation: Tensor) -> None:
         """Folds ``rotation`` into the layer's projections.
 
-        At first they are views of a weight that prefill reads unfolded, so the layer gets new parameters. When weights
-        are reloaded, vLLM fills these in place, and captured graphs need them at the same addresses.
+        vLLM creates them as views of a weight that prefill reads unfolded, so the layer gets new parameters. When
+        weights are reloaded, vLLM fills these in place, and captured graphs need them at the same addresses.
         """
         for name, fold in self.FOLDS:
             weight = getattr(layer, name, None)

@@ -65,7 +65,7 @@ class SlimKVSparseMetadataBuilder(AttentionMetadataBuilder):
         """The step's metadata."""
         step = common_attn_metadata
         tokens = step.num_actual_tokens
-        requests = self._requests[:tokens]  # in a buffer whose address graphs hold
+        requests = self._requests[:tokens]  # at a fixed address, which CUDA graphs capture
         torch.searchsorted(step.query_start_loc[1:], self._starts[:tokens], right=True, out_int32=True, out=requests)
         return SlimKVSparseMetadata.of(
             step, num_reqs=step.num_reqs, req_id_per_token=requests.clamp_(max=step.num_reqs - 1),
@@ -112,7 +112,7 @@ class SlimKVSparseMLAImpl(SharedTopkIndicesBuffer, SlimKVMLAImpl):
         return [Step(queries, 1, self.topk_indices_buffer.shape[1]) for queries in (1, QUERIES_AT_ONCE)]
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """Does nothing: vLLM moves host-memory caches here."""
+        """Does nothing: vLLM uses this method for caches in host memory."""
 
     def record_logical_topk_ready(self) -> None:
         """Does nothing: indices are mapped on the stream that computed them."""

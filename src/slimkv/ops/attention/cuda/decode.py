@@ -83,7 +83,7 @@ class Plan:
 def supports(request: AttendRequest) -> str | None:
     """None for Lloyd-Max, uniform and fp8 codes, head sizes up to 256 and GQA groups that fit; else the reason."""
     if request.fresh is not None:
-        return "it attends codes only, not fresh K and V; use backend='triton'"
+        return "it attends to codes only, not to fresh K and V; use backend='triton'"
     if request.num_splits is not None:
         return f"it chooses splits itself; leave num_splits at None instead of {request.num_splits}"
     spec = request.layout.spec
@@ -107,7 +107,7 @@ def _deterministic_refusal(request: AttendRequest) -> str | None:
     most, device = prefill.most_packed_queries(request), request.pages.device
     if request.max_query_len > most:
         if (reason := prefill.refusal(request)) is not None:
-            return f"it does not attend these prompts deterministically: {reason}; use backend='reference'"
+            return f"it does not attend to these prompts deterministically: {reason}; use backend='reference'"
     bound = bound_of(request.layout, request.options.sliding_window)
     if most and deterministic_config(device_of(device), request.layout, request.group, 1, bound) is None:
         return f"deterministic decoding: {_lacking(request.layout, request.group)}; use backend='reference'"

@@ -51,11 +51,11 @@ HEAD_DIMS = tuple(sorted({dim for dims, _, _ in CONFIGS for dim in dims}))
 MOST_GROUP = 64
 # Query rows per sequence up to which FUSED measured faster, by kind of codes and head size (up to 64, 128, 256).
 _FUSED_UP_TO = {SHORT: (512, 768, 512), UNIFORM: (512, 512, 256), LONG: (512, 512, 0)}
-FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17  # per sequence: from here FUSED is faster than the decode kernel
+FUSED_FROM_ROWS, FUSED_FROM_QUERIES = 65, 17  # minimum per sequence for FUSED to replace decode
 LEAST_SPLIT = 512  # minimum tokens per split of FUSED, as in split.cuh
-# Measured times in units of a wave of FUSED blocks of 128 rows: a wave of 256-row blocks, or of half-filled ones; a
-# wave of FIRST; unpacking one KV head of a sequence on one multiprocessor; the start of FUSED blocks; a row of the
-# decode kernel. For an AHEAD block that unpacks a whole KV head: the added time, and the minimum time.
+# Measured times in units of a wave of FUSED blocks of 128 rows. First line: a wave of 256-row blocks, of half-filled
+# ones, and of FIRST blocks; unpacking one KV head of a sequence on one multiprocessor; starting FUSED blocks. Second
+# line: a row of the decode kernel; for an AHEAD block that unpacks a whole KV head, the added and the minimum time.
 WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.1
 DECODED_ROW, BESIDE_ATTENDING, UNPACKING_AHEAD = 0.012, 0.5, 3.6
 
@@ -92,7 +92,7 @@ def refusal(request: AttendRequest) -> str | None:
     if request.group > MOST_GROUP:
         return f"{request.group} query heads per KV head are more than {MOST_GROUP}"
     if request.fresh is not None:
-        return "it attends codes only, not fresh K and V"
+        return "it attends to codes only, not to fresh K and V"
     return None
 
 

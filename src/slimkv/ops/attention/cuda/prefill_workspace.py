@@ -19,10 +19,10 @@ WORKSPACE_BYTES = 400 << 20  # limit for unpacked K and V
 class Batch:
     """The properties of a request that determine its passes."""
 
-    sequences: int  # upper bound on the prefilled ones
+    sequences: int  # upper bound on the number of prefilled sequences
     num_kv_heads: int
     blocks: int  # blocks of queries per KV head, over all sequences
-    tiles: int  # upper bound per sequence
+    tiles: int  # per sequence, at most
 
 
 def seen_tokens(request: AttendRequest, queries: int) -> int:

@@ -216,7 +216,7 @@ struct WeightDigits {
   float* out;  // [dim]
 };
 
-// acc += four tokens of N vectors of V times the K-th four of 16 digits.
+// acc[j] += N vectors of V, four tokens each, times digits j of those tokens, the K-th four of 16 tokens.
 template <int N, int K>
 static inline void add_four_tokens(VI (&acc)[3][N], const VI (&values)[N], const i8* digits) {
   for (int j = 0; j < 3; j++) {

@@ -31,7 +31,7 @@ class Kernel:
     rows: int  # query rows of a work tile
     kv_block: int  # tokens
     stages: tuple[int, ...]  # KV blocks in a ring, most first
-    shared: Callable[[CodecSpec, int, int], int]  # bytes per block from spec, rows, stages; the source lists regions
+    shared: Callable[[CodecSpec, int, int], int]  # (spec, rows, stages) -> bytes per block, as in the source
     takes: Callable[[PageLayout], bool]
     threads: int = 384  # per block
 

@@ -64,7 +64,7 @@ def format_refusal(layout: PageLayout) -> str | None:
         return "it needs blocks of at least 16 tokens; use backend='reference'"
     if layout.token_rows and not _reads_rows(layout):
         return (
-            "of token rows it reads 4-bit Lloyd-Max latents of 128, 256 or 512 with a raw rope part of 64 numbers of "
+            "in token rows it reads 4-bit Lloyd-Max latents of 128, 256 or 512 with a raw rope part of 64 numbers of "
             f"16 bits (format 'c4'), not {spec.format} of {spec.key_dim} and {spec.value_dim}; use 'c4' or "
             "backend='reference'"
         )

@@ -87,7 +87,7 @@ def _cell_records(book: Codebook, below: np.ndarray, error_steps: float) -> np.n
 
 
 def cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
-    """Cells (a, a + 2^-shift] of the number line: shift, the index of the cell of 0, and an entry for each cell.
+    """Divides the number line into cells (a, a + 2^-shift]: shift, the index of the cell of 0, an entry per cell.
 
     Up to 4 bits, boundaries are edges of cells and the entry is a code. Otherwise the entry is the number of boundaries
     below the cell, and at most one boundary lies inside. Entries are uint8.
@@ -98,7 +98,7 @@ def cells(book: Codebook, largest: float) -> tuple[int, int, np.ndarray]:
         if np.all(scaled == np.floor(scaled)) if book.bits <= 4 else np.all(np.diff(np.ceil(scaled)) > 0):
             break
     else:
-        raise AssertionError(f"boundaries of {book.bits} bits for {book.dim} dimensions do not fit any cells")
+        raise AssertionError(f"no cells separate the boundaries of {book.bits} bits for {book.dim} dimensions")
     # A norm of short integers may be 3.2% too small; the factor covers 3%, and 8 more cells the rest.
     zero = math.ceil(largest * 2**shift * 1.03) + 8
     zero += -zero % 8

@@ -130,7 +130,7 @@ def _plan(
     room = device_of(device).shared_of_multiprocessor >= _MATRIX_ROOM
     shared_matrix = query_aware == 1 and not few and layout.spec.key_dim <= 128 and room
     warps = 1 if few or (query_aware and layout.spec.key_dim > 192) else _QUERY_AWARE_WARPS if query_aware else _WARPS
-    rounding_warps = warps = _MATRIX_WARPS if shared_matrix else warps  # as many others store values
+    rounding_warps = warps = _MATRIX_WARPS if shared_matrix else warps  # as many further warps store values
     tables: list[Tensor] = []
     shared, together = 0, few and not query_aware
     # Whether the matrix is in shared memory. Beyond head size 192, small GPUs have no room for it.

@@ -37,16 +37,16 @@ def format_refusal(layout: PageLayout) -> str | None:
     spec = layout.spec
     small = max(spec.key_dim, spec.value_dim) <= LARGEST_TILE_DIM and Kind.FP8 not in (spec.key.kind, spec.value.kind)
     if small and not isinstance(spec, LatentSpec):
-        return f"it takes latents, and K and V of head sizes beyond {LARGEST_TILE_DIM}; triton takes others"
+        return f"it is for latents, fp8 and head sizes above {LARGEST_TILE_DIM}; use backend='triton'"
     for side in (layout.key, layout.value):
         kind, dim = side.format.kind, side.dim
         if kind == Kind.RAW:
             continue
         if dim > LARGEST_DIM:
-            return f"it takes head sizes up to {LARGEST_DIM}, not {dim}; triton takes more"
+            return f"it supports head sizes up to {LARGEST_DIM}, not {dim}; use backend='triton'"
         core = core_size(dim)
         if kind == Kind.LLOYD and (dim % 32 or block_size(dim) != dim or core > 32 or (core > 1 and dim // core > 32)):
-            return f"its rotation does not take a head size of {dim}; use backend='triton'"
+            return f"its rotation does not support a head size of {dim}; use backend='triton'"
     return None
 
 

@@ -43,7 +43,7 @@ def _store_plane(bits, base, place, keep, W: tl.constexpr, S: tl.constexpr):
             x = tl.reshape(x, (M, WP, 8, SUB, 2))
             lane = 4 * (at % 8) + j // 2
             byte = 2 * (at // 8) + j % 2
-        x = _merge_bits(x, 4)  # the last remaining axis is sub
+        x = _merge_bits(x, 4)  # sub is now the last axis
         if SUB == 4:
             x = _merge_bits(_merge_bits(tl.reshape(x, (M, WP, 8, 2, 2)), W), 2 * W)
         elif SUB == 2:

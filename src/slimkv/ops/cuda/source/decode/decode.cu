@@ -32,7 +32,7 @@ struct WarpRing {
   }
   DEVICE_MEMBER u8* slot(int number) const { return loader.ring + number % STAGES * SLOT; }
   DEVICE_MEMBER void look_up(const DecodeRange& range, int step) {
-    if (range.to > range.from) loader.look_up(min_i32(step, range.to - 1));  // a whole work tile may have no keys
+    if (range.to > range.from) loader.look_up(min_i32(step, range.to - 1));  // a work tile may have no keys
   }
   // Starts copying the first steps of a range.
   DEVICE_MEMBER void begin(const DecodeArgs& args, const DecodeRange& range) {
@@ -61,7 +61,7 @@ DEVICE void attend_step(const DecodeArgs& args, const DecodeRange& range, int st
   Loader& loader = ring.loader;
   loader.wait(taken % STAGES, true);
   if (STAGES > 1) ring.copy(range, step + (STAGES - 1) * WARPS);
-  const int next_step = step + WARPS, g = lane >> 2;  // next_step: used with one slot
+  const int next_step = step + WARPS, g = lane >> 2;  // next_step is used only with one slot
   u8* slot = ring.slot(taken);
   const int token0 = range.s.begin + step * STEP;
   const bool clear = token0 + STEP <= columns.clear_end && token0 >= columns.clear_begin;
@@ -112,7 +112,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
       if (!same_queries && warp + i * WARPS < COLUMNS)
         prepare_query(args, range, warp + i * WARPS, query[i], shared, shared + QUERY_AT,
             (float*)(OWN_SCRATCH ? shared + SCRATCH_AT + 4 * KD * warp : ring.slot(ring.filled)), lane);
-    if (BULK) fence_proxy_async();  // rings were written to
+    if (BULK) fence_proxy_async();  // queries were rotated in the rings, which bulk copies fill next
     sync_threads();
     QueryOperands queries;
     queries.load(shared + QUERY_AT, lane);

@@ -10,8 +10,8 @@ constexpr int OUT_NUMBERS = OUT_IN_PRODUCTS ? 4 : 2;
 constexpr float RAISED_BY = 16.0f, RAISED = 65536.0f, MOST_RAISED = RAISED_BY + 24.0f;
 
 // The output and the online softmax. Bytes: out[n][i][r] is dimension 16 i + g + 8 r of column 4 n + t. Wide:
-// out[n][i][2 r + j] is that of column 8 n + 2 t + j. Narrow halves: it is out[n][i][2 r] + out[n][i][2 r + 1], except
-// with V_AS_STORED, where out[n][i + r] for even i holds the numbers of slices i and i + 1.
+// out[n][i][2 r + j] is the same dimension of column 8 n + 2 t + j. Narrow halves: the sum out[n][i][2 r] +
+// out[n][i][2 r + 1] is the dimension; with V_AS_STORED, out[n][i + r] for even i holds slices i and i + 1.
 struct Accumulator : RunningSoftmax {
   static constexpr int SLICES = V_AS_STORED ? (VS + 1) / 2 * 2 : VS;
   float out[NG][SLICES][OUT_NUMBERS];

@@ -3,8 +3,8 @@
 #include "decode/scores.cuh"
 
 // The maximum of the scores, for the running maximum. With fp16 values (OUT_IN_PRODUCTS) it is the maximum of 1024
-// times the score plus the value's field, which is about 1024 * (log2(value scale) + 40), so that the probability times
-// the scale stays within fp16's range. `unit(c, x, r)` turns a value of `s` into a score.
+// times the score plus the bits of the value's scale, which are about 1024 * (log2(value scale) + 40), so that the
+// probability times the scale stays within fp16's range. `unit(c, x, r)` turns a number of `s` into a score.
 template <class Unit> DEVICE void find_max(const u8* slot, int g, const StepScores& s, const Unit& unit,
     float (&highest)[C]) {
   float magnitude[SCORED_TILES][2];

@@ -193,7 +193,7 @@ DEVICE void attend_ranges(const LatentArgs& args, u8* shared, int team, int warp
     own.take_rows(tile);
     for (int i = range.first + team; i < last; i += TEAMS) own.attend(i);
     store_results(Results(args, range, tile), own);
-    sync_consumers();  // before the next range and its queries
+    sync_consumers();  // before the range and its queries are overwritten
     if (thread_index() == 0) common->advance(args);
   }
 }

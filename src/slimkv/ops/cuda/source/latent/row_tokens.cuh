@@ -74,7 +74,7 @@ struct RowTokens {
       else st_shared_words4<1024>(own, rope[i][0]), st_shared_words4<1024>(own ^ 64, rope[i][1]);
     }
   }
-  // Unpacks quarter Q of token g (piece 0) and of token g + 8 (piece 1).
+  // Unpacks quarter Q of the dimensions, of token g (piece 0) and of token g + 8 (piece 1).
   template <int Q, int FROM = 0, int TO = 2> DEVICE_MEMBER void unpack_latents(Table table, u32 to, int lane) const {
     if constexpr (FROM == 0) unpack_token<Q, 0>(table, to, lane);
     if constexpr (TO == 2) unpack_token<Q, 1>(table, to, lane);

@@ -44,7 +44,7 @@ struct __attribute__((aligned(16))) TokenScales {
 DEVICE void level_bytes(u32 codes, Table table, u32& first, u32& second) {
   if constexpr (L_BITS == 4) {
     const Table negative = {table.low ^ table.signs, table.high ^ table.signs}, positive = {~table.low, ~table.high};
-    const u32 one = (table.signs & 0xFF) - 127, others = codes ^ 0x88888888u;  // one: 1, unknown to the compiler
+    const u32 one = (table.signs & 0xFF) - 127, others = codes ^ 0x88888888u;  // one: 1, but not to the compiler
     auto bytes = [&](int from) {
       return prmt(negative.low, negative.high, codes >> from) * one + prmt(positive.low, positive.high, others >> from);
     };

@@ -87,7 +87,7 @@ struct Totals {
 struct Softmax : RowState {
   float rescale[2];  // the factors for the output so far
 
-  // Score i of a tile plus `from`; `key` is the key's scale.
+  // Base-2 score i, plus `from`; `key`: the scale of its key.
   DEVICE_MEMBER float score(const Sums& sums, int i, float key, float from, float softcap, u32 none) const {
     const int r = i / 2 % 2;
     const float x = i32_to_f32_rn((i32)(sums[i] + none)) * key;
@@ -122,7 +122,7 @@ struct Softmax : RowState {
   }
 
   // Probabilities as e4m3, four per word, in operand order; `scales`: of the first four tokens. Sets one of TOP_BITS in
-  // `large` if a probability in the lane's row is LARGE or NaN, as all are in a row without a running maximum.
+  // `large` if a probability in the lane's row is LARGE or NaN. In a row without a running maximum, all are.
   DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, int t, float softcap,
       u32 none, u32 (&p)[WORDS], u32 (&large)[2]) const {
     const float from[2] = {-row_max[0], -row_max[1]};

@@ -25,7 +25,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   if (w.count > PROMOTE) totals.clear();
   Place place = {0, 0};
   const Operands operands(queries, rings, warpgroup);
-  // Zero, unknown to the compiler. What it is added to is recomputed instead of being kept in registers.
+  // Always zero, which the compiler cannot know: it recomputes sums with it instead of keeping them in registers.
   const u32 none = (u32)args.num_seqs >> 31;
   // Without a window, only tiles before this one have masks.
   const int clear_from = max_i32(2, w.tile + 1 - w.clear_end / STEP);

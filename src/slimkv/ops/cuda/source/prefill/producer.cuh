@@ -10,7 +10,7 @@ constexpr int PACKED_OF_WARP = PACKED_BYTES / (4 * PRODUCERS);
 
 struct Producer : Unpacker {
   const Rings& rings;
-  u8* packed;  // of this warp, in the first stage
+  u8* packed;  // this warp's part of the first stage of packed tiles
 
   // Copies the warp's part of the pages of a tile to a stage. `page`: the lane's page (page_of).
   DEVICE_MEMBER void copy(int tile, i32 page, u8* to) const {

@@ -34,7 +34,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   u32 p[N / 2], next_p[N / 2];
   Place place = {0, 0};  // of values
   const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
-  // Zero, unknown to the compiler. Without it, the compiler would write to registers that wgmmas still read.
+  // Always zero, which the compiler cannot know. Without it, the compiler would write to registers that wgmmas read.
   const u32 none = (u32)args.num_seqs >> 31;
   // Warpgroups take turns in issuing wgmmas (ping-pong) if they have the same number of row blocks.
   const bool takes_turns = ROW_BLOCKS == 1 || rows_of(args, w) > (ROW_BLOCKS * CONSUMERS - 1) * GROUP_ROWS ||

@@ -27,7 +27,7 @@ struct Softmax : RowState {  // row_max: score plus the exponent of the values' 
     return true;
   }
 
-  // A score plus `from`.
+  // The base-2 score of a product `s`, plus `from`.
   DEVICE_MEMBER float score(float s, int r, const TileScale& unit, float from, float softcap) const {
     return SOFTCAP ? capped(s, r, unit.key, softcap) + from : fma_rn(s, factor[r] * unit.key, from);
   }
@@ -52,8 +52,8 @@ struct Softmax : RowState {  // row_max: score plus the exponent of the values' 
     return warp_any(behind);
   }
 
-  // Probabilities times the values' unit, as fp16, and their sums. Returns whether any of the lane's is 2^8 or more, or
-  // NaN, as all are in a row without a running maximum.
+  // Probabilities times the values' unit, as fp16, and their sums. Returns whether one of the lane's is 2^8 or more, or
+  // NaN. In a row without a running maximum, all are.
   template <bool MASKED>
   DEVICE_MEMBER bool weigh(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t,
       float softcap, u32 (&p)[N / 2], float (&sum)[2]) const {

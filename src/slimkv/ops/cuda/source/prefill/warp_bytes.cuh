@@ -18,7 +18,7 @@ constexpr float MOST_ABOVE = 32.0f;
 constexpr float LOWEST = -1e30f;  // the maximum of a row without visible tokens
 constexpr float LEAST_LOG = -15.0f;  // of a value's scale, so that probabilities relative to it fit halves
 
-typedef RowState Softmax;  // row_max: what the output and the sums are relative to, a former maximum
+typedef RowState Softmax;  // row_max: the earlier maximum that output and sums are relative to
 
 // Half a tile for BLOCKS row blocks: products and then scores, and probabilities in operand order (tiles.cuh).
 template <int BLOCKS> struct HalfTile {

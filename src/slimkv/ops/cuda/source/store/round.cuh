@@ -188,7 +188,7 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
           dp4a_s8(before[0], v.x, dp4a_s8(before[1], v.y, dp4a_s8(before[2], v.z, dp4a_s8(before[3], v.w, later[n]))));
       const float total = add_errors_of_slice(n, older, w, newest, newest_byte, errors);
       float x = numbers[n];
-      float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // cell_from_below clamps the lower end
+      float target = fma_rn(total, -back, x), within = min_f32(target, LIMIT);  // cell_from_below bounds it below
       const u32 cell = cell_from_below<F>(within);
       u32 code;
       const float level = levels.find(within, cell, tables, code);
