@@ -26,7 +26,7 @@ from slimkv.lab.evals.texts import load_text, token_windows
 def main() -> None:
     """Command-line entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, help="calibrations; ratios are to the first")
+    parser.add_argument("files", nargs="+", type=Path, help="calibration files; ratios are relative to the first")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--format", default="k4v4")
     parser.add_argument("--text", default="shipped")

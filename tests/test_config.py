@@ -130,7 +130,7 @@ def test_prefill_of_a_layer():
     assert auto.prefill_of(k4v4, shared_pages=False) == "auto"
     assert eight.prefill_of(k4v4, shared_pages=True) == "8bit"
     assert not eight.reads_fresh_raw(shared_pages=False)
-    with pytest.raises(UnsupportedError, match="prefill='8bit': key format 5 is not attended in 8 bits"):
+    with pytest.raises(UnsupportedError, match="prefill='8bit': 8-bit attention does not support key format 5"):
         eight.prefill_of(k5v4, shared_pages=False)
 
 

@@ -85,9 +85,9 @@ def test_nothing_else_changes_on_a_cpu(prefill):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"format": "k5v4"}, "key format 5 is not attended in 8 bits"),
-        ({"format": "k4vfp8"}, "value format fp8 is not attended in 8 bits"),
-        ({"fresh": True}, "fresh K and V are not attended in 8 bits"),
+        ({"format": "k5v4"}, "8-bit attention does not support key format 5"),
+        ({"format": "k4vfp8"}, "8-bit attention does not support value format fp8"),
+        ({"fresh": True}, "8-bit attention does not support fresh K and V"),
     ],
 )
 def test_what_it_does_not_do_is_named(options, reason):

@@ -41,7 +41,7 @@ class Solution:
     choices: tuple[LayerChoice, ...]
     bits_per_number: float  # as allocated, scales included
     bytes_per_token: float  # all layers
-    cost: float  # of all layers
+    cost: float  # summed over layers
 
     @property
     def formats(self) -> dict[int, str]:

@@ -36,7 +36,7 @@ def doctor(
         _doctor_model(model, format, device, as_json)
         return
     if unused := given(context, "format", "device"):
-        raise InputError(f"{' and '.join(unused)} belong to --model: add it, or leave them out")
+        raise InputError(f"options for --model only: {' and '.join(unused)}. Add --model, or leave them out")
     result = diagnose([] if require is None else comma_list("--require", require))
     table = make_table("slimkv doctor", "", "what", "version", "detail", left=4)
     for check in result.checks:

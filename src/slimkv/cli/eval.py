@@ -31,7 +31,7 @@ from slimkv.lab.report.plots import position_plots, quality_plot, write_plots
 app = typer.Typer(name="eval", help="Measure the quality loss of a format.", no_args_is_help=True)
 Formats = Annotated[str, option("Formats to measure, such as k4v4,k5v4; with a calibration also k4v4+cal.", "--format")]
 Offset = Annotated[int, count("Skip this many tokens of the text.", 0)]
-Serving = Annotated[bool, option("Attend new chunks unquantized, as engines do; default: strict.", "--serving")]
+Serving = Annotated[bool, option("New chunks attend to one another unquantized; default: strict.", "--serving")]
 Windows = Annotated[int, count("Number of windows of the text.")]
 Tokens = Annotated[int, count("Tokens per window.", 2)]
 Strict = Annotated[bool, option("Read every token through the codec.", "--strict")]

@@ -66,7 +66,7 @@ class Packaged:
 
     name: str
     wheels: tuple[Wheel, ...]
-    sha256: str  # of the GGUF file
+    sha256: str  # digest of the GGUF file
     license: str
     download_bytes: int
 

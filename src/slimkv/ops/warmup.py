@@ -99,7 +99,7 @@ def start_compiling(kind: LayerKind, steps: Iterable[Step]) -> list[Future[Any]]
 
 
 def run_steps(kind: LayerKind, steps: Iterable[Step]) -> None:
-    """Compiles the kernels of ``start_compiling`` in parallel, then stores and attends the tokens of each step."""
+    """Compiles the kernels of ``start_compiling`` in parallel, then runs store and attention for each step."""
     steps = list(steps)
     reachable = start_compiling(kind, steps)
     for step in steps:

@@ -32,7 +32,7 @@ class LayerFingerprint:
 
     number: int  # the layer's number in the model
     format: str  # canonical, with the dtype of raw sides spelled out
-    num_kv_heads: int  # of the whole model, across all ranks
+    num_kv_heads: int  # over all ranks
     key_dim: int
     value_dim: int
     window: int | None = None  # the window of a sliding layer, in tokens

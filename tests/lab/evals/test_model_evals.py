@@ -95,7 +95,7 @@ def test_two_arithmetics_of_prefill_in_one_run(small, windows):
     assert measure_agreement(small.model, windows[:1], ["k2v2"]).rows[0].kl_growth is None
     with pytest.raises(InputError, match="prefill must name each arithmetic once"):
         measure_agreement(small.model, windows, ["k2v2"], prefill=["8bit", "8bit"])
-    with pytest.raises(UnsupportedError, match="key format 6 is not attended in 8 bits"):
+    with pytest.raises(UnsupportedError, match="8-bit attention does not support key format 6"):
         measure_agreement(small.model, windows, ["k6v6"], prefill=["8bit"])
 
 

@@ -245,10 +245,10 @@ def test_a_query_that_is_not_a_number_gives_nan_to_its_row_only():
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        (replace(SHORT, format="k5v4"), "key format 5 is not attended in 8 bits"),
-        (replace(SHORT, format="k4vu4"), "value format u4 is not attended in 8 bits"),
+        (replace(SHORT, format="k5v4"), "8-bit attention does not support key format 5"),
+        (replace(SHORT, format="k4vu4"), "8-bit attention does not support value format u4"),
         (replace(SHORT, dim=256), "head size 256 is not prefilled in 8 bits; 64, 128 are"),
-        (replace(SHORT, fresh=True), "fresh K and V are not attended in 8 bits"),
+        (replace(SHORT, fresh=True), "8-bit attention does not support fresh K and V"),
     ],
     ids=str,
 )

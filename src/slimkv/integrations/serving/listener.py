@@ -25,7 +25,7 @@ from slimkv.integrations.serving.model import rank_heads
 FRAGMENT = 128  # consecutive sampled tokens
 STEPS = 4  # stages that are reported as progress
 Progress = Callable[[str, int, int], None]  # stage, steps done, steps in total
-_BY_HEAD = ("query_moment", "key_mean", "first_key")  # fields of ``LayerStatistics`` that ranks hold by heads
+_BY_HEAD = ("query_moment", "key_mean", "first_key")  # fields of ``LayerStatistics`` split by head
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -47,7 +47,7 @@ class QueryListener:
 
     def __init__(self) -> None:
         self.layers: dict[int, ObservedLayer] = {}
-        self.positions = torch.zeros(0, dtype=torch.int64)  # of the tokens in the current pass
+        self.positions = torch.zeros(0, dtype=torch.int64)  # one per token of the current pass
         self.measured: dict[int, gather.MeasuredRotary] = {}
         self.sums: dict[int, gather.LayerSums] = {}
         self._shift = self._probe_tokens = 0
@@ -116,7 +116,7 @@ class QueryListener:
 class ListeningPlan:
     """The tokens that an engine reads and generates while its processes listen."""
 
-    config: Any  # of the text model
+    config: Any  # the text model's
     probe: list[int]
     shifts: tuple[int, ...]  # positions by which the probe is shifted, 0 first
     first: list[int]  # first token of each fragment, from which the model continues

@@ -54,7 +54,7 @@ class BlockTables:
     req_to_token: Tensor
     page_size: int
     window_pool: Any = None  # SGLang's pool with sliding-window layers, or None
-    position_edges: tuple[int, ...] | None = None  # of a calibration's ranges
+    position_edges: tuple[int, ...] | None = None  # ends of a calibration's ranges
     deterministic: bool = False
     _first_slots: Tensor = field(init=False)
 
@@ -113,7 +113,7 @@ def verified_tokens(batch: Any) -> int:
     """Queries per request in a batch that verifies drafts."""
     spec = batch.spec_info
     if getattr(spec, "ragged_verify_layout", None) is not None:
-        raise UnsupportedError("slimkv verifies equally many tokens of every request: unset SGLANG_RAGGED_VERIFY_MODE")
+        raise UnsupportedError("slimkv verifies the same number of tokens per request: unset SGLANG_RAGGED_VERIFY_MODE")
     tokens = batch.positions.numel() if batch.input_ids is None else batch.input_ids.shape[0]
     return tokens // batch.batch_size
 

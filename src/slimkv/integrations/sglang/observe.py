@@ -28,7 +28,7 @@ from slimkv.integrations.serving.listener import (
 )
 from slimkv.integrations.sglang.names import BACKEND, LISTENING
 
-PREFIX = "slimkv_"  # of the methods that the engine calls in its schedulers
+PREFIX = "slimkv_"  # begins the names of methods that the engine calls in its schedulers
 
 
 class Observer(QueryListener):
@@ -93,9 +93,9 @@ def gather_calibration(
 
     Args:
         model: a folder or a hub name.
-        samples: the number of windows, and of ids per window; they are generated in fragments with ``seed``.
+        samples: the number of windows, and of ids per window. Ids are sampled in fragments, from ``seed``.
         max_positions: the longest context that the statistics must cover; None: the model's.
-        engine_options: options of ``sglang.Engine``, such as ``tp_size``, the same that the model is served with.
+        engine_options: options of ``sglang.Engine``, such as ``tp_size``; use those that the model is served with.
     """
     fixed = {
         "model_path": model, "disable_cuda_graph": True, "disable_radix_cache": True, "disable_overlap_schedule": True,

@@ -55,7 +55,7 @@ class Drop:
 class Costs:
     """The bytes and the error of one row of blocks (a block of every sequence) in each tier, oldest tier first."""
 
-    bytes: tuple[int, ...]  # of all layers, for one sequence
+    bytes: tuple[int, ...]  # in all layers, for one sequence
     error: tuple[float, ...]  # relative squared error, up to a factor
     raw_token: int  # bytes of a token in the model's dtype, in all layers
 
@@ -86,7 +86,7 @@ class Ladder:
 
     def clear(self) -> None:
         """Removes all tokens."""
-        self.tables: list[SequenceTables] = []  # of each tier
+        self.tables: list[SequenceTables] = []  # one per tier
         self.members: list[TieredLayer] = []
         self.costs: Costs | None = None  # with a memory budget
         self._steps: tuple[int, list[tuple[int, Step]]] | None = None  # (new tokens, tables) of the last pass

@@ -42,7 +42,7 @@ class PackedLayer(CacheLayerMixin):
     def __init__(self, format: str, settings: LayerSettings, number: int = 0) -> None:
         # Does not call the base class, which would assign keys and values: they are views here.
         self.format = format
-        self.number = number  # of the layer in its model
+        self.number = number  # the layer's number in its model
         self.settings = settings
         self.is_initialized = False
         self.tokens = 0

@@ -96,7 +96,7 @@ def state_in_handshake(engine_id: str, fingerprint: str) -> None:
 
 FOLDER_KEYS = {"SlimKVPromptConnector": "shared_storage_path", "ExampleConnector": "shared_storage_path"}
 NATIVE_OFFLOAD = "OffloadingConnector"
-IN_MEMORY_SPEC = "CPUOffloadingSpec"  # of the native offload; others have tiers that outlive the engine
+IN_MEMORY_SPEC = "CPUOffloadingSpec"  # spec of the native offload; others have tiers that outlive the engine
 TIERING_SPEC = "TieringOffloadingSpec"
 COLD_SPEC = "SlimKVOffloadingSpec"  # slimkv's own: packs the blocks that leave vLLM's cache
 # Layouts in which the tokens of a block and head are contiguous, preferred first.

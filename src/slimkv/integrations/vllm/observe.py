@@ -78,9 +78,9 @@ def gather_calibration(
 
     Args:
         model: a folder or a hub name.
-        samples: the number of windows, and of ids per window; they are generated in fragments with ``seed``.
+        samples: the number of windows, and of ids per window. Ids are sampled in fragments, from ``seed``.
         max_positions: the longest context that the statistics must cover; None: the model's.
-        engine_options: options of ``vllm.LLM``, the same that the model is served with.
+        engine_options: options of ``vllm.LLM``; use those that the model is served with.
     """
     from vllm import LLM, SamplingParams
 

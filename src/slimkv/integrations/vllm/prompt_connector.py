@@ -39,7 +39,7 @@ class PromptMetadata(KVConnectorMetadata):
 class _Filling:
     """A prompt that will be written once it is computed."""
 
-    tokens: tuple[int, ...]  # of whole blocks
+    tokens: tuple[int, ...]  # in whole blocks
     block_ids: list[int]
 
 

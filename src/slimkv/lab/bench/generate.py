@@ -53,7 +53,7 @@ class GenerateRow:
     """The figures of one cache."""
 
     cache: str
-    tokens_per_second: float  # of the whole batch, median of the rounds
+    tokens_per_second: float  # for the whole batch, median of the rounds
     milliseconds_per_step: float
     over_stock: float  # tokens per second over those of DynamicCache in the same run
     cache_bytes: int

@@ -36,7 +36,7 @@ class Row:
     ms: float
     moved_bytes: int
     fraction_of_copy: float
-    tflops: float | None  # of compute-bound cells
+    tflops: float | None  # None for memory-bound cells
     error: float | None  # relative, of the output against float64 on the same codes
     baselines: list[Baseline]
 

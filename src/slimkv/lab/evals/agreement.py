@@ -36,7 +36,7 @@ class AgreementRow:
     over_raw_p: float  # two-sided p-value of no difference
     bytes_per_token: float  # see harness.bytes_per_token
     prefill: str  # see KVCacheConfig
-    kl_growth: float | None  # of ``kl``, relative to the row with the first ``prefill``; None without another
+    kl_growth: float | None  # growth of ``kl`` from the row with the first ``prefill``; None without it
     kl_growth_error: float | None  # its standard error over windows; None with one window or without growth
 
 

@@ -228,7 +228,7 @@ class Stopwatch:
 class Common(TypedDict, total=False):
     """Options of every eval."""
 
-    name: str  # of the model, for the report
+    name: str  # the model's name in the report
     mode: str  # strict: attention reads every key and value through the codec; serving: new chunks stay unquantised
     calibration: Calibration | None
     progress: Progress

@@ -29,7 +29,7 @@ class Counts:
     tokens: int = 0
     bursts: int = 0
     failures: list[str] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of finished requests
+    seconds: list[float] = field(default_factory=list)  # latency of each finished request
 
     @property
     def served(self) -> int:
@@ -40,8 +40,8 @@ class Counts:
 def random_asks(settings: SoakSettings, text: list[int]) -> Iterator[tuple[float, Ask, bool]]:
     """An endless stream of (delay in seconds, request, whether its prefix is shared), determined by the seed.
 
-    The first ``concurrency`` requests are long, arrive at once and are not cancelled. They exceed an overcommitted
-    cache, so every soak has preemptions.
+    The first ``concurrency`` requests are long, arrive at once and are not cancelled. They do not fit an
+    overcommitted cache, so vLLM preempts in every such soak.
     """
     chance = random.Random(settings.seed)
     longest = settings.longest_prompt

@@ -35,7 +35,7 @@ class SoakReport:
 
     settings: SoakSettings
     platform: str
-    seconds: float  # of the load
+    seconds: float  # duration of the load
     served: int
     requests: dict[str, Any]  # what clients saw
     latency_seconds: dict[str, float]

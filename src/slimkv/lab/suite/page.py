@@ -165,7 +165,7 @@ def _tiles(results: Document) -> str:
             tiles.append(tile(f"{rows[calibrated]['kl'] / rows[other]['kl']:.2f}x", caption))
     asked = rows[RAW].get("answers")
     if asked:
-        tiles.append(tile(f"{asked['asked']} questions", f"asked of every cache; raw answers {asked['value']:.0%}"))
+        tiles.append(tile(f"{asked['asked']} questions", f"asked of every cache; raw: {asked['value']:.0%} right"))
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 
 

@@ -29,7 +29,7 @@ RESULTS_VERSION = 1
 DONE, REUSED, FAILED = "done", "reused", "failed"
 _KEPT = "parts"
 _MARKER = "results.json"
-_STEPS = 1000  # of a run's progress
+_STEPS = 1000  # resolution of a run's progress
 # Code that affects reports, not results.
 _REPORTING = ("page", "summary", "written", "compare", "runner")
 _NOT_MEASURING = ("cli/", "lab/report/", *(f"lab/suite/{name}.py" for name in _REPORTING))
@@ -140,7 +140,7 @@ def _calibrate(bench: Workbench, progress: Progress) -> dict[str, Any]:
 
 
 def _between(progress: Progress, first: int, last: int) -> Progress:
-    """The progress of one part: the steps from ``first`` to ``last`` of the run's."""
+    """Reports the progress of one part as steps ``first`` to ``last`` of the run."""
     return lambda what, done, total: progress(what, first + (last - first) * done // max(total, 1), _STEPS)
 
 

@@ -26,7 +26,7 @@ _VOCABULARY = resources.files("slimkv.lab.suite").joinpath("vocabulary.json").re
 WORDS = {kind: words.split() for kind, words in json.loads(_VOCABULARY).items()}
 LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 _SENTENCE = re.compile("[^.!?]+[.!?]+[\"'\u201d\u2019]?", re.S)
-_FACTS_SHARE = 0.5  # of a context at most; the rest is text
+_FACTS_SHARE = 0.5  # at most this share of a context; the rest is text
 
 
 @dataclass(frozen=True)

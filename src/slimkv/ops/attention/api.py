@@ -173,7 +173,7 @@ def attend(
 
     Args:
         query: [total_queries, num_heads, key_dim], float16, bfloat16 or float32; num_heads a multiple of num_kv_heads.
-        fresh: K [total_queries, num_kv_heads, key_dim] and V of the query tokens, attended unquantised instead of their
+        fresh: K [total_queries, num_kv_heads, key_dim] and V of the query tokens, read by attention instead of their
             codes.
         out: [total_queries, num_heads, value_dim] to write into, any of the three dtypes (default: the query's).
         lse: float32 [total_queries, num_heads], contiguous: receives the natural log-sum-exp.
@@ -243,7 +243,7 @@ def checked_request(
 
 
 def _check_min_query_len(least: int, most: int, cu_seqlens_q: Tensor) -> None:
-    """Checks the bound against ``max_query_len``, and against the lengths if they are on the host."""
+    """Checks ``min_query_len`` against ``max_query_len``, and against the lengths if they are on the host."""
     if not 0 <= least <= most:
         raise InputError(f"min_query_len {least} must lie in 0..{most} (max_query_len)")
     if least == 0 or cu_seqlens_q.device.type != "cpu":

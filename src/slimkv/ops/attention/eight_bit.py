@@ -46,8 +46,8 @@ def format_refusal(spec: CodecSpec) -> str | None:
     for name, side in (("key", spec.key), ("value", spec.value)):
         if side.kind != Kind.LLOYD or side.bits > MOST_BITS:
             return (
-                f"{name} format {side.name} is not attended in 8 bits; Lloyd-Max codes of 1 to {MOST_BITS} bits are "
-                "(k4v4, k3v4, ...)"
+                f"8-bit attention does not support {name} format {side.name}; it supports Lloyd-Max codes of 1 to "
+                f"{MOST_BITS} bits (k4v4, k3v4, ...)"
             )
     return None
 
@@ -55,7 +55,7 @@ def format_refusal(spec: CodecSpec) -> str | None:
 def refusal(request: AttendRequest) -> str | None:
     """Why 8-bit prefill does not support this request, or None."""
     if request.fresh is not None:
-        return "fresh K and V are not attended in 8 bits: new tokens are read through their codes; leave fresh at None"
+        return "8-bit attention does not support fresh K and V: it reads new tokens as codes; leave fresh at None"
     return format_refusal(request.layout.spec)
 
 

@@ -97,7 +97,7 @@ def _one_sequence(request: AttendRequest, sequence: int, length: int, rows: slic
 
 
 def _row_by_row(request: AttendRequest, sequence: int, length: int, rows: slice) -> None:
-    """Attends each query alone with its visible keys: products of the same shape round in the same way."""
+    """Attention of each query alone to its visible keys: products of the same shape round in the same way."""
     for row in range(rows.start, rows.stop):
         seen = length - (rows.stop - 1 - row) if request.options.causal else length
         if seen > 0:

@@ -31,7 +31,7 @@ class LatentKind:
 
 
 def run_latent_steps(kind: LatentKind, steps: Iterable[Step]) -> int:
-    """Stores, gathers and attends latents, once per process and kind of layer; returns the number of steps it ran.
+    """Stores, gathers and attends to latents, once per process and kind of layer; returns the number of steps it ran.
 
     CUDA kernels are compiled in parallel.
     """

@@ -39,7 +39,7 @@ class StoreRequest:
         return self.query_aware.shape[0] if self.query_aware is not None and self.query_aware.ndim == 4 else 1
 
     def centred_by(self, backend: Any) -> bool:
-        """Whether keys need no centring before ``backend`` runs."""
+        """Whether ``backend`` centres keys itself, or no centring is needed."""
         fuses = getattr(backend, "fuses_offset", None)
         return self.key_offset is None or (fuses is not None and fuses(self))
 

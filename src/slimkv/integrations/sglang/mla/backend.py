@@ -94,7 +94,7 @@ class SlimKVLatentBackend(PackedBackend):
         """latent [tokens, heads, latent_dim], rope [tokens, heads, rope_dim] -> [tokens, heads * latent_dim]."""
         kv, rotated = self._packed(layer.layer_id), self._folded[layer.layer_id].rotated
         out = torch.empty_like(latent, memory_format=torch.contiguous_format)
-        if latent.shape[0] > step.num_queries:  # padding, which nothing else writes
+        if latent.shape[0] > step.num_queries:  # padding rows, which attention does not write
             out[step.num_queries :].zero_()
         for part in step.parts:
             rows = part.rows

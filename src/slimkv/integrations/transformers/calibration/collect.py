@@ -110,7 +110,7 @@ class _Costs:
 
     keys: Tensor | float = 0.0  # float64 [num_kv_heads]
     values: Tensor | float = 0.0
-    output_energy: float = 0.0  # of the attention block's output
+    output_energy: float = 0.0  # squared output of the attention block
 
 
 class _Recorder(QueryListener):
@@ -219,7 +219,7 @@ def layer_gains(model: Any, ids: Tensor, layers: Sequence[int], progress: Progre
             return out
         generator = torch.Generator(device=out.device).manual_seed(layer_number(module))
         noise = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
-        size = out.float().square().mean((-2, -1), keepdim=True).sqrt()  # of each token
+        size = out.float().square().mean((-2, -1), keepdim=True).sqrt()  # rms of each token
         return (out.float() + _NOISE * size * noise).to(out.dtype)
 
     gains = {}

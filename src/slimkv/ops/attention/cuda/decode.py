@@ -48,7 +48,7 @@ from slimkv.ops.cuda.module import Defines, Module, load, start_loading
 from slimkv.spec import PageLayout
 
 LARGEST_DIM = 256
-_MERGE_WARPS, _PARTS_OF_WARP = 2, 4  # of merge.cuh; with more partial results, two warps share a row
+_MERGE_WARPS, _PARTS_OF_WARP = 2, 4  # as in merge.cuh; with more partial results, two warps share a row
 
 
 (Args,) = arguments("decode/shape.cuh", "DecodeArgs")
@@ -175,7 +175,7 @@ def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | N
 def attend_packed(
     request: AttendRequest, device: Device, launch: Launcher, most_queries: int = MAX_DECODE_QUERIES
 ) -> None:
-    """Attends sequences of at most ``most_queries`` queries: one launch, and with split-KV a second one that merges."""
+    """Attention of up to ``most_queries`` queries per sequence: one launch, and with split-KV another one to merge."""
     call, workspace = _prepare(request, device, most_queries), request.workspace
     if workspace is None:
         workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=request.query.device)

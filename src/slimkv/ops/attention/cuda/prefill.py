@@ -65,7 +65,7 @@ def attend_prefill(
     request: AttendRequest, launch: Launcher, budget: int = WORKSPACE_BYTES, config: PrefillConfig | None = None,
     most_queries: int = MAX_DECODE_QUERIES,
 ) -> None:  # fmt: skip
-    """Attends sequences of more than ``most_queries`` queries."""
+    """Attention for sequences of more than ``most_queries`` queries."""
     total, sequences = request.query.shape[0], request.seq_lens.shape[0]
     most_long = min(sequences, total // (most_queries + 1))
     if most_long == 0:
@@ -138,14 +138,14 @@ def _state_floats(rows: int, dim: int) -> int:
 
 
 def _attend_in_passes(attend: _Attend, most_long: int, budget: int) -> None:
-    """Fills the workspace with unpacked tiles and attends them, pass by pass."""
+    """Fills the workspace with unpacked tiles and attends to them, pass by pass."""
     request, config, args = attend.request, attend.config, attend.args
     layout, device, num_kv_heads = request.layout, request.query.device, request.pages.shape[1]
     longest = seen_tiles(request, config.tile_tokens)
     batch = Batch(most_long, num_kv_heads, request.query.shape[0] // (config.rows // request.group), longest)
     ranks, tiles = plan_passes(layout, config, batch, multiprocessors(device), budget)
     rows, passes = ranks * num_kv_heads, -(-longest // tiles)
-    side_bytes = rows * tiles * config.tile_bytes(layout.spec.key_dim)  # of the keys; the values take as many
+    side_bytes = rows * tiles * config.tile_bytes(layout.spec.key_dim)  # for keys; values take as many
     tile_bytes = 2 * side_bytes + 16 * rows * tiles
     state_bytes = 4 * attend.state_floats if passes > 1 else 0
     space = torch.empty(tile_bytes + state_bytes, dtype=torch.uint8, device=device)

@@ -231,9 +231,9 @@ def attend_kernel(
 ):  # fmt: skip
     """One program: a block of queries of one sequence, one KV head, one of SPLITS parts of the keys.
 
-    The prefill kernel attends sequences with more than ``most_queries`` queries. Pointers to sinks, score shift, fresh
-    K and V (contiguous), log-sum-exp and rotations may be None. With several SPLITS, out_ptr and lse_ptr point to the
-    workspace of partial results: [rows, SPLITS, dim].
+    Sequences with more than ``most_queries`` queries are left to the prefill kernel. Pointers to sinks, score shift,
+    fresh K and V (contiguous), log-sum-exp and rotations may be None. With several SPLITS, out_ptr and lse_ptr point to
+    the workspace of partial results: [rows, SPLITS, dim].
     """
     head = tl.program_id(1)
     part = tl.program_id(2)

@@ -1,8 +1,8 @@
 """attend with Triton: chooses block shapes, num_splits and passes; launches.
 
-Sequences with few queries (decode, verification) are attended on their packed pages, with split-KV if there are too few
-programs to fill the device. Sequences with many queries (prefill) are unpacked once and attended dense. A mixed batch
-launches both kernels; each skips the sequences of the other kernel, so the host does not need the lengths.
+Sequences with few queries (decode, verification) attend to packed pages, with split-KV if there are too few programs to
+fill the device. For sequences with many queries (prefill), keys and values are unpacked once. A mixed batch launches
+both kernels; each skips the sequences of the other kernel, so the host does not need the lengths.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ def run(request: AttendRequest) -> None:
 
 
 def _attend_packed(request: AttendRequest, fresh: Fresh, most_queries: int) -> None:
-    """Attends the sequences of at most ``most_queries`` queries: one launch, and one to merge if the keys are split."""
+    """Attention of up to ``most_queries`` queries per sequence: one launch, and one to merge if the keys are split."""
     total, heads = request.query.shape[:2]
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
     num_kv_heads, sequences = request.pages.shape[1], request.seq_lens.shape[0]
     shape = launch_shape(layout, request.group, most_queries)
-    queries = shape.rows // request.group  # of a program
+    queries = shape.rows // request.group  # per program
     one_block = most_queries <= queries
     blocks = sequences if one_block else total // queries + sequences
     window = options.sliding_window
@@ -248,7 +248,7 @@ def prefill_step(dim: int, itemsize: int, device: torch.device) -> tuple[int, in
 
 
 def attend_prefill(request: AttendRequest, fresh: Fresh = (None, None)) -> None:
-    """Attends sequences of more than MAX_DECODE_QUERIES queries: per pass, one launch to unpack and one to attend."""
+    """Attention of more than MAX_DECODE_QUERIES queries per sequence. Each pass is two launches: unpack, attend."""
     total, heads = request.query.shape[:2]
     layout, spec, options, query, out = request.layout, request.layout.spec, request.options, request.query, request.out
     num_kv_heads, sequences, device = request.pages.shape[1], request.seq_lens.shape[0], query.device

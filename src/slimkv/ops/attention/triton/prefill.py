@@ -1,7 +1,7 @@
 """The prefill kernels of attend: many queries per sequence.
 
 Prefill is compute-bound, and unpacking every key for every block of queries would take too long. So keys and values
-are unpacked once, into a bounded workspace, and attended there. A context longer than the workspace takes several
+are unpacked once, into a bounded workspace that attention reads. A context longer than the workspace takes several
 passes, which carry the softmax state.
 
 Unpacked numbers are fp16 (raw formats keep their dtype), scaled by a power of two that brings the largest number of a

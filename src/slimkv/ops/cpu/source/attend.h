@@ -3,7 +3,7 @@
 // The rows of a sequence and KV head (all heads of the group for the first query, then for the next) are split into
 // tiles. A tile visits its keys in chunks with an online softmax. Keys are split at multiples of SPLIT_TOKENS, and the
 // parts are merged in order, so a row's result depends only on its own sequence, not on other rows and sequences of the
-// call. If a sequence has a single tile, as in decoding, several threads attend its parts.
+// call. If a sequence has a single tile, as in decoding, several threads process its parts.
 #pragma once
 
 #include <deque>
@@ -12,7 +12,7 @@
 
 constexpr i64 SPLIT_TOKENS = 512;
 
-// Attends keys [key_begin, key_end) of a tile with prepared queries.
+// Attention of a tile's prepared queries to keys [key_begin, key_end).
 static void attend_keys(const Attention& a, const RowTile& tile, TileMemory& m, State& state, i64 key_begin,
     i64 key_end) {
   const i64 rows = tile.end - tile.first, dim = a.value.side->dim, fresh_from = a.fresh_from(tile.sequence);

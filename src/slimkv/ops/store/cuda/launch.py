@@ -254,7 +254,7 @@ def _fragments(matrix: np.ndarray, groups: int, transposed: bool, short: torch.d
         lane, word, half = np.ogrid[:32, :4, :2]
         eight = np.arange(2 * steps)[:, None, None, None]
         row = eight // 2 * 32 + 8 * (lane % 4) + 4 * (eight % 2) + 2 * last + half
-        signs = np.array([0, _SIGNS[short], _SIGNS[short] | 0x8000], np.uint16)  # of 0, 1 and -1
+        signs = np.array([0, _SIGNS[short], _SIGNS[short] | 0x8000], np.uint16)  # for entries 0, 1 and -1
         return np.ascontiguousarray(signs[padded[:, row, column]]).view(np.uint8).reshape(-1)
     row = np.arange(steps)[:, None, None, None] * 32 + 8 * (lane % 4) + 4 * last + byte
     ones = padded[:, row, column]

@@ -20,7 +20,7 @@ from slimkv.ops.store.cuda.args import Plan, StoreArgs, code_tables, point_side
 from slimkv.spec import Kind, LatentSpec, PageLayout, SideLayout
 
 SOURCE, KERNEL = "vectors/store.cu", "store_vectors"
-LARGEST_DIM, LARGEST_TILE_DIM = 512, 256  # of this kernel, and of the one with 16 tokens per warp
+LARGEST_DIM, LARGEST_TILE_DIM = 512, 256  # for this kernel, for the one with 16 tokens per warp
 _WARPS, _BLOCKS = 4, 4  # warps of a thread block, thread blocks of a multiprocessor
 
 

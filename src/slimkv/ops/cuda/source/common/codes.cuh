@@ -229,7 +229,7 @@ struct Table { u32 low, high, signs; };  // signs: 0x80 in every byte
 
 // A LUT of levels in shared memory with one copy per lane, to avoid bank conflicts.
 struct LevelTable {
-  u32 address;  // of this lane's first entry
+  u32 address;  // this lane's first entry
   // The entry with the index in byte i of the word. Entries are 128 bytes apart, so the byte is multiplied by 128.
   DEVICE_MEMBER u32 at(u32 word, int i) const { return ld_shared_constant(dp4a_u8(word, 0x80u << (8 * i), address)); }
 };

@@ -18,7 +18,7 @@ struct Sequence {
   int steps;  // from `begin` to the last token
   int skipped;  // SPLITS: steps that no query sees
   int tiles;  // work tiles: chunks of queries times KV heads
-  int kv_blocks;  // of each work tile
+  int kv_blocks;  // per work tile
 };
 DEVICE Sequence sequence_at(const DecodeArgs& args, int b) {
   Sequence s;

@@ -21,7 +21,7 @@ struct StepCodes {
   int begin_tile, last_page, warp, lane;
   i32 id;  // the page of tile `lane` of the next step to load
   int tile;  // that tile's number in the page
-  u8* fields;  // of the warp's tile, double-buffered
+  u8* fields;  // fields of the warp's tile, double-buffered
   KeyCodes keys;
   PartCodes values[NT], next_values[NT];
 
@@ -127,7 +127,7 @@ DEVICE bool publish(const StepScores& s, const u8* fields, const TokenFields& to
   return exceeds_threshold(sums.largest);
 }
 
-// Attends all steps of a range.
+// Attention to all steps of a range.
 DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* shared, const TeamWarp& warp,
     const ColumnState& columns, const LevelTables& tables, int lane, StepCodes& codes, RunningSoftmax& acc,
     TeamOutput& output) {

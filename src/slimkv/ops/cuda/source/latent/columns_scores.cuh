@@ -30,8 +30,8 @@ struct Scorer : Place {
   RopeLevels rope_levels;
   int clear_end;  // all rows see tokens before it
   u64 queries;  // a descriptor, rebuilt for every KV block so that it stays in uniform registers
-  int generation;  // of the maxima to which sums are relative
-  float sums[OWN_SUMS];  // of probabilities, for the lane's rows (row_of_sum)
+  int generation;  // which maxima the sums are relative to
+  float sums[OWN_SUMS];  // sums of probabilities of the lane's rows (row_of_sum)
 
   DEVICE_MEMBER void begin(int clear) {
     clear_end = clear, generation = 0;

@@ -2,7 +2,7 @@
 #pragma once
 #include "latent/wide_tokens.cuh"
 
-constexpr int PARTS = L_BITS > 4 && LD % 256 == 0 ? LD / 128 : 1, OF_PART = LATENT_SLICES / PARTS;  // of the codes
+constexpr int PARTS = L_BITS > 4 && LD % 256 == 0 ? LD / 128 : 1, OF_PART = LATENT_SLICES / PARTS;  // code parts
 
 // A warp's 16 packed tokens; of their latents, one or two parts at a time. Loads are unconditional, because a condition
 // would make them wait. Tokens beyond the sequence come from an arbitrary page; no row sees them.
@@ -31,4 +31,4 @@ struct PackedTokens {
   }
 };
 
-typedef TokenScale LaneScales[2];  // of the lane's tokens g and g + 8
+typedef TokenScale LaneScales[2];  // for the lane's tokens g and g + 8

@@ -8,7 +8,7 @@
 #include "common/codes.cuh"
 #include "common/numbers.cuh"
 
-constexpr int LATENT_SLICES = LD / 16, ROPE_SLICES = RD / 16;  // of 16 dimensions
+constexpr int LATENT_SLICES = LD / 16, ROPE_SLICES = RD / 16;  // 16 dimensions each
 constexpr int L_TILE = 2 * LD * L_BITS, R_TILE = 2 * RD * R_BITS;  // bytes of 16 tokens
 constexpr bool IN_BYTES = L_KIND == LLOYD && L_BITS <= 4;  // byte permutations give levels with an offset of one half
 constexpr bool BF16_ROPE = R_KIND == RAW && R_BF16;

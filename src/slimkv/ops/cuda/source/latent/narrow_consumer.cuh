@@ -83,7 +83,7 @@ struct Consumer : TeamMember {
     UNROLL_FOR (int j = 0; j < OCTETS; j++)
       UNROLL_FOR (int n = 0; n < 2; n++) *scores(j, warp, n) = {as_bits(s[j][2 * n]), as_bits(s[j][2 * n + 1])};
   }
-  DEVICE_MEMBER int place() const { return 8 * octet + 2 * t; }  // of the lane's tokens in the KV block
+  DEVICE_MEMBER int place() const { return 8 * octet + 2 * t; }  // first of the lane's two tokens
   DEVICE_MEMBER TokenPair token_pair(u32 fields, int kv_block) const {
     TokenPair pair;
     pair.token = kv_block * KV_BLOCK + place();

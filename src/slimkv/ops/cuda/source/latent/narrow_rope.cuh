@@ -7,7 +7,7 @@ struct RopeScorer : TeamMember {
   const LatentArgs& args;
   const LevelTable levels;
   Words4 queries[HELD ? ROPE_SLICES : 1];
-  float unit[2];  // of rows g and g + 8
+  float unit[2];  // for rows g and g + 8
 
   DEVICE_MEMBER RopeScorer(const LatentArgs& args_, u8* shared_, int team_, int lane_)
       : TeamMember(shared_, team_, lane_), args(args_), levels{shared_address(shared_ + ROPE_LEVELS_AT) + 4 * lane_} {}

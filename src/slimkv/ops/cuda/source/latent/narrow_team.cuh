@@ -13,8 +13,8 @@ DEVICE float marked_scale(u32 field) { return field == INVALID_FIELD ? NOT_A_NUM
 
 struct TeamMember {
   static constexpr int SCORED = 2 + TEAMS;  // the first of the teams' named barriers
-  u8* const shared;  // of the block
-  u8* const mine;    // of the team
+  u8* const shared;  // the block's memory
+  u8* const mine;    // the team's memory
   const int team, lane, g, t;
   int slot;
   u32 phase, odd;  // odd: whether the team has finished an odd number of KV blocks

@@ -10,12 +10,12 @@
 // Lane 4 g + t has tokens g and g + 8, and the t-th quarter of every quarter of their dimensions.
 struct RowTokens {
   static constexpr int WORDS = LD / 128;  // per quarter: 8 codes each, which become 16 bytes of an operand
-  static constexpr u32 SKIPPED = 0x10000;  // in place of a field
+  static constexpr u32 SKIPPED = 0x10000;  // the field of a skipped token
   u32 latent[2][4][WORDS];
   Words4 rope[2][2];
   u32 fields[2];
-  const u8* rows[2];  // of the tokens to load
-  i32 slots[2], ahead[2];  // of these tokens, and of the next ones
+  const u8* rows[2];  // addresses of the tokens to load
+  i32 slots[2], ahead[2];  // slots of these tokens and of the next ones
 
   DEVICE_MEMBER void look_ahead(const i32* table, int token, int length, int lane) {
     UNROLL_FOR (int i = 0; i < 2; i++) {

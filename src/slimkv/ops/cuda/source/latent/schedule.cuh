@@ -7,7 +7,7 @@
 // A work tile: `count` query rows (query, head) from first_row on.
 struct WorkTile {
   int sequence, first_row, start, queries, length;
-  int count;  // of rows
+  int count;  // rows
 
   DEVICE_MEMBER WorkTile(const LatentArgs& args, int sequence_, int tile) {
     sequence = sequence_;

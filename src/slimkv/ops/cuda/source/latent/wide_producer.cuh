@@ -74,7 +74,7 @@ struct Producer {
   }
 
   DEVICE_MEMBER void run() const {
-    int number = 0;  // of the KV block, over all ranges
+    int number = 0;  // counts KV blocks over all ranges
     for (AnnouncedRanges ranges(args, lane, warp == 0 && lane == 0); ranges.range.b >= 0; ranges.advance(args)) {
       const WorkRange& range = ranges.range;
       const WorkTile tile(args, range.b, range.tile);
@@ -93,7 +93,7 @@ struct Producer {
         tokens.load_first(args.pages + page * args.page_stride, place_at(i), tile.length - token_of(i), lane);
       };
       load(page_of(first), first);
-      i32 page = page_of(first + 1);  // of the next KV block; a load in flight
+      i32 page = page_of(first + 1);  // for the next KV block; a load in flight
       for (int i = first; i < last; i++, number++)
         unpack(
             tokens, number, [&] { prefetch_tokens(args.pages + page * args.page_stride, place_at(i + 1), lane); },

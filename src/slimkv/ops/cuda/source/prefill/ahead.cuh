@@ -8,7 +8,7 @@
 #include "prefill/unpacker.cuh"
 #include "prefill/work.cuh"
 
-// The number of blocks that attend the queries of a sequence.
+// The number of blocks that process the queries of a sequence.
 DEVICE int blocks_of(const PrefillArgs& args, const Work& w) {
   const int queries_of_block = ROWS / args.group_size;
   return (w.s.queries + queries_of_block - 1) / queries_of_block;

@@ -1,6 +1,6 @@
 // The argument of the prefill kernels, and the items of the workspace.
 //
-// An item is a KV head of a sequence. Items of a pass are numbered in the order in which thread blocks attend them:
+// An item is a KV head of a sequence. Items of a pass are numbered in the order in which thread blocks process them:
 // head by head, the last sequence first.
 #pragma once
 #include "common/codes.cuh"
@@ -31,9 +31,9 @@ struct PrefillArgs {
   float key_norm, value_norm;
   u32 key_sign_bits[8], value_sign_bits[8];
   i32 num_seqs, num_kv_heads, group_size, max_decode_queries, causal, sliding_window;
-  i32 query_blocks, section;  // of the grid: query blocks, and KV heads attended concurrently
-  i32 first_tile, tiles;  // of this pass: the first tile of each sequence, and their number
-  i32 first_rank, ranks;  // of this pass: the first prefilled sequence, and their number
+  i32 query_blocks, section;  // of the grid: query blocks, and KV heads processed concurrently
+  i32 first_tile, tiles;  // for this pass: the first tile of each sequence, and the number of tiles
+  i32 first_rank, ranks;  // for this pass: the first prefilled sequence, and the number of sequences
   i32 first_pass, last_pass;  // HANDS_ON
   i32 blocks;  // FUSED: thread blocks of split-KV (split.cuh); 0: one per work tile
   i32 aligned;  // enum Aligned: tensors that allow 16-byte accesses

@@ -98,7 +98,7 @@ struct PassState {
   }
 };
 
-// Attends the rows of a warpgroup. Its row block b is row block CONSUMERS b + warpgroup of the thread block, so that
+// Attention for the rows of a warpgroup. Its row block b is row block CONSUMERS b + warpgroup of the thread block, so
 // with few rows, the last row blocks of all warpgroups are empty.
 DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rings, u8* operands, int warpgroup,
     int lane) {

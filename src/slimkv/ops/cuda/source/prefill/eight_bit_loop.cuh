@@ -17,7 +17,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   float (&o)[OUTPUTS] = o_of[0];
   const int t = lane & 3;
   Sums sums;
-  u32 p[2][WORDS], large[2];  // of the first and of the second half of a tile
+  u32 p[2][WORDS], large[2];  // for the first and the second half of a tile
   float digits[4], lift[2] = {0.0f, 0.0f};
   bool add = true;  // whether products add to o
   bool lifted = false, needs_rescale = false;

@@ -32,7 +32,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   const int t = lane & 3;
   float s[N];
   u32 p[N / 2], next_p[N / 2];
-  Place place = {0, 0};  // of values
+  Place place = {0, 0};  // the values' place
   const u32 keys = shared_address(rings.keys), values = shared_address(rings.values);
   // Always zero, which the compiler cannot know. Without it, the compiler would write to registers that wgmmas read.
   const u32 none = (u32)args.num_seqs >> 31;
@@ -83,7 +83,7 @@ DEVICE void attend_tiles(const PrefillArgs& args, const Work& w, const Rings& ri
   for (int i = 1;; i++) {
     if constexpr (BLOCKS > 1) step(Constant<0>(), Constant<LAST>(), tile_at(w, i - 1), place, i >= w.count);
     if (i >= w.count) break;
-    const Place next = place.next();  // of keys
+    const Place next = place.next();  // the keys' place
     step(Constant<LAST>(), Constant<0>(), tile_at(w, i), next, BLOCKS == 1 && i + 1 >= w.count);
     place = next;
   }

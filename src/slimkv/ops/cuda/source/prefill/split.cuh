@@ -9,7 +9,7 @@ constexpr int LEAST_SHARE = 512 / STEP;  // tiles; with fewer, the start and the
 struct SplitSequence {
   PrefillSequence s;
   int work_tiles;
-  int tiles;  // of keys, per work tile
+  int tiles;  // tiles of keys per work tile
   DEVICE_MEMBER int splits(int share) const { return max_i32(1, quotient(tiles + share - 1, share)); }
 };
 DEVICE SplitSequence split_sequence_at(const PrefillArgs& args, int i) {

@@ -45,7 +45,7 @@ enum TokenNumber {
   KEY_SCALE,  // the factor of the integer product
   VALUE_SCALE,  // the factor of the value's numbers; INTEGERS: 255 times the scale over the tile's largest
 };
-constexpr float MOST_QUOTIENT = 256.0f;  // of unit / scale
+constexpr float MOST_QUOTIENT = 256.0f;  // largest unit / scale
 constexpr float UNEVEN = 0.25f;  // INTEGERS: a tile is uneven if its smallest scale over its largest is below this
 // Added to a number below 2^22, it leaves the nearest integer in the lowest bits.
 constexpr float MAGIC_FLOAT = 12582912.0f;

@@ -16,7 +16,7 @@ constexpr u32 QUARTERS = 0x34003400;  // 0.25 as halves
 // In powers of two: how far scores may exceed the maximum that the output is relative to.
 constexpr float MOST_ABOVE = 32.0f;
 constexpr float LOWEST = -1e30f;  // the maximum of a row without visible tokens
-constexpr float LEAST_LOG = -15.0f;  // of a value's scale, so that probabilities relative to it fit halves
+constexpr float LEAST_LOG = -15.0f;  // bound on a value's log2 scale, so that probabilities fit halves
 
 typedef RowState Softmax;  // row_max: the earlier maximum that output and sums are relative to
 
@@ -25,7 +25,7 @@ template <int BLOCKS> struct HalfTile {
   i32 s[BLOCKS][SCORES];
   u32 p[BLOCKS][WORDS];
   float most[BLOCKS][2];  // a row's largest score, to which its exponents are relative
-  float scale[BLOCKS][2];  // of its probabilities, relative to row_max
+  float scale[BLOCKS][2];  // the unit of its probabilities, relative to row_max
 
   // s = Q K^T, 16 tokens at a time, so that finished scores need not wait for the rest. At head size 256, 32 dimensions
   // at a time, because the queries of all dimensions would take too many registers.

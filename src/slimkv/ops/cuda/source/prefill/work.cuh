@@ -88,7 +88,7 @@ struct RowState {
   float factor[2];  // turns products into scores
   float shift[2];  // SCORE_SHIFT: added to scores, times cap_factor
   float row_max[2];  // the running maximum that exponents are relative to
-  float row_sum[2];  // of this lane's share of the row, relative to row_max
+  float row_sum[2];  // the sum over this lane's share of the row, relative to row_max
 
   DEVICE_MEMBER float output_factor() const { return 1.0f; }  // from accumulators to sums of probabilities times values
   // SOFTCAP: the capped score of a product x in row r, in units of `unit`.

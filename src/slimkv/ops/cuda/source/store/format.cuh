@@ -71,13 +71,13 @@ struct Format {
       KIND == LLOYD && BITS <= 4 && NARROW && D <= 256;  // rotated as 16-bit integers, not 22-bit ones
   static constexpr int ELEMENT = NARROW ? 2 : 4;
   static constexpr int INNER = D / GROUPS;  // the rotation is a Hadamard matrix of GROUPS times one of INNER
-  static constexpr int SLICES = INNER / 16;  // of a group
+  static constexpr int SLICES = INNER / 16;  // per group
   static constexpr int SPLIT = SLICES / PER;
   static constexpr int LOCAL = PER * GROUPS;  // slices that a warp ends up with
   static constexpr bool ONE_SLICE =
       KIND == LLOYD && BITS > 4 && PER == 1 && SPLIT > 1 && (SPLIT & (SPLIT - 1)) == 0;  // per warp (slices.cuh)
   static constexpr int STEPS = (INNER + 31) / 32;  // MMAs along a group
-  static constexpr int CHUNKS = GROUPS * STEPS;  // of 32 dimensions; a lane loads eight of each
+  static constexpr int CHUNKS = GROUPS * STEPS;  // 32 dimensions each, of which a lane loads eight
   static constexpr int RAW = NARROW ? 4 : 8;  // words of these eight
   static constexpr int TOKENS = VALUES ? 4 : 2;  // per lane
   static constexpr int CELLS = 2 * CELL_ZERO;

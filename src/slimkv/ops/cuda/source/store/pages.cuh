@@ -5,7 +5,7 @@
 // The slots of the tile's tokens. Lanes k and k + 16 have token k's slot.
 struct Slots {
   i64 slot;      // of the lane's token; negative: skip it
-  i64 start;     // of the first token
+  i64 start;     // slot of the first token
   bool aligned;  // the 16 tokens are a tile of a page
 };
 

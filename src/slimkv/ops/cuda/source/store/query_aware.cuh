@@ -76,7 +76,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_codes_of_tile(
   LevelSums<F> sums;
   UNROLL_FOR (int i = 0; i < F::PER; i++) {
     UNROLL_FOR (int q = 0; q < F::GROUPS; q++) {
-      constexpr int BYTES = CODE_WORDS<F> / 2;  // of the codes of two neighbours
+      constexpr int BYTES = CODE_WORDS<F> / 2;  // for the codes of two neighbours
       const int slice = q * F::PER + i, order = i * F::GROUPS + q;
       u32 code[8], nibbles = 0;
       UNROLL_FOR (int j = 0; j < 4; j++) {  // two adjacent dimensions of a token per j

@@ -173,7 +173,7 @@ template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memo
       numbers[4 * i] = as_float(x.x), numbers[4 * i + 1] = as_float(x.y), numbers[4 * i + 2] = as_float(x.z),
                   numbers[4 * i + 3] = as_float(x.w);
     }
-    const u32 before[4] = {errors[0], errors[1], errors[2], errors[3]};  // of slice s + 1
+    const u32 before[4] = {errors[0], errors[1], errors[2], errors[3]};  // errors of slice s + 1
     errors[0] = errors[1] = errors[2] = errors[3] = 0;  // without the newest error, which is a float
     float newest = 0.0f;
     u32 newest_byte = 0;

@@ -44,7 +44,7 @@ template <class F, int W, int SHIFT> DEVICE void store_nibbles(const u8* codes, 
     if constexpr (F::VALUES) at[place.row & 1] = (u8)(bits & keep);
     else *(u16*)at = (u16)(bits & keep);
   }
-  constexpr int BYTES = TAIL * 2 * W;  // of slices that do not fill a word
+  constexpr int BYTES = TAIL * 2 * W;  // for slices that do not fill a word
   if constexpr (TAIL > 0)
     store_plain<W, SHIFT>(codes, 16 * WORDS * SHARE, BYTES, keep, base + 128 * WORDS + (position & 15) * BYTES, lane);
 }
