@@ -75,7 +75,7 @@ def main() -> None:
     """Command-line entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--format", default="k4v4+cal", help="+cal: with --calibration, or one made from the model")
+    parser.add_argument("--format", default="k4v4+cal", help="+cal uses --calibration, or calibrates the model")
     parser.add_argument("--calibration", type=Path, help="a file from slimkv calibrate")
     parser.add_argument("--text", default="shipped")
     parser.add_argument("--windows", type=int, default=16)

@@ -296,7 +296,7 @@ def unknown_setting(name: object, known: list[str]) -> str:
 def _tokens(age: object) -> int:
     """A key of ``age``: a number of tokens, or its digits, because keys in JSON are strings."""
     if isinstance(age, bool) or not (isinstance(age, int) or (isinstance(age, str) and age.isdigit())) or int(age) < 1:
-        raise InputError(f"age has {age!r}, which is not a number of tokens of 1 or more")
+        raise InputError(f"age has {age!r}; a key must be a number of tokens, 1 or more")
     return int(age)
 
 

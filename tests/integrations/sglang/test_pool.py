@@ -124,7 +124,7 @@ def test_nobody_gets_tensors_to_write_past_the_codec(name):
 
 
 def test_a_pool_of_other_shape_than_sized_is_refused():
-    with pytest.raises(UnsupportedError, match="sized 2 of 64 and 64"):
+    with pytest.raises(UnsupportedError, match="planned 2 of 64 and 64"):
         make_pool(["k4v4"], head_num=4)
     with pytest.raises(UnsupportedError, match="builds 2 layers of cache, but planned 1"):
         make_pool(["k4v4"], layer_num=2)

@@ -201,7 +201,7 @@ def test_steps_are_causal_or_wholly_both_ways():
     assert step([4, 4], [9, 9], few=4).causal
     assert not step([4, 4], [9, 9], few=4, causal=False).causal, "a drafter of blocks"
     for refused in ({"causal": torch.tensor([True, False])}, {"causal": False, "sharing": DCPConfig(2, 1, 1)}):
-        with pytest.raises(UnsupportedError, match="mixes them"):
+        with pytest.raises(UnsupportedError, match="mixes the two"):
             step([4, 4], [9, 9], few=4, **refused)
 
 

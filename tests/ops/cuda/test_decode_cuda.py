@@ -297,7 +297,7 @@ def test_a_workspace_that_is_too_small_is_refused():
         (replace(TINY, dim=272), "key head size 272 is beyond 256"),
         (replace(TINY, group=65), "65 query heads per KV head with"),
         (replace(TINY, dim=256, group=49), "49 query heads per KV head with"),
-        (replace(TINY, fresh=True), "codes only, not fresh K and V"),
+        (replace(TINY, fresh=True), "codes only, not to fresh K and V"),
         (replace(TINY, dim=16, lens=(40,), queries=(33,)), "prefill at head sizes 16/16 is beyond the Triton kernels"),
     ],
     ids=str,

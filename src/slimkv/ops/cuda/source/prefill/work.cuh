@@ -124,7 +124,7 @@ DEVICE bool find_queries(const PrefillArgs& args, int lane, Work& w) {
   const int heads = min_i32(args.section, args.num_kv_heads - section * args.section);
   const int block = args.query_blocks - 1 - inside / heads;
   w.head = section * args.section + inside % heads;
-  // The last sequence whose blocks begin at or before this one; the number of prefilled sequences up to it, and of all.
+  // The last sequence whose blocks begin at or before this one; the numbers of prefilled sequences up to it and in all.
   u32 begun = 0, prefilled = 0, prefilled_of_all = 0;
   PrefillSequence own = {0, 0, 0, 0};  // the last sequence read by the lane
 #pragma unroll 2

@@ -1,5 +1,5 @@
 // Few tokens with 22-bit integers: one warp per slice of a tile. Every thread computes the digits of eight values, and
-// all warps multiply them from shared memory. Nothing is computed twice, because code that runs once takes longer to
+// all warps read them from shared memory. Nothing is computed twice, because code that runs once takes longer to
 // fetch than to execute. Warps of 64 registers fit beside a block of the decode kernel, which may start meanwhile.
 #pragma once
 #include "store/rotate.cuh"
