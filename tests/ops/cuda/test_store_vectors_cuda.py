@@ -145,9 +145,9 @@ def test_rows_may_start_anywhere_on_a_gpu(device):
 def test_what_it_does_not_take_is_named():
     for case, reason in (
         (Case(format="k4vu4", dim=384), "not u4; triton stores uniform codes"),
-        (Case(format="krawbf16v4", dim=128), "beyond 256; triton"),
+        (Case(format="krawbf16v4", dim=128), "above 256; use backend='triton'"),
         (Case(format="k4v4", dim=576), "up to 512, not 576"),
-        (Case(format="k4v4", dim=272, value_dim=512), "does not take a head size of 272"),
+        (Case(format="k4v4", dim=272, value_dim=512), "does not support a head size of 272"),
         (Case(page=1), "blocks of 1 token"),
     ):
         key, value, slots, pages, codec = build(case, CPU)
