@@ -102,7 +102,15 @@ def test_layers_without_statistics_learn_their_offset():
     assert model.matrices(1, codec, 4) is None
     assert not model.layer_offset(1, codec.spec, 4, CPU).known
     assert not model.layer_offset(None, codec.spec, 4, CPU).known
-    assert not served(center_keys=False).centres(codec.spec)
+    assert served(center_keys=False).layer_offset(0, codec.spec, 4, CPU) is None
+
+
+def test_engines_that_exchange_pages_learn_no_offset():
+    model, spec = served(make()), Codec.from_format("k4v4", 16).spec
+    assert model.layer_offset(0, spec, 4, CPU, exchanged=True).known
+    assert model.layer_offset(1, spec, 4, CPU, exchanged=True) is None
+    assert model.whole_offset(0, spec) is not None
+    assert model.whole_offset(1, spec) is model.whole_offset(None, spec) is None
 
 
 @pytest.mark.parametrize(

@@ -131,21 +131,30 @@ class ServedModel:
         """Whether keys stored as ``spec`` are centred."""
         return self.settings.center_keys and wants_offset(spec)
 
-    def calibrated_offset(self, layer: int | None, codec: Codec, held: int) -> Tensor | None:
-        """The calibration's key offset of this rank's ``held`` KV heads, on the codec's device."""
-        known = self.calibration
-        if known is None or layer is None or layer not in known.layers:
-            return None
-        return known.key_offset(layer, codec, self._heads(layer, held))
-
-    def layer_offset(self, layer: int | None, spec: CodecSpec, held: int, device: torch.device) -> LayerOffset:
+    def layer_offset(
+        self, layer: int | None, spec: CodecSpec, held: int, device: torch.device, *, exchanged: bool = False
+    ) -> LayerOffset | None:
         """The key offset of a layer: from the calibration, from an earlier process, or learned from the first prompt.
 
-        ``layer``: its number; None for a drafter's layer, whose offset is learned anew in every process.
+        None if keys are not centred. ``layer``: its number; None for a drafter's layer, whose offset is learned anew in
+        every process. ``exchanged``: engines that exchange pages must subtract the same vectors, so only the
+        calibration's are used.
         """
-        codec = shared_codec(spec, device)
-        known = self.calibrated_offset(layer, codec, held)
-        if known is not None:
-            return LayerOffset(held, codec, known)
+        if not self.centres(spec):
+            return None
+        codec, known = shared_codec(spec, device), self.calibration
+        if known is not None and layer is not None and layer in known.layers:
+            offset = known.key_offset(layer, codec, self._heads(layer, held))
+            if offset is not None:
+                return LayerOffset(held, codec, offset)
+        if exchanged:
+            return None
         path = None if layer is None or self.random_weights else kept_path(self.name, layer, spec, *self.ranks())
         return LayerOffset.kept(path, held, codec)
+
+    def whole_offset(self, layer: int | None, spec: CodecSpec) -> Tensor | None:
+        """The calibrated key offset of all KV heads of a layer, on the CPU; None without one."""
+        known = self.calibration
+        if known is None or layer is None or layer not in known.layers or not self.centres(spec):
+            return None
+        return known.key_offset(layer, shared_codec(spec, torch.device("cpu")))

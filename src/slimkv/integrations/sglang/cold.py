@@ -77,8 +77,7 @@ def band_codecs(pool: Any, model: ServedModel) -> list[BandCodec]:
         HotCache(*(side.unflatten(0, (-1, pool.page_size)) for side in pair))
         for pair in zip(cache.buffers.k, cache.buffers.v, strict=True)
     ]
-    device, centres = caches[0].device, model.centres(spec)
-    offsets = [model.layer_offset(x.number, spec, heads, device) if centres else None for x in layers]
+    offsets = [model.layer_offset(x.number, spec, heads, caches[0].device) for x in layers]
     size = next(n for n in range(MAX_BAND_LAYERS, 0, -1) if len(layers) % n == 0)
     return [
         BandCodec(model, Band(tuple(layers[at]), layout, 1, 0), caches[at], offsets[at], cache.dtype, positions=False)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from slimkv import ops
-from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.layer import ServedLayer
 from slimkv.integrations.serving.model import shared_codec
@@ -160,12 +159,7 @@ class SlimKVPool(PackedPool, compat.MHATokenToKVPool):
     def _served(self, pages: LayerPages) -> ServedLayer:
         model, spec, held = self.plan.model, pages.layout.spec, pages.num_kv_heads
         codec = shared_codec(spec, self._slab.device)
-        offset = None
-        if model.centres(spec) and not self.plan.transfers:
-            offset = model.layer_offset(pages.layer, spec, held, codec.device)
-        elif model.centres(spec):  # engines that exchange pages must subtract the same vectors
-            known = model.calibrated_offset(pages.layer, codec, held)
-            offset = None if known is None else LayerOffset(held, codec, known)
+        offset = model.layer_offset(pages.layer, spec, held, codec.device, exchanged=self.plan.transfers)
         matrices = model.matrices(pages.layer, codec, held)
         return ServedLayer(codec, matrices, offset, self.plan.config.backend)
 

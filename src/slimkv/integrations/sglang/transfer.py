@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from slimkv.calibration.identity import weights_digest
 from slimkv.errors import InputError
-from slimkv.integrations.serving.model import shared_codec
 from slimkv.integrations.sglang.compat import attention_tp, logger
 from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
 from slimkv.wire.fingerprint import Fingerprint, LayerFingerprint
@@ -49,8 +46,5 @@ def fingerprint(runner: Any, plan: CachePlan) -> Fingerprint:
 
 
 def _layer(pages: LayerPages, plan: CachePlan, heads: int, dtype: str) -> LayerFingerprint:
-    spec, known = pages.layout.spec, plan.model.calibration
-    offset = None
-    if known is not None and pages.layer in known.layers and plan.model.centres(spec):
-        offset = known.key_offset(pages.layer, shared_codec(spec, torch.device("cpu")))
-    return LayerFingerprint.of(pages.layer, spec, heads, dtype, key_offset=offset)
+    spec = pages.layout.spec
+    return LayerFingerprint.of(pages.layer, spec, heads, dtype, key_offset=plan.model.whole_offset(pages.layer, spec))

@@ -21,7 +21,7 @@ from slimkv.integrations.vllm import compat
 from slimkv.integrations.vllm.connectors import wants_cross_layer_blocks
 from slimkv.integrations.vllm.context_parallel import attend_shards
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
-from slimkv.integrations.vllm.model import find_layer, guard_of, layer_offset, layer_spec, served_model, whole_offset
+from slimkv.integrations.vllm.model import find_layer, guard_of, layer_offset, layer_spec, served_model
 from slimkv.integrations.vllm.page_sizes import PREFERRED_DENSE_BLOCK, backend_for_spec, supports_head_size
 from slimkv.integrations.vllm.refusals import check_cache_dtype, check_engine, refuse
 from slimkv.integrations.vllm.settings import parse
@@ -193,9 +193,7 @@ class SlimKVImpl(compat.AttentionImpl):
 
     def whole_key_offset(self) -> Tensor | None:
         """The key offset of all ranks' KV heads, for fingerprints."""
-        if self._number is None or self._spec is None:
-            return None
-        return whole_offset(self._model, self._number, self._spec)
+        return None if self._spec is None else self._model.whole_offset(self._number, self._spec)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,

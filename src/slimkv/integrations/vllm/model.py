@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from slimkv.calibration.guard import Guard
 from slimkv.calibration.learned_offset import LayerOffset
 from slimkv.config import KVCacheConfig
 from slimkv.errors import UnsupportedError
 from slimkv.formats import AUTO, CALIBRATED
-from slimkv.integrations.serving.model import ServedModel, shared_codec
+from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.vllm.compat import layer_number, logger, tensor_parallel_rank
 from slimkv.integrations.vllm.connectors import pages_leave_the_engine
 from slimkv.integrations.vllm.settings import parse
@@ -78,32 +77,16 @@ def layer_spec(
 def layer_offset(
     model: ServedModel, vllm_config: Any, layer: int | None, spec: CodecSpec, held: int, device: torch.device
 ) -> LayerOffset | None:
-    """``ServedModel.layer_offset``; None if keys are not centred. Engines that exchange pages take offsets from the
-    calibration only, because that can be shared.
-    """
-    if not model.centres(spec):
-        return None
-    if not pages_leave_the_engine(vllm_config):
-        return model.layer_offset(layer, spec, held, device)
-    codec = shared_codec(spec, device)
-    known = model.calibrated_offset(layer, codec, held)
-    if known is not None:
-        return LayerOffset(held, codec, known)
-    if id(vllm_config) not in _told:
+    """``ServedModel.layer_offset``; warns once if keys are not centred because pages leave the engine."""
+    exchanged = pages_leave_the_engine(vllm_config)
+    found = model.layer_offset(layer, spec, held, device, exchanged=exchanged)
+    if found is None and exchanged and model.centres(spec) and id(vllm_config) not in _told:
         _told[id(vllm_config)] = vllm_config
         logger.warning(
             "slimkv: keys are not centred, which costs accuracy. Engines that exchange pages must subtract the same "
             "vectors: run slimkv calibrate MODEL once and give every engine the file (calibration)."
         )
-    return None
-
-
-def whole_offset(model: ServedModel, layer: int, spec: CodecSpec) -> Tensor | None:
-    """The calibrated key offset of all KV heads of a layer, on the CPU; None without one."""
-    known = model.calibration
-    if known is None or layer not in known.layers or not model.centres(spec):
-        return None
-    return known.key_offset(layer, shared_codec(spec, torch.device("cpu")))
+    return found
 
 
 def guard_of(max_score_error: float, vllm_config: Any) -> Guard:

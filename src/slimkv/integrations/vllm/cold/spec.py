@@ -26,7 +26,7 @@ from slimkv.integrations.vllm.cold.layers import HotCache, find_layers
 from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.integrations.vllm.compat import layer_number, logger
 from slimkv.integrations.vllm.connectors import WEIGHTS, all_heads, engine_weights
-from slimkv.integrations.vllm.model import layer_offset, served_model, whole_offset
+from slimkv.integrations.vllm.model import layer_offset, served_model
 from slimkv.integrations.vllm.settings import BATCH_INVARIANT, batch_invariant
 from slimkv.spec import LatentSpec
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
@@ -175,7 +175,7 @@ def _fingerprint(vllm_config: Any, served: ServedModel, layers: Sequence[ColdLay
         if number is None:
             raise UnsupportedError(f"{layer.name} has no layer number: its blocks cannot be told from others in files")
         heads = 1 if isinstance(layer.spec, LatentSpec) else all_heads(vllm_config, layer.module)
-        offset = None if layer.number is None else whole_offset(served, number, layer.spec)
+        offset = served.whole_offset(layer.number, layer.spec)
         window = getattr(layer.module, "sliding_window", None)
         found.append(LayerFingerprint.of(number, layer.spec, heads, dtype, window, offset))
     return Fingerprint.of(
