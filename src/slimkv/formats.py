@@ -1,7 +1,4 @@
-"""Formats: how the values of K or V become codes, and how formats are named.
-
-A width is stored as *planes* of 1, 2, 4, 8, 16 or 32 bits (3 = 2 + 1, 5 = 4 + 1, ...), low bits first.
-"""
+"""Formats: how the values of K or V become codes, and how formats are named."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from enum import StrEnum
 from slimkv.arguments import typed_fields
 from slimkv.errors import SpecError
 
+# The widths of the planes of a width (``slimkv.spec``), low bits first.
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,), 16: (16,), 32: (32,)}
 RAW_DTYPES = {"bfloat16": 16, "float16": 16, "float32": 32}
 _RAW_NAMES = {"bfloat16": "rawbf16", "float16": "rawfp16", "float32": "rawfp32"}

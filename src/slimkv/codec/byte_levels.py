@@ -26,6 +26,12 @@ def e4m3(x: np.ndarray) -> np.ndarray:
     return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).to(torch.float8_e4m3fn).double().numpy()
 
 
+def byte_words(entries: list[int], *, signed: bool = False) -> tuple[int, int]:
+    """The first eight of these bytes as two words; missing ones are zeros."""
+    low, high = (bytes([*entries, *[0] * 8])[at : at + 4] for at in (0, 4))
+    return int.from_bytes(low, "little", signed=signed), int.from_bytes(high, "little", signed=signed)
+
+
 @dataclass(frozen=True)
 class ByteLevels:
     """The levels of one codebook, by code."""

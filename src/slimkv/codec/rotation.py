@@ -109,6 +109,7 @@ def sign_bits(dim: int, seed: int) -> np.ndarray:
     return np.where(state & np.uint64(1), 1, -1).astype(np.int64)
 
 
+@cache
 def sign_words(dim: int, seed: int) -> tuple[int, ...]:
     """``sign_bits`` as 32-bit words; a set bit is -1."""
     negative = sum(1 << i for i, sign in enumerate(sign_bits(dim, seed).tolist()) if sign < 0)

@@ -48,6 +48,17 @@ def check_lse(lse: Tensor | None, total: int, heads: int, device: torch.device) 
         raise InputError(f"lse must be contiguous float32 [{total}, {heads}] on {device}, not {describe(lse)}")
 
 
+def workspace_of(given: Tensor | None, need: int, device: torch.device) -> Tensor:
+    """A workspace of at least ``need`` bytes: ``given``, checked, or a new one on ``device``."""
+    if given is None:
+        return torch.empty(need, dtype=torch.uint8, device=device)
+    if given.dtype != torch.uint8 or given.numel() < need or not given.is_contiguous() or given.data_ptr() % 16:
+        raise InputError(
+            f"workspace must be contiguous uint8 of at least {need} bytes, 16-byte aligned; it has {given.numel()}"
+        )
+    return given
+
+
 def check_slots(name: str, slots: Tensor, device: torch.device) -> None:
     """Raises unless ``slots`` is int32 or int64 [tokens] on ``device``."""
     if slots.ndim != 1 or slots.dtype not in INTEGERS or slots.device != device:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimkv.arguments import describe, typed
+from slimkv.arguments import typed
 from slimkv.errors import InputError
+from slimkv.ops.checks import check_pair
 
 
 @typed
 def merge_attention_states(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
     """Merges (output [..., dim], log-sum-exp [...]) of two key sets to float32 [..., dim]; ``other`` may be empty."""
     for name, given in (("one", one), ("other", other)):
-        if len(given) != 2 or not all(isinstance(x, Tensor) for x in given):
-            raise InputError(f"{name} must be a pair of tensors, an output and its log-sum-exp, not {describe(given)}")
+        check_pair(name, given, "an output and its log-sum-exp")
         if given[0].shape[:-1] != given[1].shape or given[0].shape != one[0].shape:
             raise InputError(
                 f"{name} has an output {list(given[0].shape)} and a log-sum-exp {list(given[1].shape)}; outputs "

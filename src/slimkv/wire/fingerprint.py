@@ -24,6 +24,8 @@ from slimkv.errors import CorruptDataError, InputError
 from slimkv.spec import LAYOUT_VERSION, CodecSpec, Kind, PageLayout, parse_spec
 
 VERSION = 3
+# The fields of ``Fingerprint`` that JSON holds as they are.
+_PLAIN_FIELDS = ("block_size", "seed", "dtype", "weights", "layout_version", "codebook")
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,7 @@ class Fingerprint:
         """One line of JSON, identical for equal fingerprints."""
         fields = {
             "version": VERSION,
-            "layout_version": self.layout_version,
-            "codebook": self.codebook,
-            "block_size": self.block_size,
-            "seed": self.seed,
-            "dtype": self.dtype,
-            "weights": self.weights,
+            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             "model": dict(self.model),
             "layers": [list(astuple(x)) for x in self.layers],
         }
@@ -117,14 +114,9 @@ class Fingerprint:
                     f"{where} has a fingerprint of version {given['version']}; this slimkv reads version {VERSION}"
                 )
             found = cls(
-                tuple(LayerFingerprint(*layer) for layer in given["layers"]),
-                given["block_size"],
-                given["seed"],
-                given["dtype"],
-                tuple(sorted(given["model"].items())),
-                given["weights"],
-                given["layout_version"],
-                given["codebook"],
+                layers=tuple(LayerFingerprint(*layer) for layer in given["layers"]),
+                model=tuple(sorted(given["model"].items())),
+                **{name: given[name] for name in _PLAIN_FIELDS},
             )
             found._check_fields()
             return found

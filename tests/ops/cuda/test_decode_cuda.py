@@ -286,7 +286,7 @@ def test_a_workspace_that_is_too_small_is_refused():
     built = build(TINY, CPU)
     out, lse = poisoned_out(TINY, built)
     request = captured(request_of(built, out, lse, torch.empty(1000, dtype=torch.uint8)))
-    with pytest.raises(InputError, match="workspace must be uint8 with at least"):
+    with pytest.raises(InputError, match="workspace must be contiguous uint8 of at least"):
         attend_cuda.attend_packed(request, SMALL_GPU, launch)
 
 

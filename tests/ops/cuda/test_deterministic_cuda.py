@@ -78,13 +78,13 @@ class Cache:
     def generated(self, *calls, gpu=SMALL_GPU) -> list[torch.Tensor]:
         """The output and log-sum-exp of each call, concatenated."""
         request = self.request(calls, False)
-        assert prefill.most_packed_queries(request) == request.max_query_len
+        assert prefill_config.most_packed_queries(request) == request.max_query_len
         decode.attend_packed(request, gpu, launch_decode, request.max_query_len)
         return rows_of(request, calls)
 
     def prompts(self, *calls, budget=prefill.WORKSPACE_BYTES) -> list[torch.Tensor]:
         request = self.request(calls, True)
-        assert prefill.most_packed_queries(request) == 0
+        assert prefill_config.most_packed_queries(request) == 0
         prefill.attend_prefill(request, launch_prefill, budget, most_queries=0)
         return rows_of(request, calls)
 

@@ -166,7 +166,7 @@ def test_parts_and_workspace(format, heads):
     case = Case(format=format, heads=heads, page=64, lens=(700, 3, 130), queries=(1, 1, 1))
     need = latent_cuda.workspace_bytes(case.layout, 3, 3, heads, 1, SMALL)
     attend_and_check(case, SMALL, workspace=torch.empty(need, dtype=torch.uint8))
-    with pytest.raises(InputError, match="the workspace must be contiguous uint8 of at least"):
+    with pytest.raises(InputError, match="workspace must be contiguous uint8 of at least"):
         attend_and_check(case, SMALL, workspace=torch.empty(64, dtype=torch.uint8))
 
 

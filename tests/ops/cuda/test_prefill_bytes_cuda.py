@@ -77,7 +77,7 @@ def attended(case: Case, device, launch, budget, config) -> tuple[Built, AttendR
     """A request that has run, and the reference's output and log-sum-exps."""
     built = build(case, device)
     request = request_in_bytes(built, *poisoned_out(case, built))
-    assert prefill_cuda.eight_bit_refusal(request) is None
+    assert prefill_config.eight_bit_refusal(request) is None
     request.run(SimpleNamespace(run=lambda r: prefill_cuda.attend_prefill(r, launch, budget, config)))
     want, want_lse = poisoned_out(replace(case, out_dtype="fp32"), built)
     ops.attend(**built.arguments(options=request.options), out=want, lse=want_lse, backend="reference")
@@ -254,7 +254,7 @@ def test_a_query_that_is_not_a_number_gives_nan_to_its_row_only():
 )
 def test_what_it_does_not_do_is_named(case, reason):
     built = build(case, CPU)
-    assert reason in prefill_cuda.eight_bit_refusal(request_in_bytes(built, *poisoned_out(case, built)))
+    assert reason in prefill_config.eight_bit_refusal(request_in_bytes(built, *poisoned_out(case, built)))
 
 
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])

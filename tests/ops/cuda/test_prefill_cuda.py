@@ -42,7 +42,7 @@ def attend_and_check(
     built = build(case, device)
     out, lse = poisoned_out(case, built)
     request = request_of(built, out, lse)
-    assert prefill_cuda.refusal(request) is None
+    assert prefill_config.refusal(request) is None
     config = config or config_of(case.format, case.dim)
     request.run(SimpleNamespace(run=lambda request: prefill_cuda.attend_prefill(request, launch, budget, config)))
     check_rows(built, out, lse, lambda count: count > MAX_DECODE_QUERIES)  # shorter ones are decoded
@@ -236,7 +236,7 @@ def test_what_no_query_sees_changes_no_bit(format, softcap, unpack, poison):
 )
 def test_what_it_does_not_do_is_named(case, reason):
     built = build(case, CPU)
-    assert reason in prefill_cuda.refusal(request_of(built, *poisoned_out(case, built)))
+    assert reason in prefill_config.refusal(request_of(built, *poisoned_out(case, built)))
 
 
 WARP_CASES = [

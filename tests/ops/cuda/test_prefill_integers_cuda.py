@@ -149,7 +149,7 @@ def test_a_gpu_without_fast_integers_is_refused(monkeypatch):
     monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of(NAMED["b300"], 2))
     built = build(SHORT, CPU)
     request = request_in_bytes(built, *poisoned_out(SHORT, built))
-    assert "integers" in prefill_cuda.eight_bit_refusal(request)
+    assert "integers" in prefill_config.eight_bit_refusal(request)
 
 
 BIG = replace(SHORT, dim=128, lens=(700, 33, 1500), queries=(300, 33, 70), num_kv_heads=2, group=4)

@@ -128,6 +128,11 @@ class AttendRequest:
         seen = self.options.softcap > 0 or self.options.sinks is not None or self.lse is not None
         return self.key_offset is not None and seen
 
+    @property
+    def sink_stride(self) -> int:
+        """The stride of the sinks between queries: 0, unless centred keys make them differ by query."""
+        return 0 if self.sinks is None or self.sinks.ndim == 1 else self.sinks.stride(0)
+
     def sinks_of(self, rows: slice) -> Tensor | None:
         """The sinks of these queries: float32 [num_heads] or [queries, num_heads]; None without sinks."""
         return self.sinks if self.sinks is None or self.sinks.ndim == 1 else self.sinks[rows]

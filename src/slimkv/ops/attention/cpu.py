@@ -46,7 +46,7 @@ def _call(request: AttendRequest) -> Call:
         total_queries=request.query.shape[0], heads=request.query.shape[1], causal=options.causal,
         window=options.sliding_window or 0, softmax_scale=request.softmax_scale, softcap=options.softcap,
         sinks=None if sinks is None else sinks.data_ptr(),
-        sink_stride=0 if sinks is None or sinks.ndim == 1 else sinks.stride(0),
+        sink_stride=request.sink_stride,
         score_shift=None if shift is None else shift.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(),
     )  # fmt: skip

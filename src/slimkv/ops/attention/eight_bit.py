@@ -21,7 +21,6 @@ GPUs without warpgroup MMA multiply integers in both products (docs/design/eight
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +31,9 @@ from slimkv.codec.byte_levels import E4M3_LARGEST, MOST_BITS, byte_levels
 from slimkv.codec.pack import take_tokens
 from slimkv.codec.scale16 import SMALLEST_NORMAL, decode_unsigned
 from slimkv.ops.attention.api import AttendRequest
+from slimkv.ops.cuda.constants import LOG2E
 from slimkv.spec import CodecSpec, Kind, PageLayout
 
-LOG2E = math.log2(math.e)
 TILE = 128
 LEAST_VALUE = 2.0**-12  # relative to the power of two above the largest scale of a tile
 MOST_QUOTIENT = 256.0  # the largest ``unit`` / scale in _with_two_digits

@@ -104,8 +104,3 @@ def device_of(device: torch.device) -> Device:
     )
     name = os.environ.get(AS_DEVICE)
     return held_to(record, name, capability) if name else record
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 2 for a CPU, where tests run the kernels."""
-    return device_of(device).multiprocessors

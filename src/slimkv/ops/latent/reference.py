@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,11 +26,7 @@ def supports(request: LatentRequest) -> str | None:
 
 def run(request: LatentRequest) -> None:
     """See ``slimkv.ops.attend_latent``."""
-    attend_decoded(request, _decode)
-
-
-def _decode(pages: Tensor, slots: Tensor, codec: Codec, layout: PageLayout) -> tuple[Tensor, Tensor]:
-    return decode_slots(pages, slots, codec, layout, rotated=True)
+    attend_decoded(request, partial(decode_slots, rotated=True))
 
 
 def attend_decoded(request: LatentRequest, decode: DecodeTokens) -> None:

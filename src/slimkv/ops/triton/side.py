@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from slimkv.codec.byte_levels import byte_words
 from slimkv.codec.codebook import codebook
 from slimkv.spec import Kind, SideLayout
 
@@ -57,5 +58,4 @@ def byte_table(levels_by_code: list[float], bits: int) -> tuple[int, int]:
     """The 8 entries of the centroid table as two int32: entry i is 0xFF ^ (64 + magnitude_i - 0.5)."""
     half = 1 << (bits - 1)
     entries = [0xFF ^ (64 + int(levels_by_code[half + min(i, half - 1)] - 0.5)) for i in range(8)]
-    first, second = (int.from_bytes(bytes(entries[at : at + 4]), "little", signed=True) for at in (0, 4))
-    return first, second
+    return byte_words(entries, signed=True)

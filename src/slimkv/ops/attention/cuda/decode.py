@@ -24,7 +24,7 @@ from slimkv.ops.attention.api import (
     AttendOptions,
     AttendRequest,
 )
-from slimkv.ops.attention.cuda import prefill
+from slimkv.ops.attention.cuda import prefill, prefill_config
 from slimkv.ops.attention.cuda.decode_config import (
     FEW_VERIFIED_ROWS,
     SPLIT_TOKENS,
@@ -41,6 +41,7 @@ from slimkv.ops.attention.cuda.decode_config import (
 )
 from slimkv.ops.attention.cuda.decode_defines import kernel_defines
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
+from slimkv.ops.checks import workspace_of
 from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E
 from slimkv.ops.cuda.device import Device, device_of
@@ -94,7 +95,7 @@ def supports(request: AttendRequest) -> str | None:
         )
     refusal = _refusal(request.layout)
     if refusal is None and request.must_be_eight_bit:
-        refusal = prefill.eight_bit_refusal(request)
+        refusal = prefill_config.eight_bit_refusal(request)
     if refusal is None and request.options.deterministic:
         return _deterministic_refusal(request)
     if refusal is None and _config(request) is None:
@@ -104,9 +105,9 @@ def supports(request: AttendRequest) -> str | None:
 
 def _deterministic_refusal(request: AttendRequest) -> str | None:
     """Why these kernels cannot make the request's results deterministic, or None."""
-    most, device = prefill.most_packed_queries(request), request.pages.device
+    most, device = prefill_config.most_packed_queries(request), request.pages.device
     if request.max_query_len > most:
-        if (reason := prefill.refusal(request)) is not None:
+        if (reason := prefill_config.refusal(request)) is not None:
             return f"it does not attend to these prompts deterministically: {reason}; use backend='reference'"
     bound = bound_of(request.layout, request.options.sliding_window)
     if most and deterministic_config(device_of(device), request.layout, request.group, 1, bound) is None:
@@ -142,11 +143,11 @@ def run(request: AttendRequest) -> None:
     """See ``slimkv.ops.attend``."""
     if request.query.shape[0] == 0 or request.max_query_len == 0:
         return
-    most_queries = prefill.most_packed_queries(request)
+    most_queries = prefill_config.most_packed_queries(request)
     if 0 < most_queries >= request.min_query_len:
         attend_packed(request, device_of(request.query.device), _launcher(request.query.device), most_queries)
     if request.max_query_len > most_queries:
-        if prefill.refusal(request) is None:
+        if prefill_config.refusal(request) is None:
             prefill.attend_prefill(request, prefill.launcher(request.query.device), most_queries=most_queries)
             return
         from slimkv.ops.attention.triton.launch import attend_prefill
@@ -156,7 +157,7 @@ def run(request: AttendRequest) -> None:
 
 def plan(request: AttendRequest) -> Callable[[Tensor, Tensor, Tensor], None] | None:
     """A function (query, out, seq_lens) that repeats the request with other tensors; None if empty or prefill."""
-    if request.query.shape[0] == 0 or not 0 < request.max_query_len <= prefill.most_packed_queries(request):
+    if request.query.shape[0] == 0 or not 0 < request.max_query_len <= prefill_config.most_packed_queries(request):
         return None
     device = request.query.device
     call = _prepare(request, device_of(device), max(MAX_DECODE_QUERIES, request.max_query_len))
@@ -176,15 +177,8 @@ def attend_packed(
     request: AttendRequest, device: Device, launch: Launcher, most_queries: int = MAX_DECODE_QUERIES
 ) -> None:
     """Attention of up to ``most_queries`` queries per sequence: one launch, and with split-KV another one to merge."""
-    call, workspace = _prepare(request, device, most_queries), request.workspace
-    if workspace is None:
-        workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=request.query.device)
-    elif workspace.numel() < call.workspace_bytes or workspace.dtype != torch.uint8 or workspace.data_ptr() % 16:
-        raise InputError(
-            f"workspace must be uint8 with at least {call.workspace_bytes} bytes on a 16-byte boundary, "
-            f"not {workspace.dtype} with {workspace.numel()}"
-        )
-    call.launch(workspace, launch)
+    call = _prepare(request, device, most_queries)
+    call.launch(workspace_of(request.workspace, call.workspace_bytes, request.query.device), launch)
 
 
 @dataclass(frozen=True)
@@ -276,7 +270,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
     args.value_norm = value.orthonormal
     args.out, args.out_stride, args.out_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
     args.sinks = None if sinks is None else sinks.data_ptr()
-    args.sink_stride = 0 if sinks is None or sinks.ndim == 1 else heads
+    args.sink_stride = request.sink_stride
     args.score_shift = None if shift is None else shift.data_ptr()
     args.lse = None if request.lse is None else request.lse.data_ptr()
     args.scale, args.softcap = request.softmax_scale * LOG2E, options.softcap * LOG2E
@@ -311,12 +305,12 @@ def _plan(
         return None
     spec = layout.spec
     args = Args(
-        key_table=tuple(level_bytes(spec.key, spec.key_dim)),
-        value_table=tuple(level_bytes(spec.value, spec.value_dim)),
-        key_sign_bits=tuple(sign_words(spec.key_dim, spec.seed)),
-        value_sign_bits=tuple(sign_words(spec.value_dim, spec.seed)),
-        key_core=tuple(core_words(spec.key_dim, True)),
-        value_core=tuple(core_words(spec.value_dim, False)),
+        key_table=level_bytes(spec.key, spec.key_dim),
+        value_table=level_bytes(spec.value, spec.value_dim),
+        key_sign_bits=sign_words(spec.key_dim, spec.seed),
+        value_sign_bits=sign_words(spec.value_dim, spec.seed),
+        key_core=core_words(spec.key_dim, True),
+        value_core=core_words(spec.value_dim, False),
     )  # fmt: skip
     defines = kernel_defines(layout, config, DTYPE_NUMBERS[q_dtype], DTYPE_NUMBERS[out_dtype], window, softcap)
     return Plan(config, defines, shared_bytes(layout, config), args)

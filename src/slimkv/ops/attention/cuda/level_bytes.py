@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from slimkv.codec.byte_levels import byte_words
 from slimkv.codec.codebook import codebook
 from slimkv.spec import Kind, TensorFormat
 
@@ -13,19 +14,14 @@ def in_bytes(fmt: TensorFormat) -> bool:
     return fmt.kind == Kind.UNIFORM or (fmt.kind == Kind.LLOYD and fmt.bits <= 4)
 
 
-def _words(entries: list[int]) -> tuple[int, int]:
-    padded = [entries[min(i, len(entries) - 1)] & 0xFF for i in range(8)]
-    return sum(b << 8 * i for i, b in enumerate(padded[:4])), sum(b << 8 * i for i, b in enumerate(padded[4:]))
-
-
 @lru_cache(maxsize=64)
 def level_bytes(fmt: TensorFormat, dim: int) -> tuple[int, int]:
     """Two words of bytes b = level + 63.5, by code; at 4 bits x by magnitude, b = x ^ 0xFF (positive) or x ^ 0x80."""
     if not in_bytes(fmt) or fmt.bits > 4:
         return 0, 0
     if fmt.kind == Kind.UNIFORM:
-        return _words(list(range(8)))
+        return byte_words(list(range(8)))
     levels = codebook(fmt.bits, dim).levels_by_code.tolist()
     if fmt.bits == 4:
-        return _words([0xFF ^ int(level + 63.5) for level in levels[8:]])
-    return _words([int(level + 63.5) for level in levels])
+        return byte_words([0xFF ^ int(level + 63.5) for level in levels[8:]])
+    return byte_words([int(level + 63.5) for level in levels + levels[-1:] * 6])

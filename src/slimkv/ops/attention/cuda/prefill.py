@@ -17,18 +17,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from slimkv.codec.byte_levels import MOST_BITS, byte_levels
+from slimkv.codec.byte_levels import MOST_BITS, byte_levels, byte_words
 from slimkv.codec.rotation import sign_words
 from slimkv.ops.attention.api import MAX_DECODE_QUERIES, NO_WINDOW, AttendOptions, AttendRequest
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
-from slimkv.ops.attention.cuda.prefill_config import (
-    config_for,
-    eight_bit_refusal,
-    most_packed_queries,
-    reachable,
-    refusal,
-    splits,
-)
+from slimkv.ops.attention.cuda.prefill_config import config_for, reachable, splits
 from slimkv.ops.attention.cuda.prefill_defines import ATTEND, UNPACK, PrefillConfig, attend_defines, unpack_defines
 from slimkv.ops.attention.cuda.prefill_workspace import (
     WORKSPACE_BYTES,
@@ -40,17 +33,9 @@ from slimkv.ops.attention.cuda.prefill_workspace import (
 )
 from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, LOG2E
-from slimkv.ops.cuda.device import Device, multiprocessors
+from slimkv.ops.cuda.device import Device, device_of
 from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
-
-__all__ = [
-    "attend_prefill",
-    "eight_bit_refusal",
-    "launcher",
-    "most_packed_queries",
-    "refusal",
-]
 
 _CACHED_BYTES = 32 << 20  # unpacked K and V that concurrent blocks may share in the L2 cache
 
@@ -75,7 +60,7 @@ def attend_prefill(
     if config.fused:
         attend.start_split() if splits(request, config, most_queries) > 1 else attend.start()
     elif config.ahead:
-        plan = plan_ahead(request, config, most_long, multiprocessors(request.query.device), budget)
+        plan = plan_ahead(request, config, most_long, device_of(request.query.device).multiprocessors, budget)
         space = lay_out(attend.args, plan, config, request.layout.spec.key_dim, request.query.device)
         attend.unpack(plan.lead)
         attend.start()
@@ -123,7 +108,7 @@ class _Attend:
         """Launches one split-KV block per multiprocessor, then the merge."""
         args, defines, rows = self.args, self.defines(), self.config.rows
         device, dim = self.request.query.device, self.request.layout.spec.key_dim
-        args.blocks = multiprocessors(device)
+        args.blocks = device_of(device).multiprocessors
         floats = args.blocks * _state_floats(rows, dim)
         space = torch.empty(floats + args.blocks * _MERGED_WORDS, dtype=torch.float32, device=device)
         args.state, args.merged = space.data_ptr(), space.data_ptr() + 4 * floats
@@ -143,7 +128,7 @@ def _attend_in_passes(attend: _Attend, most_long: int, budget: int) -> None:
     layout, device, num_kv_heads = request.layout, request.query.device, request.pages.shape[1]
     longest = seen_tiles(request, config.tile_tokens)
     batch = Batch(most_long, num_kv_heads, request.query.shape[0] // (config.rows // request.group), longest)
-    ranks, tiles = plan_passes(layout, config, batch, multiprocessors(device), budget)
+    ranks, tiles = plan_passes(layout, config, batch, device_of(device).multiprocessors, budget)
     rows, passes = ranks * num_kv_heads, -(-longest // tiles)
     side_bytes = rows * tiles * config.tile_bytes(layout.spec.key_dim)  # for keys; values take as many
     tile_bytes = 2 * side_bytes + 16 * rows * tiles
@@ -171,13 +156,13 @@ def _attend_args(request: AttendRequest, config: PrefillConfig, most_queries: in
     return PrefillArgs(
         query=query.data_ptr(), seq_lens=request.seq_lens.data_ptr(), cu_seqlens_q=request.cu_seqlens_q.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
-        sink_stride=0 if sinks is None or sinks.ndim == 1 else sinks.stride(0),
+        sink_stride=request.sink_stride,
         score_shift=None if request.score_shift is None else request.score_shift.data_ptr(), out=out.data_ptr(),
         lse=None if request.lse is None else request.lse.data_ptr(), query_stride=query.stride(0),
         query_head_stride=query.stride(1), out_stride=out.stride(0), out_head_stride=out.stride(1),
         scale=request.softmax_scale * LOG2E, softcap=options.softcap * LOG2E, key_norm=key.orthonormal,
-        value_norm=value.orthonormal, key_sign_bits=_signs(spec.key_dim, spec.seed),
-        value_sign_bits=_signs(spec.value_dim, spec.seed), num_seqs=sequences, num_kv_heads=pages.shape[1],
+        value_norm=value.orthonormal, key_sign_bits=sign_words(spec.key_dim, spec.seed),
+        value_sign_bits=sign_words(spec.value_dim, spec.seed), num_seqs=sequences, num_kv_heads=pages.shape[1],
         group_size=request.group, max_decode_queries=most_queries, causal=options.causal,
         sliding_window=options.sliding_window or NO_WINDOW,
         query_blocks=query.shape[0] // (config.rows // request.group) + sequences,
@@ -199,13 +184,7 @@ def _magnitudes(fmt: TensorFormat, dim: int) -> tuple[int, ...]:
     if fmt.kind != Kind.LLOYD or fmt.bits > MOST_BITS:
         return ()
     key = byte_levels(fmt.bits, dim).key
-    return _words(key[len(key) // 2 :].tolist())
-
-
-def _words(entries: list[int]) -> tuple[int, int]:
-    """Packs up to 8 bytes into two words."""
-    low, high = (int.from_bytes(bytes(entries + [0] * 8)[at : at + 4], "little") for at in (0, 4))
-    return low, high
+    return byte_words(key[len(key) // 2 :].tolist())
 
 
 @lru_cache(maxsize=64)
@@ -221,14 +200,9 @@ def _tables(spec: CodecSpec, config: PrefillConfig) -> dict[str, object]:
     magnitudes = torch.tensor(levels.value[len(levels.value) // 2 :], dtype=torch.float32).to(torch.float8_e4m3fn)
     return {
         "key_table": key_table,
-        "value_table": _words(magnitudes.view(torch.uint8).tolist()),
+        "value_table": byte_words(magnitudes.view(torch.uint8).tolist()),
         "value_factor": levels.value_factor,
     }
-
-
-@lru_cache(maxsize=64)
-def _signs(dim: int, seed: int) -> tuple[int, ...]:
-    return tuple(sign_words(dim, seed))
 
 
 def reachable_kernels(

@@ -13,7 +13,6 @@ import torch
 import triton
 from torch import Tensor
 
-from slimkv.errors import InputError
 from slimkv.ops.attention.api import (
     MAX_DECODE_QUERIES,
     MIN_TRITON_HEAD_DIM,
@@ -24,8 +23,9 @@ from slimkv.ops.attention.api import (
 )
 from slimkv.ops.attention.triton.decode import attend_kernel, merge_kernel
 from slimkv.ops.attention.triton.prefill import prefill_kernel, range_kernel, unpack_kernel
+from slimkv.ops.checks import workspace_of
 from slimkv.ops.cuda.constants import LOG2E
-from slimkv.ops.cuda.device import multiprocessors
+from slimkv.ops.cuda.device import device_of
 from slimkv.ops.triton.side import PLAIN_ROWS, side_of
 from slimkv.spec import Kind, PageLayout, TensorFormat
 
@@ -86,7 +86,7 @@ def launch_shape(layout: PageLayout, group: int, max_query_len: int) -> Shape:
 def choose_splits(programs: int, max_seq_len: int, shape: Shape, device: torch.device) -> int:
     """The number of split-KV parts with which the programs fill the device in one wave."""
     steps = max(1, triton.cdiv(max_seq_len, 16 * shape.tiles))
-    slots = multiprocessors(device) * shape.resident
+    slots = device_of(device).multiprocessors * shape.resident
     return max(1, min(slots // max(1, programs), steps, _MAX_SPLITS))
 
 
@@ -145,12 +145,12 @@ def _attend_packed(request: AttendRequest, fresh: Fresh, most_queries: int) -> N
         window or 0,
         K=side_of(layout.key), V=side_of(layout.value), HEADS=num_kv_heads, GROUP=request.group, M=shape.rows,
         NT=shape.tiles, SPLITS=num_splits, ONE_BLOCK=one_block, CAUSAL=options.causal, WINDOW=window is not None,
-        SOFTCAP=options.softcap > 0, SINK_STRIDE=_sink_stride(request), STAGES=shape.stages, num_warps=shape.warps,
+        SOFTCAP=options.softcap > 0, SINK_STRIDE=request.sink_stride, STAGES=shape.stages, num_warps=shape.warps,
         num_stages=shape.stages,
     )  # fmt: skip
     if num_splits > 1:
         merge_parts(
-            part, part_lse, request.cu_seqlens_q, out, request.lse, num_splits, request.sinks, _sink_stride(request),
+            part, part_lse, request.cu_seqlens_q, out, request.lse, num_splits, request.sinks, request.sink_stride,
             _rotations(request)[1], v.orthonormal,
         )  # fmt: skip
 
@@ -177,23 +177,12 @@ def _rotations(request: AttendRequest) -> tuple[Tensor | None, Tensor | None]:
     return key if spec.key.rotated else None, value if spec.value.rotated else None
 
 
-def _sink_stride(request: AttendRequest) -> int:
-    """The stride of the sinks between queries: 0, unless centred keys make them differ by query."""
-    return 0 if request.sinks is None or request.sinks.ndim == 1 else request.sinks.stride(0)
-
-
 def part_views(
     space: Tensor | None, rows: int, dim: int, num_splits: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """float32 views of a workspace (None: a new one): partial outputs of (query, head) rows, and their log-sum-exps."""
     need = split_workspace_bytes(rows, 1, dim, num_splits)
-    if space is None:
-        space = torch.empty(need, dtype=torch.uint8, device=device)
-    elif space.dtype != torch.uint8 or space.numel() < need or not space.is_contiguous() or space.data_ptr() % 16:
-        raise InputError(
-            f"workspace must be contiguous uint8 of at least {need} bytes, 16-byte aligned; it has {space.numel()}"
-        )
-    numbers = space[:need].view(torch.float32)
+    numbers = workspace_of(space, need, device)[:need].view(torch.float32)
     return numbers[: rows * num_splits * dim], numbers[rows * num_splits * dim :]
 
 
@@ -283,6 +272,6 @@ def attend_prefill(request: AttendRequest, fresh: Fresh = (None, None)) -> None:
             options.sliding_window or 0,
             K=side_of(layout.key), V=side_of(layout.value), HEADS=num_kv_heads, GROUP=request.group, M=rows,
             BN=tokens_per_step, FIRST=step == 0, LAST=step == passes - 1, CAUSAL=options.causal,
-            WINDOW=options.sliding_window is not None, SOFTCAP=options.softcap > 0, SINK_STRIDE=_sink_stride(request),
+            WINDOW=options.sliding_window is not None, SOFTCAP=options.softcap > 0, SINK_STRIDE=request.sink_stride,
             STAGES=stages, num_warps=4 if wide else 8, num_stages=stages,
         )  # fmt: skip

@@ -10,8 +10,8 @@ from functools import lru_cache
 import torch
 
 from slimkv.codec.rotation import sign_words
-from slimkv.errors import InputError
 from slimkv.ops.attention.cuda.level_bytes import level_bytes
+from slimkv.ops.checks import workspace_of
 from slimkv.ops.cuda.arguments import arguments
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, LOG2E, RAW_NUMBER
 from slimkv.ops.cuda.device import Device, device_of
@@ -159,7 +159,9 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     rows, sequences, dim = query.shape[1] * request.max_query_len, request.seq_lens.shape[0], query.shape[2]
     config = config_for(request.layout, rows, device)
     partial_rows, tiles = config.partial_rows(rows, sequences), config.row_tiles(rows)
-    workspace = _workspace(request, _partial_bytes(request.layout, partial_rows))  # alive until both are launched
+    workspace = workspace_of(  # alive until both are launched
+        request.workspace, _partial_bytes(request.layout, partial_rows), request.pages.device
+    )
     args = _args(request, workspace, partial_rows)
     out, whole = request.out, 4 * request.out.element_size()
     even = out.stride(0) == out.shape[1] * out.stride(1)  # rows are evenly spaced, and groups of four values aligned
@@ -218,17 +220,6 @@ def _args(request: LatentRequest, workspace: torch.Tensor, partial_rows: int) ->
         table_stride=request.block_table.stride(0), out_stride=out.stride(0), out_head_stride=out.stride(1),
         scale=request.softmax_scale * LOG2E, rope_norm=rope_tables.orthonormal,
         table=(*level_bytes(spec.key, spec.key_dim), 0x80808080),
-        rope_sign_bits=tuple(sign_words(spec.value_dim, spec.seed)),
+        rope_sign_bits=sign_words(spec.value_dim, spec.seed),
         num_heads=query.shape[1],
     )  # fmt: skip
-
-
-def _workspace(request: LatentRequest, need: int) -> torch.Tensor:
-    space = request.workspace
-    if space is None:
-        return torch.empty(need, dtype=torch.uint8, device=request.pages.device)
-    if space.dtype != torch.uint8 or space.numel() < need or not space.is_contiguous() or space.data_ptr() % 16:
-        raise InputError(
-            f"the workspace must be contiguous uint8 of at least {need} bytes, 16-byte aligned; it has {space.numel()}"
-        )
-    return space

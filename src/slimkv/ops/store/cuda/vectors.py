@@ -12,7 +12,7 @@ from torch import Tensor
 from slimkv.codec import Codec
 from slimkv.codec.rotation import block_size, core_size, core_words, sign_words
 from slimkv.ops.cuda.constants import DTYPE_NUMBERS, KIND_NUMBERS, RAW_NUMBER
-from slimkv.ops.cuda.device import multiprocessors
+from slimkv.ops.cuda.device import device_of
 from slimkv.ops.cuda.module import Defines
 from slimkv.ops.cuda.token_args import Vectors, point_to_tokens, vectors_of
 from slimkv.ops.store.api import StoreRequest, refuses_raw_dtype
@@ -57,7 +57,7 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Struct
     args = StoreArgs.from_buffer_copy(plan.args)
     point_to_tokens(args, key, value, pages, slots)
     # Each side has enough thread blocks to fill the device, because the shorter side ends soon.
-    heads, resident = pages.shape[1], _BLOCKS * multiprocessors(pages.device)
+    heads, resident = pages.shape[1], _BLOCKS * device_of(pages.device).multiprocessors
     return plan, (min(-(-slots.shape[0] // _WARPS), max(1, resident // heads)), 2 * heads), args
 
 
