@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from slimkv.arguments import describe
 from slimkv.errors import InputError, SpecError, UnsupportedError
 from slimkv.formats import format_of_kind
+from slimkv.paths import read_json
 from slimkv.recurrent_state import StateShape, aligned_block_size, state_shape
 from slimkv.spec import CodecSpec, PageLayout, parse_spec
 from slimkv.spec import parse_size as parse_size
@@ -124,10 +124,7 @@ def read_config(path: Path) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InputError(f"there is no file {file}; give the config.json of a model or its folder")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{file} is not JSON: {error}") from error
+    config = read_json(file)
     if not isinstance(config, dict):
         raise InputError(f"{file} contains a {type(config).__name__}, not a model configuration")
     return shape_of(config)

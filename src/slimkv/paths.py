@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import stat
@@ -10,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from slimkv.errors import InputError
 
 _LOG = logging.getLogger("slimkv")
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -74,6 +78,14 @@ def _warn_unsafe(folder: Path, reason: str) -> None:
     _LOG.warning(
         "compiled kernels are not cached in %s: %s. Until then every process compiles them again", folder, reason
     )
+
+
+def read_json(path: Path) -> Any:
+    """The contents of a JSON file; raises if it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def test_signed_rounding_is_nearest_ties_to_even(sign):
 
 
 def test_the_ends_of_the_range():
-    largest, smallest = scale16.LARGEST_UNSIGNED, scale16.SMALLEST_NORMAL
+    largest, smallest = 2.0 ** (63 - scale16.BIAS) * (2 - 2**-9), scale16.SMALLEST_NORMAL
     encode = lambda *x: scale16.encode_unsigned(torch.tensor(x, dtype=torch.float32)).tolist()  # noqa: E731
     assert encode(largest, smallest, 0.0) == [0xFFFE, 1 << 10, 0]
     assert encode(largest * 1.001, 1e30, float("inf"), float("nan")) == [scale16.INVALID] * 4

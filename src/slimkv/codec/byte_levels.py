@@ -39,7 +39,6 @@ class ByteLevels:
     key: np.ndarray  # int64 [2 ** bits]: twice the level, odd, -127..127
     value: np.ndarray  # float64 [2 ** bits]: exact in e4m3
     value_factor: float  # float32: a level is approximately ``value / value_factor``
-    value_distortion: float  # mean squared error of the e4m3 levels for a coordinate of variance 1
 
 
 @cache
@@ -56,4 +55,4 @@ def byte_levels(bits: int, dim: int) -> ByteLevels:
     distortions = (mass * errors**2).sum(1)
     best = int(np.argmax(distortions < distortions.min() + 1e-10))  # the first minimum, whatever libm rounds
     levels, factor = book.levels_by_code, float(factors[best])
-    return ByteLevels(np.rint(2 * levels).astype(np.int64), e4m3(levels * factor), factor, float(distortions[best]))
+    return ByteLevels(np.rint(2 * levels).astype(np.int64), e4m3(levels * factor), factor)

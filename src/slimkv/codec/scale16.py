@@ -15,7 +15,6 @@ from torch import Tensor
 
 BIAS = 40
 INVALID = 0xFFFF
-LARGEST_UNSIGNED = float(2.0 ** (63 - BIAS) * (2 - 2**-9))  # 0xFFFE
 SMALLEST_NORMAL = float(2.0 ** (1 - BIAS))
 _REBIAS = 127 - BIAS
 _RESCALE = 2.0**_REBIAS

@@ -21,6 +21,7 @@ from slimkv.errors import InputError
 from slimkv.lab.bench.sessions import SHARED, session_bytes
 from slimkv.lab.settings import check_limits, setting
 from slimkv.memory_plan import shape_of
+from slimkv.paths import read_json
 from slimkv.spec import parse_spec
 
 PHASES = ("decode", "full", "poisson")
@@ -52,10 +53,7 @@ def shape_config(shape: str) -> dict[str, Any]:
         raise InputError(
             f"unknown shape {shape!r}; known are {', '.join(SHAPES)}, or give a model's config.json or its folder"
         )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{file} is not JSON: {error}") from error
+    config = read_json(file)
     if not isinstance(config, dict) or not config.get("architectures"):
         raise InputError(f"{file} does not name an architecture, as a model's configuration does")
     return config

@@ -13,6 +13,7 @@ from slimkv.errors import InputError
 from slimkv.lab.report.page import table_line, versions_line
 from slimkv.lab.suite.page import html
 from slimkv.lab.suite.summary import SHOWN, Document, summarise, words
+from slimkv.paths import read_json
 
 COLUMNS = ("format", "part", "metric", "task", "length", "value", "low", "high", "p", "verdict")
 
@@ -36,10 +37,7 @@ def read_results(folder: Path) -> Document:
     path = folder / "results.json" if folder.is_dir() else folder
     if not path.is_file():
         raise InputError(f"{folder} has no results.json; give the folder of a finished slimkv suite run")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
+    found = read_json(path)
     if not isinstance(found, dict) or "summary" not in found or "rows" not in found["summary"]:
         raise InputError(f"{path} is not a result of slimkv suite")
     return found

@@ -18,9 +18,9 @@ from itertools import accumulate
 
 from slimkv.codec.byte_levels import MOST_BITS
 from slimkv.codec.rotation import core_size
-from slimkv.ops.cuda.constants import KIND_NUMBERS
+from slimkv.ops.cuda.constants import side_defines
 from slimkv.ops.cuda.module import Defines
-from slimkv.spec import CodecSpec, Kind, PageLayout, SideLayout, TensorFormat
+from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
 
 ATTEND, ATTEND_WARPS, UNPACK = "prefill/attend.cu", "prefill/attend_warps.cu", "prefill/unpack.cu"
 SHARED_OF_BLOCK = 227 << 10  # compute capability 9.0
@@ -201,12 +201,5 @@ def unpack_defines(layout: PageLayout, config: PrefillConfig) -> Defines:
 
 
 def _page_defines(layout: PageLayout) -> dict[str, int]:
-    def side(prefix: str, s: SideLayout) -> dict[str, int]:
-        return {
-            f"{prefix}_KIND": KIND_NUMBERS[s.format.kind],
-            f"{prefix}_BITS": s.format.bits,
-            f"{prefix}_FIELDS": s.fields_offset,
-        }
-
     pages = {"BLOCK_SIZE": layout.block_size, "V_CODES": layout.value.codes_offset}
-    return pages | side("K", layout.key) | side("V", layout.value)
+    return pages | side_defines("K", layout.key) | side_defines("V", layout.value)
