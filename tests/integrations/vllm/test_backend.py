@@ -269,6 +269,30 @@ def test_a_layer_learns_its_offset_from_the_first_tokens_it_stores():
     torch.testing.assert_close(learnt.tensor, expected)
 
 
+def test_a_layer_reads_another_layers_pages_with_that_layers_offset():
+    """It has no keys and values of its own (Gemma 3n)."""
+    config = VllmConfig(additional_config={"slimkv": {"format": "k4v4"}})
+    how = {"num_heads": 4, "head_size": 64, "scale": 0.125, "num_kv_heads": 2}
+    with set_current_vllm_config(config):
+        owner, reader = SlimKVImpl(**how), SlimKVImpl(**how, kv_sharing_target_layer_name="layers.3.attn")
+    codec = Codec(CodecSpec.parse("k4v4", 64))
+    key, value = torch.randn(2, 20, 2, 64) + 2
+    owner._layer = ServedLayer(codec, offset=LayerOffset(2, codec, key.mean(0)))
+    reader._model = SimpleNamespace(matrices=lambda *_: None)  # no calibration
+    config.compilation_config.static_forward_context["layers.3.attn"] = SimpleNamespace(impl=owner)
+    for layer in (owner, reader):
+        layer._spec, layer._guard, layer._variants = codec.spec, None, {}
+        layer._options = layer._options_of(codec.spec)
+    pages = torch.zeros(4, 2, 16, PageLayout(codec.spec, 16).page_bytes // 16, dtype=torch.uint8)
+    owner.do_kv_cache_update(None, key, value, pages, torch.arange(20))
+    query = torch.randn(20, 4, 64)
+    want, got = torch.zeros(2, 20, 4, 64)
+    owner.forward(None, query, key, value, pages, step([20], [20]), want)
+    reader.forward(None, query, None, None, pages, step([20], [20]), got)
+    assert torch.equal(got, want)
+    assert bool(want.any())
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,9 @@ def test_bytes_per_token():
     assert bytes_per_token(config_of(mixed)) == (2 * (260 + 3 * 132), 4 * 2 * 512)
     assert bytes_per_token(config_of({"slimkv": "c4"}, use_mla=True)) == (4 * 386, 4 * 1152)
     assert bytes_per_token(config_of({"slimkv": "k4v4"}, is_hybrid=True)) is None
+    sharing = config_of({"slimkv": "k4v4"})
+    sharing.model_config.hf_text_config.num_kv_shared_layers = 1
+    assert bytes_per_token(sharing) == (3 * 2 * 132, 3 * 2 * 512), "the last layer has no cache"
 
 
 def test_a_draft_models_layers_are_not_the_models():

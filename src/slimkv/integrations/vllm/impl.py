@@ -23,7 +23,7 @@ from slimkv.integrations.vllm.context_parallel import attend_shards
 from slimkv.integrations.vllm.metadata import SlimKVMetadata, step_metadata
 from slimkv.integrations.vllm.model import find_layer, guard_of, layer_offset, layer_spec, served_model
 from slimkv.integrations.vllm.page_sizes import PREFERRED_DENSE_BLOCK, backend_for_spec, supports_head_size
-from slimkv.integrations.vllm.refusals import check_cache_dtype, check_engine, refuse
+from slimkv.integrations.vllm.refusals import check_cache_dtype, check_engine, check_one_format, refuse
 from slimkv.integrations.vllm.settings import parse
 from slimkv.integrations.vllm.warmup import compile_ahead, kernel_block, profile_run
 from slimkv.ops import PackedKV
@@ -110,6 +110,7 @@ class SlimKVImpl(compat.AttentionImpl):
             refuse("slimkv's deterministic attention", features)
         dims = self.head_size, getattr(layer, "head_size_v", None)
         stored = self.kv_sharing_target_layer_name or name
+        check_one_format(self._model, name, stored)
         self._spec, self._number = layer_spec(self._model, self._config, stored, dims, act_dtype)
         layer.attn_backend = backend_for_spec(
             layer.attn_backend, self._spec, cross_layer_blocks=wants_cross_layer_blocks(self._config)
@@ -245,18 +246,16 @@ class SlimKVImpl(compat.AttentionImpl):
         raw = self._settings.reads_fresh_raw(shared_pages=True) and self.kv_sharing_target_layer_name is None
         for part in step.parts:
             options = self._variant(step.causal, part.prompt)
-            rows, batch, fresh = part.rows, part.batch, (key[part.rows], value[part.rows])
+            rows, batch = part.rows, part.batch
             held = batch.block_table.shape[1] * kv.layout.block_size
             if batch.max_seq_len > held:
                 batch = replace(batch, max_seq_len=held)
             if part.shard is not None:
                 attend_shards(
-                    query[rows], fresh, kv, batch, part.shard, compat.get_dcp_group(), options=options,
-                    rounding=served.rounding(self._matrix_index(served, layer, rows)), raw=raw, out=output[rows],
-                    backend=self._settings.backend,
+                    query[rows], (key[rows], value[rows]), kv, batch, part.shard, compat.get_dcp_group(),
+                    options=options, rounding=served.rounding(self._matrix_index(served, layer, rows)), raw=raw,
+                    out=output[rows], backend=self._settings.backend,
                 )  # fmt: skip
                 continue
-            ops.attend(
-                query[rows], kv, batch, options, fresh=fresh if raw else None, out=output[rows],
-                backend=self._settings.backend,
-            )  # fmt: skip
+            fresh = (key[rows], value[rows]) if raw else None  # layers that share a cache have no keys
+            ops.attend(query[rows], kv, batch, options, fresh=fresh, out=output[rows], backend=self._settings.backend)

@@ -38,7 +38,7 @@ def bytes_per_token(vllm_config: Any) -> tuple[int, int] | None:
         key_dim = value_dim = model.get_head_size()
     layers = [
         layer_spec(served, vllm_config, f"layers.{i}.attn", (key_dim, value_dim), model.dtype, latent=model.use_mla)[0]
-        for i in range(text.num_hidden_layers)
+        for i in range(text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0))  # Gemma 3n, Gemma 4
     ]
     raw = len(layers) * heads * (key_dim + value_dim) * BF16_BYTES
     return heads * sum(slot_bytes(spec) for spec in layers), raw

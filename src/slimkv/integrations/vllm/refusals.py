@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.vllm.compat import layout_is_chosen, logger
+from slimkv.integrations.serving.model import ServedModel
+from slimkv.integrations.vllm.compat import layer_number, layout_is_chosen, logger
 from slimkv.integrations.vllm.connectors import EXAMPLE_CONNECTOR, check_connectors, check_fingerprints, connectors
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES
 from slimkv.integrations.vllm.settings import parse
@@ -67,6 +68,17 @@ def check_drafter(speculative: Any) -> None:
         raise UnsupportedError(
             f"the drafter {drafter} reads the cache of the model it drafts for, which holds packed pages: "
             "use another drafter"
+        )
+
+
+def check_one_format(model: ServedModel, name: str, stored: str) -> None:
+    """Raises if the settings give layer ``name`` another format than layer ``stored``, whose cache it reads."""
+    reader, owner = layer_number(name), layer_number(stored)
+    own, owners = (model.settings.format_of(number, model.config.num_hidden_layers) for number in (reader, owner))
+    if own != owners:
+        raise InputError(
+            f"layer {reader} reads the cache of layer {owner}, so both have one format, but the settings say {own!r} "
+            f"for layer {reader} and {owners!r} for layer {owner}: name both in layers, or neither"
         )
 
 
