@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -28,3 +30,29 @@ def commands() -> list[tuple[str | None, str]]:
                 if command and not pending and not command.startswith("#"):
                     found.setdefault(" ".join(command.split()), need)
     return [(need, command) for command, need in found.items()]
+
+
+def quoted_commands() -> list[str]:
+    """Commands that scripts give: in the docstrings of ``examples/``, and in the shell scripts of ``benchmarks/``."""
+    found = []
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        lines = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
+        found += [line.strip() for line in lines if line.startswith(("slimkv ", "vllm serve ", "python -m "))]
+    for path in sorted((ROOT / "benchmarks").glob("*.sh")):
+        text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", path.read_text(encoding="utf-8"))  # the defaults of variables
+        lines = text.replace("\\\n", " ").replace("$out/", "").splitlines()
+        found += [line.strip().replace("python3 -m ", "") for line in lines if "python3 -m slimkv " in line]
+    return found
+
+
+def misspelt(words: list[str]) -> list[list[str]]:
+    """The command once for each of its long options, which is misspelt; options after ``--`` are an engine's."""
+    own = words[: words.index("--")] if "--" in words else words
+    places = [place for place, word in enumerate(own) if word.startswith("--")]
+    return [[*words[:place], words[place] + "-misspelt", *words[place + 1 :]] for place in places]
+
+
+def served(program: str) -> list[list[str]]:
+    """The documented servers, as words: ``vllm serve`` or ``python -m sglang.launch_server``."""
+    every = [*(command for _, command in commands()), *quoted_commands()]
+    return [shlex.split(command) for command in every if command.startswith(program + " ")]
