@@ -45,6 +45,16 @@ def quoted_commands() -> list[str]:
     return found
 
 
+def inline_commands() -> list[str]:
+    """``slimkv`` commands in the text of the pages; lab notes and the changelog also name those of the past."""
+    found: dict[str, None] = {}
+    for path in PAGES:
+        if "lab" not in path.parts and path.name != "CHANGELOG.md":
+            text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.S)
+            found |= dict.fromkeys(" ".join(code.split()) for code in re.findall(r"`(slimkv [^`]+)`", text))
+    return list(found)
+
+
 def misspelt(words: list[str]) -> list[list[str]]:
     """The command once for each of its long options, which is misspelt; options after ``--`` are an engine's."""
     own = words[: words.index("--")] if "--" in words else words

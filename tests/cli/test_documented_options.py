@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import runpy
 import shlex
 import sys
@@ -14,13 +15,14 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from documents import ROOT, commands, misspelt, quoted_commands
+from documents import ROOT, commands, inline_commands, misspelt, quoted_commands
 from slimkv.cli.app import app
 
 STARTS = (  # what the commands call once they have read and checked their arguments
-    "slimkv.cli.bench.bench_serve", "slimkv.cli.bench.time_generation", "slimkv.cli.calibrate.require_engine",
-    "slimkv.cli.doctor.diagnose", "slimkv.cli.eval.load_quietly", "slimkv.cli.soak.soak_server",
-    "slimkv.cli.suite.run_suite",
+    "slimkv.cli.bench.bench_attend", "slimkv.cli.bench.bench_serve", "slimkv.cli.bench.bench_store",
+    "slimkv.cli.bench.time_generation", "slimkv.cli.calibrate.load_quietly", "slimkv.cli.calibrate.require_engine",
+    "slimkv.cli.demo.load_quietly", "slimkv.cli.doctor.diagnose", "slimkv.cli.doctor.load_quietly",
+    "slimkv.cli.eval.load_quietly", "slimkv.cli.soak.soak_server", "slimkv.cli.suite.run_suite",
 )  # fmt: skip
 CHECKS = (  # what only asks whether a package is installed
     "slimkv.cli.bench.require_engine", "slimkv.cli.soak.require_engine", "slimkv.cli.suite.require_engine",
@@ -42,9 +44,12 @@ def start(*arguments, **options):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with a model's configuration and a text, where no command does its work."""
-    (tmp_path / "MODEL").mkdir()
-    (tmp_path / "MODEL" / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    (tmp_path / "wiki.test.raw").write_text("Some words.")
+    llama = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 128}
+    for file in (tmp_path / "MODEL" / "config.json", tmp_path / "DIR" / "config.json", tmp_path / "config.json"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(llama))
+    for name in ("wiki.test.raw", "FILE"):
+        (tmp_path / name).write_text("Some words.")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("slimkv.cli.serve._launcher", lambda engine: [engine])
@@ -71,6 +76,15 @@ def test_slimkv_accepts_the_options(command, place):
     for wrong in [[*words[:2], "--no-such-option", *words[2:]], *misspelt(words)]:
         with pytest.raises(ValueError, match="No such (option|command)"):
             read(wrong)
+
+
+@pytest.mark.parametrize("command", inline_commands())
+def test_commands_in_the_text_exist(command, place):
+    """They may leave out arguments, and a group or a last option may be all there is to name."""
+    try:
+        read(shlex.split(command))
+    except ValueError as error:
+        assert re.search(r"Missing argument|requires an argument|\bgive --config, or|^\s*Usage: ", str(error)), command
 
 
 @pytest.mark.parametrize("command", SCRIPTS)
