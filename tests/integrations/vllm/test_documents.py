@@ -23,7 +23,7 @@ from observed import check_a_calibration_is_made
 from prompts import model_folder
 from servers import serving
 
-from documents import PAGES, commands, snippets
+from documents import PAGES, commands, inline_commands, misspelt, served, snippets
 from server_process import running
 from slimkv.lab.soak.server import environment as server_environment
 from slimkv.lab.soak.server import free_port
@@ -49,8 +49,46 @@ def test_every_command_has_a_test():
     assert all(c.startswith(("pip install ", "python -m sglang.")) for c in others), others
 
 
+@pytest.fixture(scope="module")
+def parser():
+    """The parser of the command ``vllm``, with ``serve`` only."""
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    whole = FlexibleArgumentParser()
+    for command in cmd_init():
+        command.subparser_init(whole.add_subparsers(required=True, dest="subparser"))
+    return whole
+
+
+@pytest.mark.parametrize("words", served("vllm serve"), ids=" ".join)
+def test_vllm_accepts_the_options(words, parser):
+    """Those of every page, with vLLM's own parser; servers that need a GPU run in tests/gpu."""
+    from vllm import AsyncEngineArgs
+
+    arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(words[1:]))
+    given = {word.lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
+    assert all(getattr(arguments, name) not in (None, "auto") for name in given), given
+    for wrong in misspelt(words):
+        with pytest.raises(SystemExit):
+            parser.parse_args(wrong[1:])
+
+
+def test_vllm_knows_the_options_of_calibrations():
+    from dataclasses import fields
+
+    from slimkv.cli.serve import PASSED_ON
+    from vllm import EngineArgs
+
+    every = [shlex.split(c) for c in (*COMMANDS, *inline_commands()) if c.startswith("slimkv calibrate ")]
+    given = [words[words.index("--engine-options") + 1] for words in every if "vllm" in words]
+    names = {name for options in given for name in json.loads(options)}
+    assert names | PASSED_ON["vllm"] <= {one.name for one in fields(EngineArgs)}
+    assert "tensor_parallel_size" in names
+
+
 @pytest.mark.parametrize("command", SLIMKV)
-def test_slimkv_commands_run(command):
+def test_slimkv_commands_run(command, parser):
     """``serve`` only prints its command here; ``test_slimkv_serve_answers`` starts it."""
     from slimkv.lab import models
 
@@ -61,7 +99,9 @@ def test_slimkv_commands_run(command):
         [sys.executable, "-m", *words], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert words[1] != "serve" or "--attention-backend CUSTOM" in done.stdout
+    if words[1] == "serve":
+        assert "--attention-backend CUSTOM" in done.stdout
+        parser.parse_args(shlex.split(done.stdout.splitlines()[-1])[1:])
 
 
 @pytest.fixture(scope="module")
