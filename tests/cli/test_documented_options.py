@@ -74,17 +74,19 @@ def test_slimkv_accepts_the_options(command, place):
     words = shlex.split(command)
     read(words)
     for wrong in [[*words[:2], "--no-such-option", *words[2:]], *misspelt(words)]:
-        with pytest.raises(ValueError, match="No such (option|command)"):
+        with pytest.raises(ValueError, match="No such option"):
             read(wrong)
 
 
 @pytest.mark.parametrize("command", inline_commands())
 def test_commands_in_the_text_exist(command, place):
     """They may leave out arguments, and a group or a last option may be all there is to name."""
+    refused = ""
     try:
         read(shlex.split(command))
     except ValueError as error:
-        assert re.search(r"Missing argument|requires an argument|\bgive --config, or|^\s*Usage: ", str(error)), command
+        refused = str(error)
+    assert re.search(r"^$|Missing argument|requires an argument|\bgive --config, or|^\s*Usage: ", refused), refused
 
 
 @pytest.mark.parametrize("command", SCRIPTS)

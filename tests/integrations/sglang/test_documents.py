@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -14,8 +15,11 @@ pytest.importorskip("sglang")
 from engines import LIMIT_SECONDS, environment
 from observed import check_a_calibration_is_made
 from prompts import model_folder
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
 
-from documents import PAGES, commands, snippets
+from documents import PAGES, commands, misspelt, served, snippets
+from slimkv.cli.serve import PASSED_ON
 from slimkv.config import KVCacheConfig
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -48,8 +52,37 @@ def test_every_command_has_a_test():
         KVCacheConfig.parse(settings)
 
 
+@pytest.fixture(scope="module")
+def parser():
+    """The parser of ``python -m sglang.launch_server``."""
+    load_plugins()
+    whole = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(whole)
+    return whole
+
+
+@pytest.mark.parametrize("words", served("python -m sglang.launch_server"), ids=" ".join)
+def test_sglang_accepts_the_options(words, parser):
+    """Those of every page, with SGLang's own parser; servers that need a GPU run in tests/gpu."""
+    arguments = ServerArgs.from_cli_args(parser.parse_args(words[3:]))
+    given = {word.lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
+    assert all(getattr(arguments, name) is not None for name in given), given
+    for wrong in misspelt(words):
+        with pytest.raises(SystemExit):
+            parser.parse_args(wrong[3:])
+
+
+def test_sglang_knows_the_options_of_calibrations():
+    every = [shlex.split(command) for command in CALIBRATED]
+    names = {name for words in every for name in json.loads(words[words.index("--engine-options") + 1])}
+    assert "tp_size" in names
+    ServerArgs(model_path="MODEL", **dict.fromkeys(names | PASSED_ON["sglang"]))
+    with pytest.raises(TypeError, match="tp_sizes"):
+        ServerArgs(model_path="MODEL", tp_sizes=4)
+
+
 @pytest.mark.parametrize("command", SLIMKV)
-def test_slimkv_commands_run(command):
+def test_slimkv_commands_run(command, parser):
     """``serve`` only prints its command here; ``test_server.py`` starts that server."""
     words = shlex.split(command.replace("MODEL", model_folder()))
     if words[1] == "serve":
@@ -59,7 +92,9 @@ def test_slimkv_commands_run(command):
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert words[1] != "serve" or "--attention-backend slimkv" in done.stdout
+    if words[1] == "serve":
+        assert "--attention-backend slimkv" in done.stdout
+        parser.parse_args(shlex.split(done.stdout.splitlines()[-1])[3:])
 
 
 @pytest.mark.extended

@@ -77,8 +77,9 @@ def test_vllm_accepts_the_options(words, parser):
 def test_vllm_knows_the_options_of_calibrations():
     from dataclasses import fields
 
-    from slimkv.cli.serve import PASSED_ON
     from vllm import EngineArgs
+
+    from slimkv.cli.serve import PASSED_ON
 
     every = [shlex.split(c) for c in (*COMMANDS, *inline_commands()) if c.startswith("slimkv calibrate ")]
     given = [words[words.index("--engine-options") + 1] for words in every if "vllm" in words]
