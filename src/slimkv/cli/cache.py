@@ -25,7 +25,7 @@ def info(file: File, as_json: Json = False) -> None:
     table = Table(title=str(file), show_header=False)
     for name, value in facts.items():
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
-        table.add_row(name.replace("_", " "), shown.replace("[", r"\["))
+        table.add_row(name.replace("_", " "), shown)
     emit(facts, as_json, table)
 
 

@@ -60,7 +60,7 @@ def _panels(question: str, texts: Mapping[str, str]) -> Group:
     shown = list(texts.items())[:_SHOWN]
     for _ in shown:
         grid.add_column(ratio=1)
-    grid.add_row(*(Panel(Text(text.strip()), title=name) for name, text in shown))
+    grid.add_row(*(Panel(Text(text.strip()), title=Text(name)) for name, text in shown))
     return Group(Text(question, style="bold"), grid)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from slimkv.cli.eval import score_table
 from slimkv.cli.loading import check_caches, load_quietly, progress_bar
@@ -40,8 +41,8 @@ def doctor(
     result = diagnose([] if require is None else comma_list("--require", require))
     table = make_table("slimkv doctor", "", "what", "version", "detail", left=4)
     for check in result.checks:
-        mark = "[green]ok[/]" if check.works else "[red]needed[/]" if check.name in result.failed else "[yellow]no[/]"
-        table.add_row(mark, check.name, check.version or "-", check.detail.replace("[", r"\["))
+        mark = Text("needed", "red") if check.name in result.failed else Text("no", "yellow")
+        table.add_row(Text("ok", "green") if check.works else mark, check.name, check.version or "-", check.detail)
     emit(result, as_json, table)
     if result.failed:
         typer.echo(f"required but cannot run: {', '.join(result.failed)}", err=True)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from torch import Tensor
 
 from slimkv.cli.loading import check_caches, load_calibration, load_quietly, progress_bar
@@ -209,9 +208,9 @@ def generation(
     texts = make_table("texts", "cache", "text", left=2)
     for asked_for, raw in zip(asked, report.raw_texts, strict=True):
         texts.add_section()
-        texts.add_row("prompt", escape(asked_for))
-        texts.add_row(RAW, escape(raw))
+        texts.add_row("prompt", asked_for)
+        texts.add_row(RAW, raw)
         for row in report.rows:
             if row.prompt == asked_for:
-                texts.add_row(row.format, escape(row.text))
+                texts.add_row(row.format, row.text)
     return report, [table, texts], []

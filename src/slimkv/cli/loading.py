@@ -31,8 +31,8 @@ def progress_bar(lines: bool = True) -> Iterator[Progress]:
     if not screen.is_terminal:
         yield _lines_of_progress() if lines else silent
         return
-    columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Bar(*columns, console=screen, transient=True)
+    label = TextColumn("{task.description:<40}", markup=False)
+    bar = Bar(label, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=screen, transient=True)
     task = bar.add_task("")
 
     def advance(what: str, done: int, total: int) -> None:

@@ -16,9 +16,14 @@ _WIDTH = 200  # maximum width without a terminal and without COLUMNS
 
 
 def console(stderr: bool = False) -> Console:
-    """A console on standard output or error, as wide as the terminal; in a pipe tables are not squeezed."""
-    out = Console(stderr=stderr)
-    return out if out.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=_WIDTH)
+    """A console on standard output or error, as wide as the terminal; in a pipe tables are not squeezed.
+
+    Strings are printed literally, in tables too: names of files and models may have brackets or colons.
+    """
+    out = Console(stderr=stderr, markup=False, emoji=False)
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = _WIDTH
+    return out
 
 
 def make_table(title: str, *columns: str, left: int = 1, rows: Iterable[Iterable[str]] = ()) -> Table:
@@ -43,8 +48,7 @@ def emit(result: Any, as_json: bool, *shown: Any, output: Path | None = None) ->
     """Prints ``result`` as JSON, or the renderables in ``shown``; writes the JSON to ``output`` as well."""
     out = console()
     for item in () if as_json else shown:
-        plain = isinstance(item, str)  # printed literally: brackets are not markup
-        out.print(item, markup=not plain, highlight=not plain)
+        out.print(item, highlight=not isinstance(item, str))
     if as_json:
         print(to_json(result))
     if output is not None:  # last: results are on the screen if the disk is full

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from slimkv.cli.options import DEFAULT_MODEL, Json, Output
 from slimkv.cli.output import console, emit, make_table
@@ -41,8 +42,8 @@ def _tables(report: SoakReport) -> list[Table]:
     title = f"{settings.model}, {settings.format}, on {report.platform}: {report.seconds:.0f} s of load"
     table = make_table(title, "", "check", "detail", left=3)
     for check in report.checks:
-        mark = "[green]ok[/]" if check.passed else "[red]FAILED[/]"
-        table.add_row(mark, check.name, check.detail.replace("[", r"\["))
+        mark = Text("ok", "green") if check.passed else Text("FAILED", "red")
+        table.add_row(mark, check.name, check.detail)
     header = ("served", "answered", "streamed", "cancelled", "failed", "tokens", "p50 s", "p99 s", "sleeps")
     numbers = make_table("load", *header, left=0)
     latency = [f"{report.latency_seconds[p]:.2f}" if p in report.latency_seconds else "-" for p in ("p50", "p99")]
