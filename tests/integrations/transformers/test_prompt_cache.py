@@ -158,6 +158,33 @@ def test_what_a_file_cannot_hold_is_refused(model, tmp_path):
     assert not (tmp_path / "p").exists()
 
 
+def test_keys_that_depend_on_more_than_the_tokens_are_refused(tmp_path):
+    """A file is found by its tokens, and an encoder's input or an image is not among them."""
+    sizes = {**SIZES, "encoder_layers": 1, "decoder_layers": 1, "d_model": 64}
+    speech = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).eval()
+    cache = SlimKVCache(speech, "raw")
+    with torch.no_grad():
+        speech(input_ids=IDS[:, :9], decoder_input_ids=IDS[:, :20], past_key_values=cache)
+    with pytest.raises(UnsupportedError, match="BartConfig also depend on the encoder's input"):
+        cache.save(tmp_path / "p", speech, IDS[:, :20])
+    vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sees = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**SIZES).to_dict(), image_token_id=127,
+            vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **vision},
+        )
+    ).eval()  # fmt: skip
+    cache = SlimKVCache(sees, "k4v4")
+    ids = IDS.clamp(max=126)
+    ids[:, 8:12] = 127
+    with torch.no_grad():
+        sees(input_ids=ids, pixel_values=torch.randn(1, 3, 28, 28), past_key_values=cache)
+    with pytest.raises(UnsupportedError, match=r"input_ids has the image_token_i\w+ 127"):
+        cache.save(tmp_path / "p", sees, ids)
+    cache.crop(8 - ids.shape[1])
+    assert SlimKVCache.load(cache.save(tmp_path / "p", sees, ids), sees).get_seq_length() == 8
+
+
 def test_a_damaged_file_is_refused(model, tmp_path):
     path = filled(model).save(tmp_path / "p", model, IDS)
     whole = bytearray(path.read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from slimkv.integrations.transformers.cache import SlimKVCache
 
 WRITER = "transformers"
+_PLACEHOLDER = re.compile(r"(image|video|audio|media).*_token_(id|index)")  # tokens that stand for another input
 _KINDS = tuple(
     kind for kind in ("full_attention", "sliding_attention", "indexed_attention") if kind in DYNAMIC_LAYER_TYPE_MAPPING
 )
@@ -64,6 +66,7 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
     if count == 0 or len(tokens) < count:
         raise InputError(f"the cache holds {count} tokens, input_ids has {len(tokens)}: give all cached tokens")
     config = config_of(model)
+    _refuse_other_inputs(config, set(tokens[:count]))
     layers: dict[int, LayerPages] = {}
     marks = []
     dtype = None
@@ -76,6 +79,21 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
         layers[number] = pages
     fingerprint = _fingerprint(marks, cache.block_size, cache.settings.seed, _name(dtype), model)
     return PromptCache(fingerprint, tuple(tokens[:count]), layers).save(path, WRITER)
+
+
+def _refuse_other_inputs(config: Any, tokens: set[int]) -> None:
+    """Raises for keys and values that depend on more than the tokens, by which files are found."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"the keys and values of {type(config).__name__} also depend on the encoder's input, which prompt-cache "
+            "files do not hold: copy.deepcopy or pickle the cache"
+        )
+    for name, token in vars(config).items():
+        if _PLACEHOLDER.fullmatch(name) and token in tokens:
+            raise UnsupportedError(
+                f"input_ids has the {name} {token}, whose keys and values depend on an input that prompt-cache files "
+                "do not hold: save the text before it, or copy.deepcopy or pickle the cache"
+            )
 
 
 def _one_sequence(input_ids: Any) -> list[int]:
