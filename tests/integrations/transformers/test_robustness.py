@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import slimkv
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.transformers import compat
+from slimkv.integrations.transformers import compat, slimkv_attention
 
 KINDS = ["llama", "gemma3"]
 CHECKS = "reference"  # this backend refuses NaN; kernels mark the token instead
@@ -131,6 +131,26 @@ def test_gradients_are_refused_not_dropped():
     for parameter in model.parameters():  # without gradients there is nothing to refuse
         parameter.requires_grad_(False)
     model(ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize("window", [{}, {"sink_tokens": 4, "recent_tokens": 8}], ids=["plain", "sink and recent"])
+def test_autocast_does_not_reach_codec_and_attention(window):
+    """Autocast multiplies float32 in bfloat16; pages and attention on them are the same as without it."""
+    model = tiny("gpt_oss")
+    query, found = torch.randn(1, 4, 1, 32), []
+    key, value = torch.randn(1, 2, 60, 32) + 2, torch.randn(1, 2, 60, 32)
+    for enabled in (False, True):
+        cache = slimkv.SlimKVCache(model.config, "k4v4", fresh="auto" if window else "codes", **window)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), slimkv.attention(model) as counts:
+            cache.update(key, value, 1)
+            states = cache.update(key[:, :, :1], value[:, :, :1], 1)
+            found.append(
+                slimkv_attention(model.model.layers[1].self_attn, query, *states, None, s_aux=torch.ones(4))[0]
+            )
+        found.append(cache.layers[1].pool.pages)
+        assert counts.fused == 1
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
 
 
 @pytest.mark.tail  # importing the compiler takes ten seconds

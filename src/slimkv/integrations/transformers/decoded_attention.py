@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimkv.integrations.transformers.tables import without_autocast
 
+
+@without_autocast
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None,

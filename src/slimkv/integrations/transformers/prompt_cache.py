@@ -83,17 +83,12 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
 
 def _refuse_other_inputs(config: Any, tokens: set[int]) -> None:
     """Raises for keys and values that depend on more than the tokens, by which files are found."""
-    if getattr(config, "is_encoder_decoder", False):
+    names = [f"the {name} {x}" for name, x in vars(config).items() if _PLACEHOLDER.fullmatch(name) and x in tokens]
+    if names or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(
-            f"the keys and values of {type(config).__name__} also depend on the encoder's input, which prompt-cache "
-            "files do not hold: copy.deepcopy or pickle the cache"
+            f"keys and values depend on the input of {names[0] if names else 'the encoder'}, which prompt-cache files "
+            "do not hold: save a prompt of text alone, or copy the cache (copy.deepcopy, pickle)"
         )
-    for name, token in vars(config).items():
-        if _PLACEHOLDER.fullmatch(name) and token in tokens:
-            raise UnsupportedError(
-                f"input_ids has the {name} {token}, whose keys and values depend on an input that prompt-cache files "
-                "do not hold: save the text before it, or copy.deepcopy or pickle the cache"
-            )
 
 
 def _one_sequence(input_ids: Any) -> list[int]:

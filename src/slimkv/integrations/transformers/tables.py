@@ -13,7 +13,9 @@ of single-token steps are built for many steps at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +43,18 @@ class Step:
 def lasting() -> Any:
     """A context for creating tensors that are written in later calls and so must not be inference tensors."""
     return torch.inference_mode(False)
+
+
+def without_autocast(function: Any) -> Any:
+    """``function`` outside autocast, which would round the float32 products of codec and attention to 16 bits."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class TableSet:
