@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from slimkv.integrations.transformers.cache import SlimKVCache
 
 WRITER = "transformers"
-_PLACEHOLDER = re.compile(r"(image|video|audio|media).*_token_(id|index)")  # tokens that stand for another input
+_is_input = re.compile(r"(image|video|audio|media).*_token_(id|index)").fullmatch  # fields: tokens for other inputs
 _KINDS = tuple(
     kind for kind in ("full_attention", "sliding_attention", "indexed_attention") if kind in DYNAMIC_LAYER_TYPE_MAPPING
 )
@@ -83,11 +83,11 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
 
 def _refuse_other_inputs(config: Any, tokens: set[int]) -> None:
     """Raises for keys and values that depend on more than the tokens, by which files are found."""
-    names = [f"the {name} {x}" for name, x in vars(config).items() if _PLACEHOLDER.fullmatch(name) and x in tokens]
+    names = [f"input_ids has the {name} {x}" for name, x in vars(config).items() if _is_input(name) and x in tokens]
     if names or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(
-            f"keys and values depend on the input of {names[0] if names else 'the encoder'}, which prompt-cache files "
-            "do not hold: save a prompt of text alone, or copy the cache (copy.deepcopy, pickle)"
+            f"{names[0] if names else 'the model is an encoder-decoder'}: keys and values depend on more than tokens, "
+            "by which prompt-cache files are found; save a prompt of text alone, or copy the cache (deepcopy, pickle)"
         )
 
 
