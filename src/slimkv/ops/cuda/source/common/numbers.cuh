@@ -33,3 +33,13 @@ DEVICE float add_sink(float sink, float& row_max, float& row_sum) {
 DEVICE float log_sum_exp(float row_max, float row_sum) {
   return row_sum == 0.0f ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;
 }
+
+// Adds and subtracts pairs of a lane's numbers that are `first`, 2 `first`, ... apart: a Hadamard transform.
+template <class T, int N> DEVICE void butterflies(T (&x)[N], int first = 1) {
+  UNROLL_FOR (int d = first; d < N; d <<= 1)
+    UNROLL_FOR (int i = 0; i < N; i++)
+      if (!(i & d)) {
+        const T a = x[i], b = x[i | d];
+        x[i] = a + b, x[i | d] = a - b;
+      }
+}

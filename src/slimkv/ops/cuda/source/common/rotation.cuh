@@ -13,12 +13,7 @@ template <int DIM> DEVICE void hadamard(float (&x)[(DIM + 31) / 32], int lane) {
       const float other = shfl_xor(x[i], d);
       x[i] = lane & d ? other - x[i] : x[i] + other;
     }
-  UNROLL_FOR (int d = 1; d < DIM / 32; d <<= 1)
-    UNROLL_FOR (int i = 0; i < DIM / 32; i++)
-      if (!(i & d)) {
-        const float a = x[i], b = x[i | d];
-        x[i] = a + b, x[i | d] = a - b;
-      }
+  butterflies(x);
 }
 
 // The rotation by random signs and the Kronecker product of Sylvester's matrix and a core matrix of CORE dimensions:
@@ -94,12 +89,7 @@ DEVICE void multiply_by_core_of_lanes(float (&x)[(DIM + 31) / 32], const u32* bi
       sum[a] = fma_rn(as_float(four.z), sign[2], sum[a]), sum[a] = fma_rn(as_float(four.w), sign[3], sum[a]);
     }
   }
-  UNROLL_FOR (int step = 1; step < OWN; step <<= 1)
-    UNROLL_FOR (int a = 0; a < OWN; a++)
-      if (!(a & step)) {
-        const float y = sum[a], z = sum[a | step];
-        sum[a] = y + z, sum[a | step] = y - z;
-      }
+  butterflies(sum);
   if (SPLIT > 1)
     UNROLL_FOR (int a = 0; a < OWN; a++) {
       const float other = shfl(sum[a], upper ? b : b + CORE);

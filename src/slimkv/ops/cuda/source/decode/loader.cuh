@@ -6,14 +6,11 @@
 #include "common/hopper.cuh"
 #include "decode/schedule.cuh"
 
-struct Loader {
-  const u8* pages;
-  const i32* table;
-  i64 page_stride;
+struct Loader : RangePages {
   u8* ring;
   u64* barriers;
   u32 phases;  // phase bit of each barrier
-  int lane, last_page, begin_tile;
+  int lane;
   i32 ids[BULK ? 1 : PAGES];  // pages of the next step to copy; BULK: the page that this lane copies
 
   DEVICE_MEMBER void init(u8* shared, int warp, int lane_) {
@@ -27,14 +24,6 @@ struct Loader {
       fence_mbarrier_init();
       sync_warp();
     }
-  }
-
-  DEVICE_MEMBER void open(const DecodeArgs& args, const DecodeRange& p) {
-    page_stride = args.page_stride;
-    pages = args.pages + (i64)p.head * args.page_head_stride;
-    table = args.block_table + (i64)p.b * args.table_stride;
-    begin_tile = p.s.begin / 16;
-    last_page = (p.s.length - 1) / BLOCK_SIZE;
   }
 
   // Reads the page ids of a step, which lies in one page or consists of whole pages.

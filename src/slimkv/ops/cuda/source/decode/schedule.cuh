@@ -87,6 +87,21 @@ struct DecodeRange : WorkRange {
   }
 };
 
+// The pages of a range's sequence and KV head.
+struct RangePages {
+  const u8* pages;
+  const i32* table;
+  i64 page_stride;
+  int begin_tile, last_page;
+
+  DEVICE_MEMBER void open(const DecodeArgs& args, const DecodeRange& range) {
+    page_stride = args.page_stride;
+    pages = args.pages + (i64)range.head * args.page_head_stride;
+    table = args.block_table + (i64)range.b * args.table_stride;
+    begin_tile = range.s.begin / 16, last_page = (range.s.length - 1) / BLOCK_SIZE;
+  }
+};
+
 // The partial results of a work tile.
 DEVICE Partials decode_partials(const DecodeArgs& args, int b, int tile, int lane) {
   if (!SPLITS) return partials_of(args, b, tile, lane);

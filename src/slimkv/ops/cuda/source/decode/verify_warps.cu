@@ -13,24 +13,15 @@
 
 // A warp's data of a step: the codes of its tile of keys and of its slices of all values in registers, and the fields
 // of its tile in shared memory.
-struct StepCodes {
+struct StepCodes : RangePages {
   static constexpr int PAGE_TILES = BLOCK_SIZE / 16;
-  const u8* pages;
-  const i32* table;
-  i64 page_stride;
-  int begin_tile, last_page, warp, lane;
+  int warp, lane;
   i32 id;  // the page of tile `lane` of the next step to load
   int tile;  // that tile's number in the page
   u8* fields;  // fields of the warp's tile, double-buffered
   KeyCodes keys;
   PartCodes values[NT], next_values[NT];
 
-  DEVICE_MEMBER void open(const DecodeArgs& args, const DecodeRange& range) {
-    page_stride = args.page_stride;
-    pages = args.pages + (i64)range.head * args.page_head_stride;
-    table = args.block_table + (i64)range.b * args.table_stride;
-    begin_tile = range.s.begin / 16, last_page = (range.s.length - 1) / BLOCK_SIZE;
-  }
   DEVICE_MEMBER void look_up(int step) {
     const int number = begin_tile + NT * step + lane % NT;
     id = ldg_i32(table + min_i32(number / PAGE_TILES, last_page));

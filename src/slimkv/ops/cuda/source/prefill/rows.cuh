@@ -23,16 +23,8 @@ DEVICE float row_factor(const PrefillArgs& args, float up) {
 
 #if (D & (D - 1)) == 0
 // The Hadamard transform of a row of D numbers in a quad. Any distribution over the lanes gives the same transform.
-DEVICE void hadamard_of_lane(float (&x)[OWN], int first) {
-  UNROLL_FOR (int d = first; d < OWN; d <<= 1)
-    UNROLL_FOR (int i = 0; i < OWN; i++)
-      if (!(i & d)) {
-        const float a = x[i], b = x[i | d];
-        x[i] = a + b, x[i | d] = a - b;
-      }
-}
 DEVICE void hadamard_of_quad(float (&x)[OWN], int t) {
-  hadamard_of_lane(x, 1);
+  butterflies(x);
   UNROLL_FOR (int d = 1; d < 4; d <<= 1) {
     const float sign = t & d ? -1.0f : 1.0f;
     UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = fma_rn(x[i], sign, shfl_xor(x[i], d));
@@ -118,7 +110,7 @@ DEVICE void rotate_by_products(const PrefillArgs& args, u32 (&words)[2][OWN / 2]
       x[0][2 * i + 2 * n] = c[0], x[0][2 * i + 2 * n + 1] = c[1], x[1][2 * i + 2 * n] = c[2],
                        x[1][2 * i + 2 * n + 1] = c[3];
     }
-  hadamard_of_lane(x[0], 4), hadamard_of_lane(x[1], 4);
+  butterflies(x[0], 4), butterflies(x[1], 4);
 }
 
 #if EIGHT_BIT
