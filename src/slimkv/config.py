@@ -18,7 +18,7 @@ from slimkv.formats import AUTO, CALIBRATED, RAW, RAW_LATENT, format_of_kind, is
 from slimkv.ops.attention.api import EIGHT_BIT, PREFILL, SIXTEEN_BIT
 from slimkv.ops.attention.api import REGISTRY as ATTENTION
 from slimkv.ops.attention.eight_bit import format_refusal
-from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy, parse_size
+from slimkv.spec import DEFAULT_SEED, CodecSpec, ScalePolicy, parse_format, parse_policy, parse_size, parse_spec
 
 FRESH = ("auto", "codes", "raw")
 # The values that these fields may have with ``deterministic``.
@@ -267,6 +267,12 @@ class KVCacheConfig:
         if self.prefill == EIGHT_BIT and (reason := format_refusal(spec)) is not None:
             raise UnsupportedError(f"prefill='8bit': {reason}; leave prefill at 'auto'")
         return SIXTEEN_BIT if self.prefill == AUTO and (shared_pages or self.deterministic) else self.prefill
+
+    def spec_of(self, format: str, key_dim: int, value_dim: int | None, dtype: str) -> CodecSpec:
+        """The spec of a layer in ``format``, in a model of this ``dtype`` (``torch.bfloat16``)."""
+        policies = {"key_policy": self.key_policy, "value_policy": self.value_policy}
+        spec = parse_spec(format, key_dim, value_dim, **policies, seed=self.seed)
+        return spec.with_raw_dtype(dtype.removeprefix("torch."))
 
     def refuse(self, engine: str, *names: str) -> None:
         """Raises ``UnsupportedError`` if a field in ``names``, which ``engine`` does not support, is set."""

@@ -15,7 +15,7 @@ from slimkv.codec.key_offset import OFFSET_DTYPE, offset_of_keys, wants_offset
 from slimkv.config import CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError
 from slimkv.formats import format_of_kind
-from slimkv.spec import Kind, parse_spec
+from slimkv.spec import Kind
 
 _BLOCK = 64
 
@@ -79,10 +79,7 @@ def fake_quantize(
         if calibration is None or calibration.formats is None:
             raise InputError("format 'calibrated' needs a calibration made for a budget (slimkv calibrate --budget)")
         format = calibration.formats[layer]
-    spec = parse_spec(
-        format, dim, value.shape[-1], key_policy=settings.key_policy, value_policy=settings.value_policy,
-        seed=settings.seed,
-    ).with_raw_dtype(str(key.dtype).removeprefix("torch."))  # fmt: skip
+    spec = settings.spec_of(format, dim, value.shape[-1], str(key.dtype))
     with torch.no_grad():
         rows = [x.detach().transpose(1, 2).reshape(batch * tokens, heads, -1).contiguous() for x in (key, value)]
         pool = PagedPool(spec, -(-batch * tokens // _BLOCK) or 1, heads, _BLOCK, key.device, settings.backend)

@@ -18,7 +18,7 @@ from slimkv.codec.key_offset import wants_offset
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, SlimKVError
 from slimkv.formats import AUTO, CALIBRATED
-from slimkv.spec import CodecSpec, parse_spec
+from slimkv.spec import CodecSpec
 
 COLD_TIER = "the cold tier"
 KEY = "slimkv"  # the entry of an engine's option that holds the fields of ``KVCacheConfig``
@@ -110,11 +110,7 @@ class ServedModel:
                     f"layer {layer}: run slimkv calibrate with --budget or --profile"
                 )
             format = chosen
-        spec = parse_spec(
-            format, key_dim, value_dim, key_policy=settings.key_policy, value_policy=settings.value_policy,
-            seed=settings.seed,
-        )  # fmt: skip
-        return spec.with_raw_dtype(raw_dtype.removeprefix("torch."))
+        return settings.spec_of(format, key_dim, value_dim, raw_dtype)
 
     def _heads(self, layer: int, held: int) -> slice:
         assert self.calibration is not None

@@ -19,7 +19,7 @@ from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates, Paged
 from slimkv.integrations.transformers.tables import Step, lasting, without_autocast
 from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from slimkv.ops.plan import AttendPlan, plan_attend
-from slimkv.spec import CodecSpec, Kind, parse_spec
+from slimkv.spec import CodecSpec, Kind
 
 _unchecked: WeakValueDictionary[int, PackedLayer] = WeakValueDictionary()  # by the id of the keys they returned
 
@@ -98,12 +98,8 @@ class PackedLayer(CacheLayerMixin):
 
     def _spec(self, key_states: Tensor, value_states: Tensor) -> CodecSpec:
         """The spec for keys and values of these sizes and this dtype."""
-        config = self.settings.config
-        spec = parse_spec(
-            self.format, key_states.shape[-1], value_states.shape[-1], key_policy=config.key_policy,
-            value_policy=config.value_policy, seed=config.seed,
-        )  # fmt: skip
-        return spec.with_raw_dtype(str(key_states.dtype).removeprefix("torch."))
+        dims = key_states.shape[-1], value_states.shape[-1]
+        return self.settings.config.spec_of(self.format, *dims, str(key_states.dtype))
 
     @without_autocast
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,13 @@ from slimkv.formats import AUTO, CALIBRATED
 from slimkv.integrations.serving.model import ServedModel
 from slimkv.integrations.vllm.compat import layer_number, logger, tensor_parallel_rank
 from slimkv.integrations.vllm.connectors import pages_leave_the_engine
+from slimkv.integrations.vllm.refusals import first_time
 from slimkv.integrations.vllm.settings import parse
 from slimkv.spec import CodecSpec
 
 _DRAFT_MODEL = "draft_model."  # prefix of a draft model's layers
 _DUMMY = "dummy"  # vLLM's load format of random weights
 _guards: dict[int, tuple[Any, Guard]] = {}  # by the id of an engine's config, kept alive here
-_told: dict[int, Any] = {}  # configs of engines that have logged the warning about centring
 
 
 def served_model(vllm_config: Any, settings: KVCacheConfig | None = None) -> ServedModel:
@@ -80,8 +80,7 @@ def layer_offset(
     """``ServedModel.layer_offset``; warns once if keys are not centred because pages leave the engine."""
     exchanged = pages_leave_the_engine(vllm_config)
     found = model.layer_offset(layer, spec, held, device, exchanged=exchanged)
-    if found is None and exchanged and model.centres(spec) and id(vllm_config) not in _told:
-        _told[id(vllm_config)] = vllm_config
+    if found is None and exchanged and model.centres(spec) and first_time(vllm_config, "centring"):
         logger.warning(
             "slimkv: keys are not centred, which costs accuracy. Engines that exchange pages must subtract the same "
             "vectors: run slimkv calibrate MODEL once and give every engine the file (calibration)."

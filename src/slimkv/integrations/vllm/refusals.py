@@ -32,19 +32,20 @@ LATENT_ARGUMENTS = frozenset(
         "indexer", "q_pad_num_heads",
     }
 )  # fmt: skip
-_checked: dict[tuple[int, int], Any] = {}  # engine configs that this process has checked, by id and block size
+_seen: dict[tuple[object, ...], Any] = {}  # engine configs of which ``first_time`` was asked, kept alive
 
 
-def _first_time(vllm_config: Any, block_size: int = 0) -> bool:
-    if (id(vllm_config), block_size) in _checked:
+def first_time(vllm_config: Any, *what: object) -> bool:
+    """Whether this process asks ``what`` of an engine's config for the first time."""
+    if (id(vllm_config), *what) in _seen:
         return False
-    _checked[id(vllm_config), block_size] = vllm_config
+    _seen[id(vllm_config), *what] = vllm_config
     return True
 
 
 def check_engine(vllm_config: Any) -> None:
     """Raises for engine settings that packed pages do not support. The first layer calls it."""
-    if not _first_time(vllm_config):
+    if not first_time(vllm_config):
         return
     if vllm_config.model_config is not None and vllm_config.model_config.is_mm_prefix_lm:
         raise UnsupportedError(
@@ -84,7 +85,7 @@ def check_one_format(model: ServedModel, name: str, stored: str) -> None:
 
 def check_cache(vllm_config: Any, block_size: int) -> None:
     """Runs the checks that need the kernels' ``block_size``."""
-    if not _first_time(vllm_config, block_size):
+    if not first_time(vllm_config, block_size):
         return
     check_fingerprints(vllm_config, block_size)
     if notice := prefix_caching_notice(vllm_config):
