@@ -24,61 +24,50 @@ struct QueryOperands {
   }
 };
 
-DEVICE void key_bytes(const KeyCodes& codes, int slice, Table table, u32& first, u32& second) {
-  code_bytes<K_KIND, K_BITS, true>(codes.low(slice), codes.high(slice), table, first, second);
+template <bool BYTES> struct KeyProduct { using Type = float; };
+template <> struct KeyProduct<true> { using Type = i32; };
+
+// c = A B if `first`, otherwise c += A B.
+DEVICE void add_product(i32 (&c)[4], const u32 (&a)[4], const u32 (&b)[2], bool first) {
+  if (first) mma_u8_s8_from_zero(c, a[0], a[1], a[2], a[3], b[0], b[1]);
+  else mma_u8_s8(c, a[0], a[1], a[2], a[3], b[0], b[1]);
+}
+DEVICE void add_product(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2], bool first) {
+  if (first) mma_f16_from_zero(c, a[0], a[1], a[2], a[3], b[0], b[1]);
+  else mma_f16(c, a[0], a[1], a[2], a[3], b[0], b[1]);
 }
 
-// Queries as two signed bytes times levels as bytes.
-DEVICE void multiply_key_bytes(const KeyCodes (&codes)[NT], const u8* shared, QueryOperands& queries,
-    const LevelTables& tables, int lane, StepScores& s) {
-  i32 c[NT][NG][4];
+// Products of queries as two signed bytes and levels as bytes, or of queries as halves (narrow: as sums of two halves)
+// and levels as halves.
+template <class T> DEVICE void multiply_codes(T (&c)[NT][NG][4], const KeyCodes (&codes)[NT], const u8* shared,
+    QueryOperands& queries, const LevelTables& tables, int lane) {
   UNROLL_FOR (int i = 0; i < QI; i++) {
     queries.load_product(shared, i, lane);
     UNROLL_FOR (int x = 0; x < NT; x++) {
       u32 a[4] = {0, 0, 0, 0};
-      key_bytes(codes[x], 2 * i, tables.key, a[0], a[1]);
-      if (2 * i + 1 < KS) key_bytes(codes[x], 2 * i + 1, tables.key, a[2], a[3]);
-      UNROLL_FOR (int n = 0; n < NG; n++) {
-        const u32 b0 = queries.q[n][Q_IN_SHARED ? 0 : i][0], b1 = queries.q[n][Q_IN_SHARED ? 0 : i][1];
-        if (i == 0) mma_u8_s8_from_zero(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
-        else mma_u8_s8(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
-      }
+      if constexpr (K_BYTES)
+        UNROLL_FOR (int h = 0; h < (2 * i + 1 < KS ? 2 : 1); h++)
+          code_bytes<K_KIND, K_BITS, true>(codes[x].low(2 * i + h), codes[x].high(2 * i + h), tables.key, a[2 * h],
+              a[2 * h + 1]);
+      else key_halves(codes[x], i, tables, a);
+      UNROLL_FOR (int n = 0; n < NG; n++) add_product(c[x][n], a, queries.q[n][Q_IN_SHARED ? 0 : i], i == 0);
     }
   }
-  UNROLL_FOR (int x = 0; x < NT; x++)
-    UNROLL_FOR (int n = 0; n < NG; n++)
-      UNROLL_FOR (int r = 0; r < 2; r++) s[n][x][r] = (float)(128 * c[x][n][2 * r] + c[x][n][2 * r + 1]);
-}
-
-// Queries as halves (narrow: as sums of two halves) times levels as halves.
-DEVICE void multiply_key_halves(const KeyCodes (&codes)[NT], const u8* shared, QueryOperands& queries,
-    const LevelTables& tables, int lane, StepScores& s) {
-  float c[NT][NG][4];
-  UNROLL_FOR (int i = 0; i < QI; i++) {
-    queries.load_product(shared, i, lane);
-    UNROLL_FOR (int x = 0; x < NT; x++) {
-      u32 a[4];
-      key_halves(codes[x], i, tables, a);
-      UNROLL_FOR (int n = 0; n < NG; n++) {
-        const u32 b0 = queries.q[n][Q_IN_SHARED ? 0 : i][0], b1 = queries.q[n][Q_IN_SHARED ? 0 : i][1];
-        if (i == 0) mma_f16_from_zero(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
-        else mma_f16(c[x][n], a[0], a[1], a[2], a[3], b0, b1);
-      }
-    }
-  }
-  UNROLL_FOR (int x = 0; x < NT; x++)
-    UNROLL_FOR (int n = 0; n < NG; n++)
-      UNROLL_FOR (int r = 0; r < 2; r++)
-        UNROLL_FOR (int j = 0; j < OWN; j++)
-          s[n * OWN + j][x][r] = WIDE ? c[x][n][2 * r + j] : c[x][n][2 * r] + c[x][n][2 * r + 1];
 }
 
 DEVICE void multiply_keys(const u8* slot, const u8* shared, QueryOperands& queries, const LevelTables& tables, int lane,
     StepScores& s) {
   KeyCodes codes[NT];
   UNROLL_FOR (int x = 0; x < NT; x++) codes[x].load(slot + keys_of(x), lane);
-  if constexpr (K_BYTES) multiply_key_bytes(codes, shared, queries, tables, lane, s);
-  else multiply_key_halves(codes, shared, queries, tables, lane, s);
+  typename KeyProduct<K_BYTES>::Type c[NT][NG][4];
+  multiply_codes(c, codes, shared, queries, tables, lane);
+  UNROLL_FOR (int x = 0; x < NT; x++)
+    UNROLL_FOR (int n = 0; n < NG; n++)
+      UNROLL_FOR (int r = 0; r < 2; r++)
+        UNROLL_FOR (int j = 0; j < OWN; j++)
+          s[n * OWN + j][x][r] = WIDE ? c[x][n][2 * r + j]
+              : K_BYTES               ? (float)(128 * c[x][n][2 * r] + c[x][n][2 * r + 1])
+                                      : c[x][n][2 * r] + c[x][n][2 * r + 1];
 }
 
 // Masks hidden tokens and tokens marked as NaN; `clear`: no token is hidden. This is the only branch of a step.
