@@ -20,6 +20,7 @@ from slimkv.integrations.vllm.connectors import (
     engine_fingerprint,
     wants_cross_layer_blocks,
 )
+from slimkv.integrations.vllm.mla.backend import SlimKVMLABackend
 from slimkv.integrations.vllm.page_sizes import backend_for_spec
 from slimkv.integrations.vllm.prompt_pages import Load, PromptPages, Save
 from slimkv.spec import CodecSpec, LatentSpec, page_layout
@@ -80,7 +81,7 @@ def engine(name: str | None = None, layers=None, ranks: int = 1, **extra):
         parallel_config=SimpleNamespace(
             tensor_parallel_size=ranks, pipeline_parallel_size=1, decode_context_parallel_size=1
         ),
-        compilation_config=SimpleNamespace(static_forward_context=layers),
+        additional_config={"slimkv": "k4v4"}, compilation_config=SimpleNamespace(static_forward_context=layers),
     )  # fmt: skip
 
 
@@ -382,6 +383,23 @@ def test_every_speculative_method_of_vllm_is_known():
     mtp = set(get_args(speculative.MTPModelTypes)) - {"mtp"}
     assert methods - mtp == {*refusals.DRAFTERS, "extract_hidden_states"}
     assert mtp >= set(refusals.SHARING_DRAFTERS)
+
+
+@pytest.mark.parametrize("option", ["enable_adaptive_verification", "tomorrows_tree"])
+def test_options_of_speculation_without_bounds_on_the_host_are_refused(option):
+    """Adaptive verification drops drafts on the device, so the lengths on the host are not those of the step."""
+    speculating = engine()
+    speculating.speculative_config = SimpleNamespace(method="dspark", draft_model_config=None, **{option: True})
+    with pytest.raises(UnsupportedError, match=f"verification of drafts does not support {option}; leave it out"):
+        refusals.check_engine(speculating)
+
+
+def test_every_option_of_speculation_in_vllm_is_known():
+    from vllm.config import SpeculativeConfig
+
+    assert set(SpeculativeConfig.__dataclass_fields__) == refusals.DRAFTING | {"enable_adaptive_verification"}
+    backend = {x.supports_device_cpu_query_lens_mismatch() for x in (SlimKVBackend, SlimKVMLABackend)}
+    assert backend == {False}, "what vLLM asks before it drops drafts on the device"
 
 
 def test_connectors_are_checked_when_the_first_layer_is_made():

@@ -30,31 +30,18 @@ class PackedBackend:
     is_supported_spec = staticmethod(compat.is_supported_spec)
     impl: ClassVar[type]  # runs one layer's attention
     builder: ClassVar[type]  # builds a step's metadata
-
-    @classmethod
-    def get_impl_cls(cls) -> Any:
-        """See ``impl``."""
-        return cls.impl
-
-    @classmethod
-    def get_builder_cls(cls) -> Any:
-        """See ``builder``."""
-        return cls.builder
+    get_name = staticmethod(lambda: "CUSTOM")  # in vLLM
+    # Block sizes that the kernels support; vLLM splits larger blocks into these.
+    get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: list(page_sizes.KERNEL_BLOCKS))
+    get_impl_cls = classmethod(lambda cls: cls.impl)
+    get_builder_cls = classmethod(lambda cls: cls.builder)
+    # False: parts of a step and the bounds of kernels are computed from the lengths on the host.
+    supports_device_cpu_query_lens_mismatch = classmethod(lambda cls: False)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """The accepted memory layouts, preferred first."""
         return (compat.CROSS_LAYER_LAYOUT,) if cls.cross_layer_blocks else compat.LAYOUTS
-
-    @staticmethod
-    def get_name() -> str:
-        """The backend's name in vLLM."""
-        return "CUSTOM"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Block sizes that the kernels support; vLLM splits larger blocks into these."""
-        return list(page_sizes.KERNEL_BLOCKS)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -83,11 +70,8 @@ class SlimKVBackend(PackedBackend, compat.AttentionBackend):
     preferred_block: ClassVar[int] = page_sizes.PREFERRED_DENSE_BLOCK
     impl, builder = SlimKVImpl, SlimKVMetadataBuilder
     supports_head_size = staticmethod(page_sizes.supports_head_size)
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        """All types: encoder and cross attention run on vLLM's own backend."""
-        return attn_type in list(compat.AttentionType)
+    # All types: encoder and cross attention run on vLLM's own backend.
+    supports_attn_type = classmethod(lambda cls, attn_type: attn_type in list(compat.AttentionType))
 
     @classmethod
     def _yes(cls) -> bool:

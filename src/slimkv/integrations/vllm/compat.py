@@ -5,8 +5,10 @@ Importing this module raises an error unless the tested release is installed.
 
 from __future__ import annotations
 
+import json
 import logging
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,28 +56,9 @@ class Rule(Enum):
     REFUSED = "it cannot work"
 
 
-# The reviewed KV connectors of vLLM, and why some are refused.
-CONNECTORS: dict[str, tuple[Rule, str]] = {
-    "OffloadingConnector": (Rule.IN_PROCESS, ""),
-    "SimpleCPUOffloadConnector": (Rule.IN_PROCESS, ""),
-    "SlimKVPromptConnector": (Rule.FOLDER, ""),
-    "ExampleConnector": (Rule.FOLDER, ""),
-    "NixlConnector": (Rule.HANDSHAKE, ""),
-    "NixlPullConnector": (Rule.HANDSHAKE, ""),
-    "NixlPushConnector": (Rule.HANDSHAKE, ""),
-    "MooncakeConnector": (Rule.PEERS, ""),
-    "MooncakeStoreConnector": (Rule.PEERS, ""),
-    "LMCacheMPConnector": (Rule.PEERS, ""),
-    "MultiConnector": (Rule.CHILDREN, ""),
-    "LMCacheConnectorV1": (
-        Rule.REFUSED,
-        "it sizes its buffers as keys and values of the model's dtype; use LMCacheMPConnector "
-        "(--kv-offloading-backend lmcache)",
-    ),
-    "DecodeBenchConnector": (Rule.REFUSED, "it fills the cache with numbers that are not codes"),
-    "ExampleHiddenStatesConnector": (Rule.REFUSED, "it stores hidden states in its own cache layout"),
-    "HiSparseConnector": (Rule.REFUSED, "it copies single rows of unpacked latents between host memory and the GPU"),
-}
+# What was reviewed in the tested release: KV connectors, and why some are refused; speculative methods and options.
+REVIEWED = json.loads(Path(__file__).with_name("reviewed.json").read_text(encoding="utf-8"))
+CONNECTORS = {name: (Rule[rule], why) for name, (rule, why) in REVIEWED["connectors"].items()}
 _stated: dict[str, str] = {}  # fingerprints in NIXL's handshakes, by engine id
 
 

@@ -46,6 +46,8 @@ class _Filling:
 class SlimKVPromptConnector(KVConnectorBase_V1):
     """See the module docstring."""
 
+    requires_kv_delivery = False  # this is a cache: prompts that are not written are recomputed
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if not wanted(vllm_config.additional_config):
@@ -76,11 +78,6 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
     def _store(self) -> PromptStore:
         """The scheduler's view of the folder; the workers marked it when they loaded the model."""
         return PromptStore(self._folder, read_marker(self._folder))
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """This is a cache: prompts that are not written are recomputed."""
-        return False
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The number of tokens that a file adds to those in the engine's own cache."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.model import ServedModel
-from slimkv.integrations.vllm.compat import layer_number, layout_is_chosen, logger
-from slimkv.integrations.vllm.connectors import EXAMPLE_CONNECTOR, check_connectors, check_fingerprints, connectors
+from slimkv.integrations.vllm import connectors
+from slimkv.integrations.vllm.compat import REVIEWED, layer_number, layout_is_chosen, logger
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES
 from slimkv.integrations.vllm.settings import parse
 
@@ -19,19 +19,12 @@ SPARSE = (
     "slimkv packs dense latent attention (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) and the sparse one of models "
     f"whose configuration has index_topk (DeepSeek V3.2, GLM-5), not that of this model; {OWN_BACKEND}"
 )
-# vLLM's speculative methods, except extract_hidden_states, which keeps hidden states in the cache.
-DRAFTERS = (
-    "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp", "dflash",
-    "dspark", "custom_class",
-)  # fmt: skip
+DRAFTERS = REVIEWED["speculative_methods"]  # all but extract_hidden_states, which keeps hidden states in the cache
+# The fields of vLLM's SpeculativeConfig that leave slimkv host-side bounds on the queries of every request. Without
+# such bounds, as with enable_adaptive_verification, which drops drafts on the device, attention would omit queries.
+DRAFTING = frozenset(REVIEWED["speculative_options"])
 SHARING_DRAFTERS = ("gemma4_mtp",)  # by the model type of their configuration
-# The arguments that vLLM passes to an implementation of latent attention.
-LATENT_ARGUMENTS = frozenset(
-    {
-        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
-        "indexer", "q_pad_num_heads",
-    }
-)  # fmt: skip
+LATENT_ARGUMENTS = frozenset(REVIEWED["latent_arguments"])  # of an implementation of latent attention
 _seen: dict[tuple[object, ...], Any] = {}  # engine configs of which ``first_time`` was asked, kept alive
 
 
@@ -52,7 +45,7 @@ def check_engine(vllm_config: Any) -> None:
             "the tokens of an image attend to one another in both directions, and slimkv attends causally: serve text "
             "only (--language-model-only, or --limit-mm-per-prompt '{\"image\": 0}'), or use vLLM's own backend"
         )
-    check_connectors(vllm_config)
+    connectors.check_connectors(vllm_config)
     check_drafter(getattr(vllm_config, "speculative_config", None))
 
 
@@ -64,6 +57,8 @@ def check_drafter(speculative: Any) -> None:
         raise UnsupportedError(
             f"slimkv does not know the speculative method {speculative.method!r}; use one of {', '.join(DRAFTERS)}"
         )
+    others = {name: getattr(speculative, name) for name in vars(speculative) if name not in DRAFTING}
+    refuse("slimkv's verification of drafts", others, "leave it out of the speculative config")
     drafter = getattr(getattr(speculative.draft_model_config, "hf_config", None), "model_type", None)
     if drafter in SHARING_DRAFTERS:
         raise UnsupportedError(
@@ -87,7 +82,7 @@ def check_cache(vllm_config: Any, block_size: int) -> None:
     """Runs the checks that need the kernels' ``block_size``."""
     if not first_time(vllm_config, block_size):
         return
-    check_fingerprints(vllm_config, block_size)
+    connectors.check_fingerprints(vllm_config, block_size)
     if notice := prefix_caching_notice(vllm_config):
         logger.warning("slimkv: %s", notice)
 
@@ -144,8 +139,9 @@ def check_latents(
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
     }
     refuse(LATENTS, sizes, "use tensor parallelism")
-    if layout_is_chosen() and any(name == EXAMPLE_CONNECTOR for name, _ in connectors(vllm_config)):
+    if layout_is_chosen() and any(x == connectors.EXAMPLE_CONNECTOR for x, _ in connectors.connectors(vllm_config)):
         raise UnsupportedError(
-            f"{EXAMPLE_CONNECTOR} writes latents into a copy of the cache in some layouts: unset VLLM_KV_CACHE_LAYOUT"
+            f"{connectors.EXAMPLE_CONNECTOR} writes latents into a copy of the cache in some layouts: unset "
+            "VLLM_KV_CACHE_LAYOUT"
         )
     parse(vllm_config.additional_config).refuse("latent attention", "calibration")

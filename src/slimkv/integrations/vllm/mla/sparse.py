@@ -111,11 +111,10 @@ class SlimKVSparseMLAImpl(SharedTopkIndicesBuffer, SlimKVMLAImpl):
         """The smallest and the largest step."""
         return [Step(queries, 1, self.topk_indices_buffer.shape[1]) for queries in (1, QUERIES_AT_ONCE)]
 
-    def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """Does nothing: vLLM uses this method for caches in host memory."""
+    def prepare_for_batch(self, attn_metadata: Any = None) -> None:
+        """Does nothing: vLLM uses it for caches in host memory, and indices are mapped on the stream that made them."""
 
-    def record_logical_topk_ready(self) -> None:
-        """Does nothing: indices are mapped on the stream that computed them."""
+    record_logical_topk_ready = prepare_for_batch
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
@@ -142,11 +141,7 @@ class SlimKVSparseMLABackend(SlimKVMLABackend):
     """Sparse latent attention on packed token rows."""
 
     impl, builder = SlimKVSparseMLAImpl, SlimKVSparseMetadataBuilder
-
-    @classmethod
-    def is_sparse(cls) -> bool:
-        """Whether layers have an indexer."""
-        return True
+    is_sparse = classmethod(lambda cls: True)  # layers have an indexer
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
