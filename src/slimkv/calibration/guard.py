@@ -51,8 +51,9 @@ class Guard:
         self._say = say
 
     def expect(self, layer: str) -> None:
-        """Adds a layer to compare."""
+        """Adds a layer to compare, again if it was compared before."""
         self._layers.add(layer)
+        self.figures.pop(layer, None)
 
     def wants(self, layer: str, tokens: int) -> bool:
         """Whether ``layer`` should be compared in a step of ``tokens`` new tokens."""

@@ -54,14 +54,14 @@ class LayerOffset:
                 self.tensor.copy_(known)
         self.known = known is not None
         self.source = "given" if known is not None else "not yet learnt"
-        self._kept: Path | None = None
+        self.file: Path | None = None  # where a learnt offset is saved
 
     @classmethod
     def kept(cls, path: Path | None, num_kv_heads: int, codec: Codec) -> LayerOffset:
         """The offset in the file ``path``; without that file, it is learnt and then saved there (None: not saved)."""
         known = read_offset(path, num_kv_heads, codec.spec.key_dim) if path is not None else None
         made = cls(num_kv_heads, codec, known)
-        made._kept = path
+        made.file = path
         if known is not None:
             made.source = f"kept in {path}"
         return made
@@ -100,8 +100,8 @@ class LayerOffset:
             seen = key[stored].float()  # the first row is position 0: prompts are stored from their first token on
             self.tensor.copy_(offset_of_keys(seen.mean(0), seen[0], self._codec))
             self.source = f"the first prompt, {count} tokens"
-            if self._kept is not None and count >= MIN_TOKENS:
-                write_offset(self._kept, self.tensor)
+            if self.file is not None and count >= MIN_TOKENS:
+                write_offset(self.file, self.tensor)
         self.known = True
 
 

@@ -78,7 +78,16 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     tokens: dict[str, list[list[int]]] = {}
     after: dict[str, dict[str, float]] = {}
     logprobs: dict[str, list[list[dict[int, float]]]] = {}
+    checksums: dict[str, dict[str, str]] = {}
+    refused: dict[str, str] = {}
     for run in request["runs"]:
+        if "reload" in run:
+            try:
+                llm.collective_rpc("reload_weights", kwargs=run["reload"])
+            except Exception as error:
+                refused[run["name"]] = f"{type(error).__name__}: {error}"
+        if run.get("checksums"):
+            checksums[run["name"]] = llm.collective_rpc("compute_weight_checksums")[0]
         if run.get("reset"):
             llm.reset_prefix_cache()
         if run.get("sleep"):
@@ -102,6 +111,8 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "tokens": tokens,
         "counters": after,
         "logprobs": logprobs,
+        "checksums": checksums,  # by parameter, for runs that request them
+        "refused": refused,  # messages of runs whose weights were not loaded
         "blocks": config.cache_config.num_gpu_blocks,
         "block_size": config.cache_config.block_size,
         "layout": getattr(config.cache_config, "kv_cache_layout", None),

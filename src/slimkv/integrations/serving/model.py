@@ -22,6 +22,10 @@ from slimkv.spec import CodecSpec
 
 COLD_TIER = "the cold tier"
 KEY = "slimkv"  # the entry of an engine's option that holds the fields of ``KVCacheConfig``
+OTHER_WEIGHTS = (
+    "the calibration, or the fingerprint of pages that leave the engine, belongs to the weights that this engine "
+    "started with, and others are to be loaded: start an engine with the new weights"
+)
 
 
 def parse_settings(given: object, engine: str, deterministic: str | None = None) -> KVCacheConfig:

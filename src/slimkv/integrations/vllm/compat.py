@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,21 @@ def tensor_parallel_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     found = [torch.empty_like(tensor) for _ in range(group.world_size)]
     torch.distributed.all_gather(found, tensor.contiguous(), group=group.cpu_group)
     return found
+
+
+def before_new_weights(check: Callable[..., None]) -> None:
+    """Calls ``check(vllm_config, *arguments)`` before ``reload_weights``, and before another process sends weights."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def wrapped(original: Callable[..., None], **more: Any) -> Callable[..., None]:
+        def load(self: Any, *args: Any, **kwargs: Any) -> None:
+            check(self.vllm_config, *args, **kwargs, **more)
+            original(self, *args, **kwargs)
+
+        return load
+
+    Worker.reload_weights = wrapped(Worker.reload_weights)
+    Worker.start_weight_update = wrapped(Worker.start_weight_update, weights_iterator=())
 
 
 def forward_metadata(layer_name: str) -> Any:

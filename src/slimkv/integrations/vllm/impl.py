@@ -120,6 +120,8 @@ class SlimKVImpl(compat.AttentionImpl):
         if self.kv_sharing_target_layer_name is None and self._spec.key.kind != Kind.RAW:
             self._guard = guard_of(self._settings.max_score_error, self._config)
             self._guard.expect(self._name)
+        if self._layer is not None and self._layer.offset is not None:
+            self._layer.offset.file = None  # weights are loaded again, perhaps not those of the model's files
         self._options = self._options_of(self._spec)
         self._variants: dict[tuple[bool, bool | None], ops.AttendOptions] = {}
 

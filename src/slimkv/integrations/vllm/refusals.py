@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from slimkv.calibration.identity import weights_digest
+from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.serving.model import ServedModel
+from slimkv.integrations.serving.model import OTHER_WEIGHTS, ServedModel
 from slimkv.integrations.vllm import connectors
-from slimkv.integrations.vllm.compat import REVIEWED, layer_number, layout_is_chosen, logger
+from slimkv.integrations.vllm.compat import REVIEWED, before_new_weights, layer_number, layout_is_chosen, logger
 from slimkv.integrations.vllm.page_sizes import CACHE_DTYPES
 from slimkv.integrations.vllm.settings import parse
 
@@ -25,6 +27,9 @@ DRAFTERS = REVIEWED["speculative_methods"]  # all but extract_hidden_states, whi
 DRAFTING = frozenset(REVIEWED["speculative_options"])
 SHARING_DRAFTERS = ("gemma4_mtp",)  # by the model type of their configuration
 LATENT_ARGUMENTS = frozenset(REVIEWED["latent_arguments"])  # of an implementation of latent attention
+COPIES = "slimkv has its own copies of the projections of latent attention, which"
+REWRITTEN_BY = ("nccl", "ipc")  # backends of weight transfer after which vLLM processes the weights of attention again
+_first_weights: dict[int, tuple[Any, str | None]] = {}  # engine configs and digests of their weights, by id
 _seen: dict[tuple[object, ...], Any] = {}  # engine configs of which ``first_time`` was asked, kept alive
 
 
@@ -47,6 +52,28 @@ def check_engine(vllm_config: Any) -> None:
         )
     connectors.check_connectors(vllm_config)
     check_drafter(getattr(vllm_config, "speculative_config", None))
+    watch_weights(vllm_config, parse(vllm_config.additional_config))
+
+
+def watch_weights(vllm_config: Any, settings: KVCacheConfig) -> None:
+    """Keeps the digest of the weights if a calibration or a fingerprint belongs to them, for ``check_new_weights``."""
+    if settings.calibration is not None or connectors.pages_leave_the_engine(vllm_config):
+        _first_weights[id(vllm_config)] = vllm_config, weights_digest(getattr(vllm_config.model_config, "model", None))
+
+
+def check_new_weights(
+    vllm_config: Any, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
+) -> None:
+    """Raises if a running engine cannot follow new weights. The arguments are those of vLLM's ``reload_weights``."""
+    new = weights_digest(weights_path or vllm_config.model_config.model) if weights_iterator is None else None
+    if id(vllm_config) in _first_weights and (new is None or new != _first_weights[id(vllm_config)][1]):
+        raise UnsupportedError(OTHER_WEIGHTS)
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    if not is_checkpoint_format and any(hasattr(getattr(x, "impl", None), "absorbed_weights_ready") for x in layers):
+        raise UnsupportedError(f"{COPIES} is_checkpoint_format=False does not change: leave it out")
+
+
+before_new_weights(check_new_weights)
 
 
 def check_drafter(speculative: Any) -> None:
@@ -115,7 +142,8 @@ def check_cache_dtype(kv_cache_dtype: str) -> None:
     """Raises for a quantised cache dtype of vLLM."""
     if kv_cache_dtype not in CACHE_DTYPES:
         raise InputError(
-            f"slimkv stores its own formats, so kv_cache_dtype must be left at auto, not {kv_cache_dtype!r}"
+            f"slimkv stores its own formats, so kv_cache_dtype must be left at auto, not {kv_cache_dtype!r}; if the "
+            "checkpoint declares it, add --kv-cache-dtype bfloat16"
         )
 
 
@@ -139,6 +167,11 @@ def check_latents(
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
     }
     refuse(LATENTS, sizes, "use tensor parallelism")
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    if transfer is not None and transfer.backend not in REWRITTEN_BY:
+        raise UnsupportedError(
+            f"{COPIES} weight transfer by {transfer.backend!r} may not change: use {' or '.join(REWRITTEN_BY)}"
+        )
     if layout_is_chosen() and any(x == connectors.EXAMPLE_CONNECTOR for x, _ in connectors.connectors(vllm_config)):
         raise UnsupportedError(
             f"{connectors.EXAMPLE_CONNECTOR} writes latents into a copy of the cache in some layouts: unset "

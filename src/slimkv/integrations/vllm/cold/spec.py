@@ -27,6 +27,7 @@ from slimkv.integrations.vllm.cold.worker import ColdWorker
 from slimkv.integrations.vllm.compat import layer_number, logger
 from slimkv.integrations.vllm.connectors import WEIGHTS, all_heads, engine_weights
 from slimkv.integrations.vllm.model import layer_offset, served_model
+from slimkv.integrations.vllm.refusals import watch_weights
 from slimkv.integrations.vllm.settings import BATCH_INVARIANT, batch_invariant
 from slimkv.spec import LatentSpec
 from slimkv.wire import Fingerprint, LayerFingerprint, check_marker
@@ -68,6 +69,7 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         self._cold_worker: ColdWorker | None = None
         _refuse(config)
         if self._vllm_config is not None:
+            watch_weights(self._vllm_config, settings)
             self._model = served_model(self._vllm_config, settings)
             self._groups = [
                 bands_of(find_layers(self._vllm_config, group.layer_names, self._model), group.tokens_per_block)
