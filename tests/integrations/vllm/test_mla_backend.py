@@ -202,6 +202,18 @@ def test_what_a_model_or_engine_asks_in_vain(config, arguments, message):
     check_latents(engine(connector="OffloadingConnector"), "auto", {}, {"kv_lora_rank": 512, "indexer": None})
 
 
+def test_transfers_that_write_weights_in_place_are_refused():
+    """They would not reach the folded projections."""
+    for backend in ("nccl", "ipc", "sparse_nccl"):
+        config = engine()
+        config.weight_transfer_config = SimpleNamespace(backend=backend)
+        if backend != "sparse_nccl":
+            check_latents(config, "auto", {}, {})
+            continue
+        with pytest.raises(UnsupportedError, match="transfer by 'sparse_nccl' may not change: use nccl or ipc"):
+            check_latents(config, "auto", {}, {})
+
+
 def test_the_example_connector_needs_the_default_layout(monkeypatch):
     """The connector reshapes a layer's cache. If blocks of all layers are adjacent, that makes a copy."""
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
