@@ -38,6 +38,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     cached: dict[str, list[int]] = {}
     retracted: dict[str, int] = {}
     verified: dict[str, int] = {}
+    updated: dict[str, list[Any]] = {}
     seconds: dict[str, float] = {}
     logprobs: dict[str, list[list[dict[int, float]]]] = {}
     prompt_logprobs: dict[str, list[list[float]]] = {}
@@ -45,6 +46,8 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         for run in request["runs"]:
             if run.get("reset"):
                 engine.flush_cache()
+            if "weights" in run:
+                updated[run["name"]] = list(engine.update_weights_from_disk(run["weights"])[:2])
             params = {"temperature": 0, "max_new_tokens": run["max_tokens"], "ignore_eos": not run.get("may_end")}
             batches = [[p] for p in run["prompts"]] if run.get("one_by_one") else [run["prompts"]]
             most = {"return_logprob": True, "top_logprobs_num": run["logprobs"]} if "logprobs" in run else {}
@@ -77,6 +80,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "cached": cached,
         "retracted": retracted,
         "verified": verified,  # number of verified chains of drafted tokens
+        "updated": updated,  # success and message of runs that load weights
         "seconds": seconds,
         "logprobs": logprobs,  # of the most likely tokens at each position, for runs that request them
         "prompt_logprobs": prompt_logprobs,  # of all prompt tokens except the first

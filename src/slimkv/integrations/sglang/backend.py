@@ -36,6 +36,7 @@ class SlimKVAttnBackend(PackedBackend):
             self.token_to_kv_pool.dtype = torch.uint8  # models read the dtype from this pool
         self._config = plain[0].plan.config
         state_in_handshake(model_runner, plain[0].plan)
+        refusals.forbid_new_weights(model_runner.model, plain[0].plan)
         self._raw = self._config.reads_fresh_raw(shared_pages=True)
         self._prefill = SIXTEEN_BIT
         for pages in (pages for one in plain for pages in one.layers):  # equal for all layers, or raises

@@ -7,6 +7,7 @@ from typing import Any
 
 from slimkv.config import KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.integrations.serving.model import OTHER_WEIGHTS
 from slimkv.integrations.sglang import compat
 from slimkv.integrations.sglang.names import BACKEND
 from slimkv.spec import BLOCK_SIZES, TILE_TOKENS
@@ -216,6 +217,12 @@ def _check_latents(kvc: Any, config: KVCacheConfig) -> None:
     if getattr(compat.server_options(kvc.server_args), "enable_lora", False):
         raise UnsupportedError("slimkv folds a rotation into absorbed projections; --enable-lora would change them")
     config.refuse("latent attention", "calibration")
+
+
+def forbid_new_weights(model: Any, plan: Any) -> None:
+    """Leaves a reason to refuse new weights where SGLang looks for it, if the cache of ``model`` belongs to its own."""
+    if plan.config.calibration is not None or plan.transfers:
+        model._derived_weight_cache_error = f"slimkv: {OTHER_WEIGHTS}"
 
 
 def check_layers(model: Any, max_head_dim: float = MAX_HEAD_DIM) -> None:

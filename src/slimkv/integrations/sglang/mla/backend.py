@@ -33,6 +33,7 @@ class SlimKVLatentBackend(PackedBackend):
         self._dense = dense_attention(self.device)
         self._config = pool.plan.config
         state_in_handshake(model_runner, pool.plan)
+        refusals.forbid_new_weights(model_runner.model, pool.plan)
         self._fresh_codes = not self._config.reads_fresh_raw(shared_pages=True)
         self._tables = BlockTables(model_runner.req_to_token_pool.req_to_token, model_runner.page_size)
         self._prefill: tuple[Step, Prefill] | None = None
