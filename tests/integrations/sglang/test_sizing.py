@@ -97,6 +97,15 @@ def test_only_attention_layers_of_hybrid_models_count(monkeypatch):
     assert sizing.cell_size(stock, None, kvc, 2) == 4 * (K4V4 + BF16)
 
 
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_cache_that_the_checkpoint_declares_in_fp8_is_refused(latent, monkeypatch):
+    """SGLang takes its dtype from kv_cache_scheme unless --kv-cache-dtype is given."""
+    monkeypatch.setattr(refusals, "_check_latents", lambda kvc, config: None)
+    kvc = make_kvc(kv_cache_dtype=torch.float8_e4m3fn, use_mla_backend=latent)
+    with pytest.raises(UnsupportedError, match=r"declares a cache of torch.float8_e4m3fn.*add --kv-cache-dtype bf16"):
+        sizing.plan_of(kvc)
+
+
 def test_layers_that_sglang_counts_otherwise_are_refused():
     with pytest.raises(UnsupportedError, match="counts 7 layers with a cache, slimkv 6"):
         sizing.cell_size(stock, None, make_kvc(), 7)

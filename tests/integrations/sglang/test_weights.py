@@ -1,7 +1,8 @@
-"""Weights in a running engine."""
+"""Weights in a running engine, and checkpoints that declare an fp8 cache."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from slimkv.integrations.sglang.refusals import forbid_new_weights
 pytestmark = pytest.mark.sglang
 
 PROMPTS = [[(7 * i + 3 * j * j) % 500 + 3 for j in range(30 + 67 * i)] for i in range(4)]
+SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
 @pytest.mark.parametrize(("calibration", "transfers"), [(None, False), ("auto", False), (None, True)])
@@ -56,3 +58,25 @@ def test_an_engine_loads_other_weights_unless_it_has_a_calibration(tmp_path):
     assert not success
     assert "belongs to the weights that this engine started with" in message
     assert bound["tokens"]["after"] == bound["tokens"]["before"], "still the old weights"
+
+
+@pytest.mark.slow
+def test_scales_of_a_checkpoint_change_nothing(tmp_path):
+    """On a CPU, SGLang itself refuses an fp8 cache, so the dtype is always given here."""
+    folder = write_llama(tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    sides = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(0.02) for i in range(2) for x in "kv"}
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    found = []
+    for name, scheme in (("plain", None), ("scaled", SCHEME)):
+        path = tmp_path / name
+        shutil.copytree(folder, path)
+        save_file({**weights, **(sides if scheme else {})}, path / "model.safetensors", metadata={"format": "pt"})
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
+            "ignore": ["lm_head"], "kv_cache_scheme": scheme, "quantization_status": "compressed",
+        }  # fmt: skip
+        (path / "config.json").write_text(json.dumps(config))
+        how = {"dtype": "bfloat16", "kv_cache_dtype": "bf16", **slimkv("k4v4")}
+        found.append(run_engine({"model_path": str(path), **how}, [run("a", PROMPTS, 8, one_by_one=True)]))
+    assert found[0]["tokens"] == found[1]["tokens"]

@@ -187,6 +187,11 @@ def check_model(kvc: Any, config: KVCacheConfig) -> None:
     """Raises for a model that caches neither K and V nor latents."""
     if kvc.use_mla_backend:
         _check_latents(kvc, config)
+    if kvc.kv_cache_dtype.itemsize == 1:  # SGLang takes it from the checkpoint's kv_cache_scheme
+        raise UnsupportedError(
+            f"the checkpoint declares a cache of {kvc.kv_cache_dtype}, and slimkv packs K and V as the model computes "
+            "them, without the checkpoint's k_scale and v_scale: add --kv-cache-dtype bf16"
+        )
     if kvc.model_config.is_encoder_decoder:
         raise UnsupportedError("slimkv does not serve encoder-decoder models in SGLang; use another attention backend")
     several_pools = kvc.is_hybrid_swa or compat.full_attention_layers(kvc) is not None
