@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +39,32 @@ def test_every_public_name_can_be_imported(name):
     assert getattr(slimkv, name) is not None
 
 
-def test_importing_slimkv_loads_no_engine():
-    code = "import sys, slimkv; print([m for m in ('transformers', 'triton', 'vllm', 'rich') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+def fresh(code: str) -> str:
+    """What ``code`` prints in a new process."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_slimkv_loads_neither_torch_nor_an_engine():
+    names = ("torch", "numpy", "transformers", "triton", "vllm", "rich")
+    assert fresh(f"import sys, slimkv; print([m for m in {names} if m in sys.modules])") == "[]"
+
+
+def test_submodules_are_found_after_import_slimkv_alone():
+    names = ("codec", "errors", "formats", "ops", "spec")
+    assert fresh(f"import slimkv; print([getattr(slimkv, m).__name__[7:] for m in {names}] == [*{names}])") == "True"
+
+
+def test_names_for_people_and_type_checkers():
+    assert set(PUBLIC) <= set(dir(slimkv))
+    assert "class CodecSpec" in pydoc.plain(pydoc.render_doc(slimkv))
+    names: dict[str, object] = {}
+    exec("from slimkv import *", names)
+    assert set(PUBLIC) <= set(names)
+    with pytest.raises(AttributeError, match="module 'slimkv' has no attribute 'nothing'"):
+        slimkv.nothing  # noqa: B018
+    tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
+    declared = {alias.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for alias in n.names}
+    assert set(PUBLIC) - declared == {"__version__"}
 
 
 def modules() -> dict[str, Path]:

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import inspect
-import typing
-
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from slimkv.cli.app import app
+from slimkv.cli.app import COMMANDS, app, load
 
 
-def commands(group: typer.Typer, path: tuple[str, ...] = ()):
-    """Yields (path, function) for every command."""
-    for command in group.registered_commands:
-        yield (*path, command.name or command.callback.__name__.replace("_", "-")), command.callback
-    for inner in group.registered_groups:
-        yield from commands(inner.typer_instance, (*path, inner.name or inner.typer_instance.info.name))
+def commands(group: dict | None = None, path: tuple[str, ...] = ()):
+    """Yields (path, command) for every command."""
+    for name, command in ({name: load(name) for name in COMMANDS} if group is None else group).items():
+        if inner := getattr(command, "commands", None):
+            yield from commands(inner, (*path, name))
+        else:
+            yield (*path, name), command
 
 
-def numbers(function):
+def numbers(command):
     """Yields the numeric options of a command."""
-    hints = typing.get_type_hints(function, include_extras=True)
-    for name, parameter in inspect.signature(function).parameters.items():
-        hint = hints.get(name, parameter.annotation)  # wrapped commands have a signature but no type hints
-        kind, *details = typing.get_args(hint) or (hint,)
-        if {int, float} & {kind, *typing.get_args(kind)}:
-            for info in details:
-                if isinstance(info, typer.models.OptionInfo):
-                    yield info.param_decls[0] if info.param_decls else "--" + name.replace("_", "-")
+    for parameter in command.params:
+        if parameter.param_type_name == "option" and parameter.type.name.split()[0] in ("integer", "float"):
+            yield parameter.opts[0]
 
 
 def options():
     """Yields command lines with malformed numbers and with options that do not exist."""
-    for path, function in commands(app):
+    for path, command in commands():
         yield (*path, "--no-such-option", "1")
-        for option in numbers(function):
+        for option in numbers(command):
             for value in ("wrong", "", "1e"):
                 yield (*path, option, value)
 
@@ -64,7 +56,7 @@ def test_mistakes(words):
 
 
 def test_every_command_is_walked():
-    paths = [path for path, _ in commands(app)]
+    paths = [path for path, _ in commands()]
     assert len(paths) > 20
     assert [path for path in paths if not any(words[: len(path)] == path for words in BAD)] == []
     assert sum(words[-1] == "wrong" for words in BAD) > 40, "numbers of every command"

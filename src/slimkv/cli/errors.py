@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 import typer
 from typer.core import TyperGroup
 
@@ -31,7 +30,9 @@ class OneLineErrors(TyperGroup):
             code = _tell(str(error))
         except _ClickException as error:
             code = _tell_usage(error)
-        except (OSError, MemoryError, torch.OutOfMemoryError) as error:  # such as a full disk, or no memory left
+        except (OSError, MemoryError, RuntimeError) as error:  # such as a full disk, or no memory left
+            if isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError":  # torch's
+                raise
             code = _tell(str(error) or "out of memory", 1)
         except typer.Abort:
             code = INTERRUPTED
