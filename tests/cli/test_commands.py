@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from types import ModuleType
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from slimkv import __version__
 from slimkv.cli import main
-from slimkv.cli.app import app
+from slimkv.cli.app import COMMANDS, app, load
 from tail import sample
 
 
@@ -119,10 +121,27 @@ def test_doctor_fails_when_something_required_cannot_run(monkeypatch):
 
 
 def test_commands_do_not_import_what_they_do_not_use():
-    code = "import sys, slimkv.cli.app; print(*sys.modules, sep=',')"
+    code = "import sys, slimkv.cli.app as a; [a.load(x) for x in a.COMMANDS]; print(*sys.modules, sep=',')"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(",")
     assert "typer" in out
     assert not {"triton", "transformers", "vllm", "sglang", "datasets"} & set(out)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], [], ["plam"]])
+def test_the_root_command_does_not_import_torch(words):
+    command = [sys.executable, "-X", "importtime", "-m", "slimkv", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == (0 if "--" in str(words) else 2)
+    names = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "slimkv.cli" in names
+    assert not {"torch", "numpy", "slimkv.formats"} & names
+
+
+def test_the_help_of_the_root_command_is_that_of_its_commands():
+    short = {name: load(name).help.split("\n\n")[0] for name in COMMANDS}
+    assert short == COMMANDS
+    shown = run("--help").stdout
+    assert re.findall(r"^. (\w+)  ", shown.partition(" Commands ")[2], re.M) == [*COMMANDS]
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -142,13 +161,49 @@ def test_python_m_slimkv():
 PLAN = [sys.executable, "-m", "slimkv", "plan"]
 
 
-@pytest.mark.parametrize("words", sample([(), ["--json"]], 2))
-def test_a_full_disk_is_one_line(words):
+SIZE = ("--layers", "2", "--num-kv-heads", "2", "--head-dim", "64")
+PRINTING = [[*PLAN, *SIZE], [*PLAN, *SIZE, "--json"], [*PLAN[:3], "--version"], [*PLAN[:3], "--help"]]
+
+
+@pytest.fixture(params=[False, True], ids=["buffered", "unbuffered"])
+def buffering(request, monkeypatch):
+    """Both ways of Python to write: a full disk or a closed pipe shows at the end, or with the first line."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    if request.param:
+        monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+
+
+@pytest.mark.parametrize("command", sample(PRINTING, 2))
+def test_a_full_disk_is_one_line(command, buffering):
     with open("/dev/full", "w") as full:
-        size = ("--layers", "2", "--num-kv-heads", "2", "--head-dim", "64", *words)
-        done = subprocess.run([*PLAN, *size], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("command", sample(PRINTING, 2))
+def test_a_closed_pipe_ends_the_command(command, buffering):
+    out, into = os.pipe()
+    os.close(out)
+    with os.fdopen(into, "wb") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("module", ["typer", "torch", "slimkv.cli.loading", "transformers"])
+def test_an_interrupt_ends_the_command(module, tmp_path):
+    """Control-C while modules are imported: once ``module``, or a part of it, is there."""
+    command = [sys.executable, "-X", "importtime", "-m", "slimkv", "eval", "needle", "--model", str(tmp_path)]
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        printed = iter(process.stderr)
+        for line in printed:
+            if line.split("|")[-1].strip().startswith(module):
+                process.send_signal(signal.SIGINT)
+                break
+        lines = [line for line in printed if not line.startswith("import time:")]
+    assert lines == ["error: interrupted\n"]
+    assert process.returncode in (130, -signal.SIGINT)  # for a shell, both are 130
 
 
 def test_an_interrupt_is_one_line(monkeypatch):

@@ -1,10 +1,47 @@
 """The ``slimkv`` command: one file per command group. Engines and transformers are imported on use."""
 
 import io
+import os
+import signal
 import sys
+from typing import Any
 
 
 def main() -> None:
+    """Runs the command line. An interrupt, a closed pipe or a full disk ends it without a traceback."""
+    code: Any = 0
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        _run()
+    except SystemExit as ended:
+        code = ended.code
+    except OSError as error:
+        code = _failed(error)
+    except BaseException as error:  # packages that are being imported turn interrupts into other errors
+        if not interrupts and not isinstance(error, KeyboardInterrupt):
+            raise
+        print("error: interrupted", file=sys.stderr)
+        code = 130
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()  # at exit, an error would be printed with a traceback
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still buffered
+        code = code or _failed(error)
+    sys.exit(code)
+
+
+def _failed(error: OSError) -> Any:
+    return 1 if isinstance(error, BrokenPipeError) else f"error: {error}"  # the reader, such as head, may be gone
+
+
+def _run() -> None:
     """Runs the command line; if typer or rich is missing, says which extra to install."""
     if sys.argv[1:] == ["--version"]:
         from slimkv import __version__
@@ -19,9 +56,6 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"the slimkv command needs {error.name}, which is not installed: pip install 'slimkv[cli]'")
-    except KeyboardInterrupt:  # while torch is imported
-        print("error: interrupted", file=sys.stderr)
-        sys.exit(130)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # without UTF-8, a run must not fail when it prints its result
