@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
+import typing
+
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from slimkv.cli.app import COMMANDS, app, load
 
 
 def commands(group: dict | None = None, path: tuple[str, ...] = ()):
-    """Yields (path, command) for every command."""
+    """Yields (path, function) for every command."""
     for name, command in ({name: load(name) for name in COMMANDS} if group is None else group).items():
         if inner := getattr(command, "commands", None):
             yield from commands(inner, (*path, name))
         else:
-            yield (*path, name), command
+            yield (*path, name), command.callback
 
 
-def numbers(command):
+def numbers(function):
     """Yields the numeric options of a command."""
-    for parameter in command.params:
-        if parameter.param_type_name == "option" and parameter.type.name.split()[0] in ("integer", "float"):
-            yield parameter.opts[0]
+    hints = typing.get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints.get(name, parameter.annotation)  # wrapped commands have a signature but no type hints
+        kind, *details = typing.get_args(hint) or (hint,)
+        if {int, float} & {kind, *typing.get_args(kind)}:
+            for info in details:
+                if isinstance(info, typer.models.OptionInfo):
+                    yield info.param_decls[0] if info.param_decls else "--" + name.replace("_", "-")
 
 
 def options():
     """Yields command lines with malformed numbers and with options that do not exist."""
-    for path, command in commands():
+    for path, function in commands():
         yield (*path, "--no-such-option", "1")
-        for option in numbers(command):
+        for option in numbers(function):
             for value in ("wrong", "", "1e"):
                 yield (*path, option, value)
 

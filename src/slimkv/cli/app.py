@@ -38,7 +38,7 @@ def load(name: str) -> Any:
 class _Commands(OneLineErrors):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands |= {name: TyperCommand(name, help=told) for name, told in COMMANDS.items()}
+        self.commands.update({name: TyperCommand(name, help=told) for name, told in COMMANDS.items()})
 
     def resolve_command(self, context: Any, words: list[str]) -> Any:
         """Replaces the command that runs, of which only the help is known."""
