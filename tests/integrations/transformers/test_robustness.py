@@ -10,7 +10,8 @@ import warnings
 
 import pytest
 import torch
-from tiny import LOSSLESS, generate, padded, tiny, tokens
+import transformers
+from tiny import LOSSLESS, SHAPE, generate, padded, tiny, tokens
 from transformers import DynamicCache
 
 import slimkv
@@ -197,6 +198,32 @@ def test_contexts_may_end_in_any_order():
     assert model.config._attn_implementation == "slimkv"
     second.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_attention_chosen_meanwhile_is_kept():
+    model = slimkv.enable(tiny("llama"), LOSSLESS)
+    with slimkv.attention(model):
+        model.set_attn_implementation("eager")
+    slimkv.disable(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("kind", ["llama", "persimmon"])
+@pytest.mark.parametrize("asked", ["argument", "config"])
+def test_attention_probabilities_are_returned_however_they_are_asked_for(kind, asked):
+    """Some classes do not pass the argument on to their attention, and none passes the config's setting."""
+    model = tiny("llama", attention="eager")
+    if kind == "persimmon":
+        config = transformers.PersimmonConfig(**{**SHAPE, "head_dim": 16}, attn_implementation="eager")
+        model = transformers.PersimmonForCausalLM(config).eval()
+    model.config.output_attentions = asked == "config"
+    arguments, ids, found = {"output_attentions": True} if asked == "argument" else {}, tokens(1, 12), []
+    for cache in (DynamicCache(config=model.config), slimkv.SlimKVCache(model.config, LOSSLESS)):
+        with torch.no_grad(), slimkv.attention(model):
+            model(ids, past_key_values=cache)
+            found.append(model(ids[:, :1], past_key_values=cache, **arguments).attentions)
+    assert len(found[0]) == 3
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_models_do_not_count_for_one_another():

@@ -141,7 +141,9 @@ def _options(
     query: Tensor, scaling: object, pattern: Pattern, dropout: float, kwargs: dict[str, Any], kv: LazyKV
 ) -> AttendOptions | None:
     """The options of ``attend``; None if it does not support the call."""
-    if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
+    if dropout or kwargs.get("position_bias") is not None:
+        return None
+    if kwargs.get("output_attentions") or compat.captures_attentions():
         return None
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if not isinstance(scaling, int | float | None) or not isinstance(softcap, int | float | None):

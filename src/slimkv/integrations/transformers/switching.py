@@ -102,7 +102,8 @@ def switch_off(configs: list[Any]) -> None:
             switch = _switches[id(config)]
             switch.uses -= 1
             if switch.uses == 0:
-                config._attn_implementation_internal = switch.before
+                if config._attn_implementation == NAME:  # else the user has chosen another one meanwhile
+                    config._attn_implementation_internal = switch.before
                 del _switches[id(config)]
 
 
