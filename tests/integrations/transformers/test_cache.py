@@ -83,6 +83,15 @@ def test_batch_changes(kind, change):
     assert_same(extend(cache, stock, batch, 20, seed=30))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_keys_and_values_may_have_any_strides(batch):
+    """Inkling's keys come out of a convolution, with the tokens innermost."""
+    cache, stock = slimkv.SlimKVCache(tiny().config, LOSSLESS, fresh="codes"), DynamicCache(config=tiny().config)
+    for count in (12, 1):
+        pair = [x.mT.contiguous().mT for x in states(batch, count)]
+        assert_same([(cache.update(*pair, 0), stock.update(*pair, 0))])
+
+
 def test_crop_full():
     cache, stock = filled()
     for remove, add in ((-7, 3), (-20, 12), (0, 1)):
@@ -263,6 +272,17 @@ def test_refusals_name_what_is_wrong():
         cache.update(*states(3, 1), 0)
     with pytest.raises(InputError, match=r"float32 and was given torch\.float16"):
         cache.update(*states(2, 1, dtype=torch.float16), 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"sink_tokens": 4, "recent_tokens": 8}, {"age": {12: "k4v4"}}], ids=str)
+def test_a_cache_does_not_serve_two_models_in_turn(options):
+    """As in generate of SeamlessM4T or Qwen-Omni, which passes its arguments to two models, of different depths."""
+    cache = slimkv.SlimKVCache(tiny(layers=3).config, "k8v8", block_size=16, **options)
+    with torch.no_grad():
+        tiny(layers=3)(tokens(1, 40), past_key_values=cache)
+        tiny(layers=2)(tokens(1, 20), past_key_values=cache)
+        with pytest.raises(InputError, match="must take part in every forward pass"):
+            tiny(layers=2)(tokens(1, 1), past_key_values=cache)
 
 
 def test_attention_refuses_what_it_does_not_do():

@@ -160,7 +160,7 @@ class Ladder:
         """
         if self._steps is not None and self._steps[0] == new and held + new == self.tokens:
             return self._steps[1]
-        if held != self.tokens:
+        if held != self.tokens or any(0 < x.packed_tokens < self.tokens for x in self.members):
             raise InputError(
                 f"a layer with {held} packed tokens received {new} more while other layers hold {self.tokens}; every "
                 "layer of a cache must take part in every forward pass"

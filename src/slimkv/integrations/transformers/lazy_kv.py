@@ -115,7 +115,8 @@ class PagedKV:
 def token_rows(x: Tensor) -> Tensor:
     """[batch, heads, tokens, dim] -> [batch * tokens, heads, dim] with a contiguous last axis."""
     _, heads, tokens, dim = x.shape
-    return x.squeeze(2) if tokens == 1 else x.transpose(1, 2).reshape(-1, heads, dim)
+    rows = x.squeeze(2) if tokens == 1 else x.transpose(1, 2).reshape(-1, heads, dim)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 class PackedStates(Tensor):

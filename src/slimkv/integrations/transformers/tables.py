@@ -127,10 +127,11 @@ class SequenceTables:
         """
         if seen + new == self.tokens and self._step is not None and self._step.new == new:
             return self._step
-        if seen != self.tokens:
+        held = next((x.tokens for x in self._members if 0 < x.tokens < self.tokens), self.tokens)
+        if not seen == self.tokens == held:
             raise InputError(
-                f"a layer with {seen} tokens received {new} more while other layers hold {self.tokens}; "
-                "every layer of a cache must take part in every forward pass"
+                f"a layer with {seen} tokens received {new} more while other layers hold {held}; every layer of a "
+                "cache must take part in every forward pass, so a cache cannot serve two models in turn"
             )
         if self.window is not None and not self.record_past:
             upto = self.tokens if needs_past else self.tokens + new
