@@ -398,6 +398,24 @@ def test_encoder_decoder_caches_as_one_would_pass_them(name):
         assert torch.equal(answer(model, inputs, direct)[0], tokens_of)
 
 
+@pytest.mark.parametrize("name", ["WhisperForCausalLM", "BlipForConditionalGeneration"])
+def test_decoders_that_attend_an_encoder_although_their_config_denies_it(name):
+    """A draft model of Whisper, and captions of BLIP: cross-attention is kept apart from self-attention."""
+    from architectures import build
+    from transformers.modeling_outputs import BaseModelOutput
+
+    model, generator = build(name), torch.Generator().manual_seed(1)
+    if name == "WhisperForCausalLM":
+        states = torch.randn(2, 16, model.config.d_model, generator=generator)
+        inputs = {"input_ids": tokens(2, 5), "encoder_outputs": BaseModelOutput(states)}
+    else:
+        size = model.config.vision_config.image_size
+        inputs = {"pixel_values": torch.randn(2, 3, size, size, generator=generator)}
+    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    slimkv.enable(model, LOSSLESS)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), expected)
+
+
 def test_a_layer_without_arguments_is_an_error(monkeypatch):
     """Surplus arguments belong to layers that share another layer's cache. Too few would leave layers uncached."""
     found = compat.get_layer_types_and_kwargs

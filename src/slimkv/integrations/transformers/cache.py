@@ -101,7 +101,7 @@ class SlimKVCache(compat.Cache):
 
     def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> SlimKVCache:
         """For an encoder-decoder model, a cache that also holds the stock cache of its cross-attention."""
-        if cls is SlimKVCache and getattr(choices.config_of(config), "is_encoder_decoder", False):
+        if cls is SlimKVCache and compat.attends_encoder(choices.config_of(config)):
             cls = cls.encoder_decoder_class
         return super().__new__(cls)
 

@@ -77,6 +77,14 @@ def captures_attentions() -> bool:
     return "attentions" in (_active_collector.get() or ())
 
 
+def attends_encoder(config: Any) -> bool:
+    """Whether a decoder also caches an encoder's keys. Decoders of these two types may, though their config denies it;
+    they extend a ``DynamicCache`` themselves.
+    """
+    text = config.get_text_config(decoder=True)
+    return getattr(config, "is_encoder_decoder", False) or text.model_type in ("blip_text_model", "whisper")
+
+
 def refuse_without_cache(config: Any, model: Any) -> None:
     """Raises for models that do not take a cache of keys and values."""
     kind = type(model) if model is not None else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -17,7 +17,12 @@ from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import RAW, RAW_LATENT
 from slimkv.integrations.transformers.choices import config_of
-from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, caches_latents, layer_kinds
+from slimkv.integrations.transformers.compat import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    attends_encoder,
+    caches_latents,
+    layer_kinds,
+)
 from slimkv.integrations.transformers.layers import PackedLayer
 from slimkv.integrations.transformers.sliding import PackedSlidingLayer
 from slimkv.integrations.transformers.stateful_layers import PackedIndexedLayer
@@ -84,7 +89,7 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
 def _refuse_other_inputs(config: Any, tokens: set[int]) -> None:
     """Raises for keys and values that depend on more than the tokens, by which files are found."""
     names = [f"input_ids has the {name} {x}" for name, x in vars(config).items() if _is_input(name) and x in tokens]
-    if names or getattr(config, "is_encoder_decoder", False):
+    if names or attends_encoder(config):
         raise UnsupportedError(
             f"{names[0] if names else 'the model is an encoder-decoder'}: keys and values depend on more than tokens, "
             "by which prompt-cache files are found; save a prompt of text alone, or copy the cache (deepcopy, pickle)"
