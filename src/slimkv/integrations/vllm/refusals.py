@@ -65,9 +65,10 @@ def check_new_weights(
     vllm_config: Any, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
 ) -> None:
     """Raises if a running engine cannot follow new weights. The arguments are those of vLLM's ``reload_weights``."""
-    new = weights_digest(weights_path or vllm_config.model_config.model) if weights_iterator is None else None
-    if id(vllm_config) in _first_weights and (new is None or new != _first_weights[id(vllm_config)][1]):
-        raise UnsupportedError(OTHER_WEIGHTS)
+    if id(vllm_config) in _first_weights:  # a digest reads parts of every file
+        new = weights_digest(weights_path or vllm_config.model_config.model) if weights_iterator is None else None
+        if new is None or new != _first_weights[id(vllm_config)][1]:
+            raise UnsupportedError(OTHER_WEIGHTS)
     layers = vllm_config.compilation_config.static_forward_context.values()
     if not is_checkpoint_format and any(hasattr(getattr(x, "impl", None), "absorbed_weights_ready") for x in layers):
         raise UnsupportedError(f"{COPIES} is_checkpoint_format=False does not change: leave it out")
