@@ -39,6 +39,43 @@ def test_eval_commands_give_json(command, tiny_folder, tmp_path):
     assert not drawn or ElementTree.parse(plot).getroot().tag.endswith("svg")
 
 
+@pytest.fixture(scope="module")
+def latent_folder(tiny_folder, tmp_path_factory):
+    """A model that caches latents, with random weights and the tokenizer of ``tiny_folder``."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("latents")
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        kv_lora_rank=32, q_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, vocab_size=49152,
+        first_k_dense_replace=2, eos_token_id=None, pad_token_id=0, max_position_embeddings=1024,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny_folder / name).read_bytes())
+    return str(folder)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_formats_of_latents(command, latent_folder):
+    small = [word.replace("k4v4,k6v6", "k4v4").replace("k4v4", "c4,craw") for word in COMMANDS[command]]
+    report = json.loads(run("eval", command, "--model", latent_folder, "--json", *small).stdout)
+    assert {"c4", "craw"} <= {row["format"] for row in report.get("rows") or report["cells"]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("format", "said"), [("c4", "c4' is for latents"), ("k4v4", "k4v4' is for K and V")])
+def test_formats_of_the_other_kind_fail_before_anything_runs(
+    command, format, said, tiny_folder, latent_folder, monkeypatch
+):
+    monkeypatch.setattr(torch.nn.Module, "__call__", lambda *given, **more: pytest.fail("the model runs"))
+    folder = str(tiny_folder) if format == "c4" else latent_folder
+    result = CliRunner().invoke(app, ["eval", command, "--model", folder, "--format", format])
+    assert result.exit_code == 2, result.output
+    assert f"error: format '{said}, but this model caches" in result.output
+
+
 @pytest.mark.parametrize("command", ["agreement", "generation"])
 def test_eval_commands_show_a_table(command, tiny_folder):
     assert "k4v4" in run("eval", command, "--model", str(tiny_folder), *COMMANDS[command]).stdout

@@ -17,7 +17,7 @@ from slimkv.cli.parsing import comma_list, command_like, count, numbers, option,
 from slimkv.config import AUTO, KVCacheConfig
 from slimkv.lab.evals.agreement import measure_agreement
 from slimkv.lab.evals.generation import PROMPTS, measure_generation
-from slimkv.lab.evals.harness import RAW
+from slimkv.lab.evals.harness import RAW, check_model
 from slimkv.lab.evals.needle import measure_needle
 from slimkv.lab.evals.positions import measure_positions
 from slimkv.lab.evals.scores import measure_scores
@@ -28,7 +28,9 @@ from slimkv.lab.report.page import Plot as Drawing
 from slimkv.lab.report.plots import position_plots, quality_plot, write_plots
 
 app = typer.Typer(name="eval", help="Measure the quality loss of a format.", no_args_is_help=True)
-Formats = Annotated[str, option("Formats to measure, such as k4v4,k5v4; with a calibration also k4v4+cal.", "--format")]
+Formats = Annotated[
+    str, option("Formats, such as k4v4,k5v4; k4v4+cal with a calibration; c4 of latents (MLA).", "--format")
+]
 Offset = Annotated[int, count("Skip this many tokens of the text.", 0)]
 Serving = Annotated[bool, option("New chunks attend to one another unquantized; default: strict.", "--serving")]
 Windows = Annotated[int, count("Number of windows of the text.")]
@@ -64,8 +66,10 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
             read = load_text(given["text"]) if text else ""
             with progress_bar() as progress:
                 formats, calibration = comma_list("--format", given["formats"]), given["calibration"]
-                check_caches(formats, calibration, budgets=measure.__name__ == "positions")
+                name = measure.__name__
+                check_caches(formats, calibration, budgets=name == "positions", latents=name != "scores")
                 loaded = load_quietly(given["model"], given["threads"], given["device"], given["dtype"], progress)
+                check_model(loaded.model, formats)
                 known = load_calibration(calibration, loaded, progress)
                 common = {"name": given["model"], "calibration": known, "progress": progress}
                 report, shown, plots = measure(Subject(loaded.model, loaded.tokenizer, read, formats, common), **own)

@@ -15,6 +15,7 @@ from torch import Tensor
 from slimkv.calibration import Calibration
 from slimkv.config import AUTO, CALIBRATED, KVCacheConfig
 from slimkv.errors import InputError, UnsupportedError
+from slimkv.formats import is_latent_format
 from slimkv.integrations.serving.listener import Progress, silent
 from slimkv.memory_plan import sequence_bytes, shape_of
 from slimkv.spec import BF16_BYTES, parse_format, parse_size
@@ -62,12 +63,21 @@ def check_formats(names: Sequence[str], calibrated: bool) -> None:
                 parse_format(given)
             elif not parse_size(given):
                 raise InputError(f"{name!r} leaves a cache no memory; write {MEMORY}90MiB or {MEMORY}50%, for example")
-        elif format != CALIBRATED:
+        elif format != CALIBRATED and not is_latent_format(format):
             parse_format(format)
-        if name.endswith(WITH_CALIBRATION) and format in (RAW, CALIBRATED):
+        if name.endswith(WITH_CALIBRATION) and (format in (RAW, CALIBRATED) or is_latent_format(format)):
             raise InputError(f"{name!r} is not a format that can be calibrated; write k4v4{WITH_CALIBRATION}")
         if (format == CALIBRATED or name != format) and not calibrated:
             raise InputError(f"{name!r} needs a calibration: give --calibration FILE (from slimkv calibrate) or auto")
+
+
+def check_model(model: Any, names: Sequence[str]) -> None:
+    """Raises for formats that the model's caches cannot have, such as those of K and V for latents."""
+    from slimkv.integrations.transformers import SlimKVCache
+
+    for format in (name.removesuffix(WITH_CALIBRATION) for name in names):
+        if format not in (RAW, CALIBRATED) and not format.startswith(MEMORY):
+            SlimKVCache(model.config, format)
 
 
 def cache_kinds(names: Sequence[str], calibration: Calibration | None) -> list[CacheKind]:
