@@ -165,7 +165,7 @@ def test_keys_that_depend_on_more_than_the_tokens_are_refused(tmp_path):
     cache = SlimKVCache(speech, "raw")
     with torch.no_grad():
         speech(input_ids=IDS[:, :9], decoder_input_ids=IDS[:, :20], past_key_values=cache)
-    with pytest.raises(UnsupportedError, match="the model is an encoder-decoder: keys and values depend on more"):
+    with pytest.raises(UnsupportedError, match="the model attends to an encoder: keys and values depend on more"):
         cache.save(tmp_path / "p", speech, IDS[:, :20])
     vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     sees = transformers.LlavaForConditionalGeneration(

@@ -17,6 +17,7 @@ from slimkv.errors import InputError, SlimKVError
 from slimkv.integrations.transformers import choices, compat
 from slimkv.integrations.transformers.calibration.cached import find_calibration
 from slimkv.integrations.transformers.calibration.matrix_index import MatrixIndex
+from slimkv.integrations.transformers.decoded_attention import exact
 from slimkv.integrations.transformers.ladder import make_ladder, tier_formats
 from slimkv.integrations.transformers.layer_settings import LayerSettings
 from slimkv.integrations.transformers.layers import PackedLayer
@@ -101,7 +102,7 @@ class SlimKVCache(compat.Cache):
 
     def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> SlimKVCache:
         """For an encoder-decoder model, a cache that also holds the stock cache of its cross-attention."""
-        if cls is SlimKVCache and compat.attends_encoder(choices.config_of(config)):
+        if cls is SlimKVCache and choices.attends_encoder(choices.config_of(config)):
             cls = cls.encoder_decoder_class
         return super().__new__(cls)
 
@@ -134,7 +135,8 @@ class SlimKVCache(compat.Cache):
                 f"{len(self.layers) - 1} have a cache"
             )
         try:
-            key, value = compat.Cache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
+            with exact(key_states.device):
+                key, value = compat.Cache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
         except SlimKVError:
             self._take_back(self.layers[layer_idx])
             raise

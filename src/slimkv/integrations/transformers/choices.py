@@ -104,6 +104,12 @@ def config_of(given: Any) -> Any:
     return config
 
 
+def attends_encoder(config: Any) -> bool:
+    """Whether a decoder caches an encoder's keys; those of BLIP and Whisper may, although their config denies it."""
+    kind = config.get_text_config(decoder=True).model_type
+    return getattr(config, "is_encoder_decoder", False) or kind in ("blip_text_model", "whisper")
+
+
 def make_layer(kind: str, arguments: dict[str, Any], format: str, settings: LayerSettings, number: int) -> Any:
     """The packed layer that replaces the stock layer of ``kind``, or the stock layer itself."""
     stock = compat.stock_layer(kind, arguments)

@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 from transformers.utils.generic import TransformersKwargs  # noqa: E402
-from transformers.utils.output_capturing import _active_collector  # noqa: E402
+from transformers.utils.output_capturing import _active_collector as collector  # noqa: E402
 
 # Arguments of a model's forward that also reach its attention without changing it. The arguments of packed (unpadded)
 # sequences do change it, and only flash attention supports them.
@@ -70,19 +70,6 @@ def caches_latents(config: Any) -> bool:
     text = config.get_text_config(decoder=True)
     indexed = getattr(text, "index_topk", None) is not None
     return getattr(text, "kv_lora_rank", None) is not None and (not indexed or VERSION >= (5, 19))
-
-
-def captures_attentions() -> bool:
-    """Whether the running forward pass returns attention probabilities, for any reason (argument or config)."""
-    return "attentions" in (_active_collector.get() or ())
-
-
-def attends_encoder(config: Any) -> bool:
-    """Whether a decoder also caches an encoder's keys. Decoders of these two types may, though their config denies it;
-    they extend a ``DynamicCache`` themselves.
-    """
-    text = config.get_text_config(decoder=True)
-    return getattr(config, "is_encoder_decoder", False) or text.model_type in ("blip_text_model", "whisper")
 
 
 def refuse_without_cache(config: Any, model: Any) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimkv.integrations.transformers.tables import without_autocast
+
+def exact(device: torch.device) -> Any:
+    """A context outside autocast, which would round the float32 products of codec and attention to 16 bits."""
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 
 
-@without_autocast
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None,
@@ -28,8 +32,9 @@ def dense_attention(
     A query that sees nothing gets zeros.
     """
     batch, heads, queries, _ = query.shape
-    weights, lse = probabilities(query, key, mask, scale=scale, softcap=softcap, sinks=sinks)
-    out = weights.reshape(batch, key.shape[1], -1, weights.shape[-1]) @ value.float()
+    with exact(query.device):
+        weights, lse = probabilities(query, key, mask, scale=scale, softcap=softcap, sinks=sinks)
+        out = weights.reshape(batch, key.shape[1], -1, weights.shape[-1]) @ value.float()
     out = out.reshape(batch, heads, queries, -1).transpose(1, 2)
     return out.contiguous().to(query.dtype), lse.transpose(1, 2)
 

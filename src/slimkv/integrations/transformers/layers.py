@@ -16,7 +16,7 @@ from slimkv.formats import is_latent_format
 from slimkv.integrations.transformers.compat import CacheLayerMixin
 from slimkv.integrations.transformers.layer_settings import LayerSettings
 from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates, PagedKV, token_rows
-from slimkv.integrations.transformers.tables import Step, lasting, without_autocast
+from slimkv.integrations.transformers.tables import Step, lasting
 from slimkv.ops import AttendOptions, AttentionBatch, PackedKV
 from slimkv.ops.plan import AttendPlan, plan_attend
 from slimkv.spec import CodecSpec, Kind
@@ -101,7 +101,6 @@ class PackedLayer(CacheLayerMixin):
         dims = key_states.shape[-1], value_states.shape[-1]
         return self.settings.config.spec_of(self.format, *dims, str(key_states.dtype))
 
-    @without_autocast
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores K and V [batch, num_kv_heads, new, dim]; returns the tensors for attention. These are the new tensors
         themselves if nothing else is cached and the mode allows it; otherwise ``PackedStates``.

@@ -16,7 +16,7 @@ from slimkv import ops
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.transformers.switching import count as count_call
 from slimkv.integrations.transformers.switching import warn_if_off
-from slimkv.integrations.transformers.tables import SequenceTables, Step, without_autocast
+from slimkv.integrations.transformers.tables import SequenceTables, Step
 from slimkv.ops import AttentionBatch, PackedKV
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ class PagedKV:
         """Whether ``attend`` supports causal attention with this left padding."""
         return not self.chunked
 
-    @without_autocast
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
         """query [batch, heads, new, key_dim] -> [batch, new, heads, value_dim]."""
         self._check_current()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slimkv.errors import UnsupportedError
 from slimkv.integrations.transformers import compat, stock_attention
-from slimkv.integrations.transformers.decoded_attention import masked_attention
+from slimkv.integrations.transformers.decoded_attention import exact, masked_attention
 from slimkv.integrations.transformers.layers import unchecked_layer
 from slimkv.integrations.transformers.lazy_kv import LazyKV, PackedStates
 from slimkv.integrations.transformers.mask import Pattern, pattern_of, slimkv_mask
@@ -65,7 +65,8 @@ def slimkv_attention(
         options = _options(query, scaling, pattern, dropout, asked, kv) if pattern is not None else None
         if pattern is not None and options is not None and kv.attends(pattern.pads):
             count("fused", config)
-            return kv.attend(query, options, pattern.pads), None
+            with exact(query.device):
+                return kv.attend(query, options, pattern.pads), None
         _check_decoding(kv)
     else:
         count("plain", config)
@@ -141,9 +142,8 @@ def _options(
     query: Tensor, scaling: object, pattern: Pattern, dropout: float, kwargs: dict[str, Any], kv: LazyKV
 ) -> AttendOptions | None:
     """The options of ``attend``; None if it does not support the call."""
-    if dropout or kwargs.get("position_bias") is not None:
-        return None
-    if kwargs.get("output_attentions") or compat.captures_attentions():
+    wanted = compat.collector.get() or ()  # what the forward pass returns, by its arguments or the config
+    if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions") or "attentions" in wanted:
         return None
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if not isinstance(scaling, int | float | None) or not isinstance(softcap, int | float | None):

@@ -16,13 +16,8 @@ from slimkv.calibration.identity import parameter_digest, weights_digest
 from slimkv.codec.pack import page_tables
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.formats import RAW, RAW_LATENT
-from slimkv.integrations.transformers.choices import config_of
-from slimkv.integrations.transformers.compat import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    attends_encoder,
-    caches_latents,
-    layer_kinds,
-)
+from slimkv.integrations.transformers.choices import attends_encoder, config_of
+from slimkv.integrations.transformers.compat import DYNAMIC_LAYER_TYPE_MAPPING, caches_latents, layer_kinds
 from slimkv.integrations.transformers.layers import PackedLayer
 from slimkv.integrations.transformers.sliding import PackedSlidingLayer
 from slimkv.integrations.transformers.stateful_layers import PackedIndexedLayer
@@ -35,7 +30,7 @@ if TYPE_CHECKING:
     from slimkv.integrations.transformers.cache import SlimKVCache
 
 WRITER = "transformers"
-_is_input = re.compile(r"(image|video|audio|media).*_token_(id|index)").fullmatch  # fields: tokens for other inputs
+_MEDIA = re.compile(r"(image|video|audio|media).*_token_(id|index)")  # tokens that stand for another input
 _KINDS = tuple(
     kind for kind in ("full_attention", "sliding_attention", "indexed_attention") if kind in DYNAMIC_LAYER_TYPE_MAPPING
 )
@@ -71,7 +66,13 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
     if count == 0 or len(tokens) < count:
         raise InputError(f"the cache holds {count} tokens, input_ids has {len(tokens)}: give all cached tokens")
     config = config_of(model)
-    _refuse_other_inputs(config, set(tokens[:count]))
+    names = [f"the {name} {x}" for name, x in vars(config).items() if _MEDIA.fullmatch(name) and x in tokens[:count]]
+    if names or attends_encoder(config):
+        raise UnsupportedError(
+            f"{f'input_ids has {names[0]}' if names else 'the model attends to an encoder'}: keys and values depend on "
+            "more than tokens, by which prompt-cache files are found; save a prompt of text alone, or copy the cache "
+            "(copy.deepcopy, pickle)"
+        )
     layers: dict[int, LayerPages] = {}
     marks = []
     dtype = None
@@ -84,16 +85,6 @@ def save_prompt(cache: SlimKVCache, path: str | Path, model: Any, input_ids: Any
         layers[number] = pages
     fingerprint = _fingerprint(marks, cache.block_size, cache.settings.seed, _name(dtype), model)
     return PromptCache(fingerprint, tuple(tokens[:count]), layers).save(path, WRITER)
-
-
-def _refuse_other_inputs(config: Any, tokens: set[int]) -> None:
-    """Raises for keys and values that depend on more than the tokens, by which files are found."""
-    names = [f"input_ids has the {name} {x}" for name, x in vars(config).items() if _is_input(name) and x in tokens]
-    if names or attends_encoder(config):
-        raise UnsupportedError(
-            f"{names[0] if names else 'the model is an encoder-decoder'}: keys and values depend on more than tokens, "
-            "by which prompt-cache files are found; save a prompt of text alone, or copy the cache (deepcopy, pickle)"
-        )
 
 
 def _one_sequence(input_ids: Any) -> list[int]:

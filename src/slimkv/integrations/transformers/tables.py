@@ -13,9 +13,7 @@ of single-token steps are built for many steps at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,18 +41,6 @@ class Step:
 def lasting() -> Any:
     """A context for creating tensors that are written in later calls and so must not be inference tensors."""
     return torch.inference_mode(False)
-
-
-def without_autocast(function: Any) -> Any:
-    """``function`` outside autocast, which would round the float32 products of codec and attention to 16 bits."""
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            return function(*args, **kwargs)
-
-    return run
 
 
 class TableSet:
@@ -127,11 +113,10 @@ class SequenceTables:
         """
         if seen + new == self.tokens and self._step is not None and self._step.new == new:
             return self._step
-        held = next((x.tokens for x in self._members if 0 < x.tokens < self.tokens), self.tokens)
-        if not seen == self.tokens == held:
+        if seen != self.tokens or any(0 < x.tokens < seen for x in self._members):
             raise InputError(
-                f"a layer with {seen} tokens received {new} more while other layers hold {held}; every layer of a "
-                "cache must take part in every forward pass, so a cache cannot serve two models in turn"
+                f"a layer with {seen} tokens received {new} more, but not all layers hold {self.tokens}; every layer "
+                "of a cache must take part in every forward pass, so a cache cannot serve two models in turn"
             )
         if self.window is not None and not self.record_past:
             upto = self.tokens if needs_past else self.tokens + new

@@ -11,7 +11,6 @@ from torch import Tensor
 from slimkv import ops
 from slimkv.integrations.transformers.decoded_attention import dense_attention
 from slimkv.integrations.transformers.lazy_kv import PagedKV, token_rows
-from slimkv.integrations.transformers.tables import without_autocast
 from slimkv.ops.attention.api import SIXTEEN_BIT
 from slimkv.ops.merge import merged
 
@@ -61,7 +60,6 @@ class TieredKV:
         """See ``PagedKV``."""
         return not (pads and any(pads))
 
-    @without_autocast
     def attend(self, query: Tensor, options: ops.AttendOptions, pads: list[int] | None) -> Tensor:
         """Runs fused attention on each tier and dense attention on the raw tokens, and merges them by log-sum-exp."""
         batch, heads, new, _ = query.shape

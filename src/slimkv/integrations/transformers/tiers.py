@@ -12,7 +12,7 @@ from slimkv.integrations.transformers.ladder import Drop, Ladder, costs_of, tier
 from slimkv.integrations.transformers.layer_settings import LayerSettings
 from slimkv.integrations.transformers.layers import PackedLayer
 from slimkv.integrations.transformers.lazy_kv import PagedKV
-from slimkv.integrations.transformers.tables import Step, without_autocast
+from slimkv.integrations.transformers.tables import Step
 from slimkv.integrations.transformers.tiered_kv import Pair, TieredKV
 from slimkv.spec import page_layout
 
@@ -103,7 +103,6 @@ class TieredLayer(PackedLayer):
             tier.lazy_initialization(*self._like)
         return tier
 
-    @without_autocast
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
         """See ``PackedLayer``; tokens that leave the raw tail are packed at once."""
         self._prepare(key_states, value_states)
