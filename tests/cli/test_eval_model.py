@@ -76,6 +76,24 @@ def test_formats_of_the_other_kind_fail_before_anything_runs(
     assert f"error: format '{said}, but this model caches" in result.output
 
 
+def test_latents_are_not_calibrated(latent_folder, tmp_path):
+    file = tmp_path / "latents.safetensors"
+    result = CliRunner().invoke(app, ["calibrate", latent_folder, "-o", str(file)])
+    assert result.exit_code == 2, result.output
+    assert "error: slimkv does not calibrate latent attention" in result.output
+    assert not file.exists()
+
+
+def test_no_memory_is_one_line(monkeypatch):
+    def allocate(names):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 137438953408 bytes.")
+
+    monkeypatch.setattr("slimkv.cli.doctor.diagnose", allocate)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1, result.output
+    assert result.output.startswith("error: DefaultCPUAllocator: can't allocate memory")
+
+
 @pytest.mark.parametrize("command", ["agreement", "generation"])
 def test_eval_commands_show_a_table(command, tiny_folder):
     assert "k4v4" in run("eval", command, "--model", str(tiny_folder), *COMMANDS[command]).stdout

@@ -31,7 +31,8 @@ class OneLineErrors(TyperGroup):
         except _ClickException as error:
             code = _tell_usage(error)
         except (OSError, MemoryError, RuntimeError) as error:  # such as a full disk, or no memory left
-            if isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError":  # torch's
+            memory = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)  # torch's
+            if isinstance(error, RuntimeError) and not memory:
                 raise
             code = _tell(str(error) or "out of memory", 1)
         except typer.Abort:
