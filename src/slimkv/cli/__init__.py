@@ -18,27 +18,21 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, interrupt)
     try:
-        _run()
-    except SystemExit as ended:
-        code = ended.code
+        try:
+            _run()
+        except SystemExit as ended:
+            code = ended.code
+        if sys.stdout is not None:
+            sys.stdout.flush()  # at exit, an error would be printed with a traceback
     except OSError as error:
-        code = _failed(error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still buffered
+        code = code or (1 if isinstance(error, BrokenPipeError) else f"error: {error}")  # the reader may be head
     except BaseException as error:  # packages that are being imported turn interrupts into other errors
         if not interrupts and not isinstance(error, KeyboardInterrupt):
             raise
         print("error: interrupted", file=sys.stderr)
         code = 130
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()  # at exit, an error would be printed with a traceback
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still buffered
-        code = code or _failed(error)
     sys.exit(code)
-
-
-def _failed(error: OSError) -> Any:
-    return 1 if isinstance(error, BrokenPipeError) else f"error: {error}"  # the reader, such as head, may be gone
 
 
 def _run() -> None:

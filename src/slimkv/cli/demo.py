@@ -34,7 +34,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Let a model answer with stock and packed caches side by side; write quality and bytes to report.html."""
-    check_caches([format], calibration, latents=False)
+    check_caches([format], calibration, keys=True)
     screen = console(stderr=as_json)
     with progress_bar() as progress:
         loaded = load_quietly(model, threads, device, dtype, progress)

@@ -33,7 +33,7 @@ def doctor(
     if model is not None:
         if require is not None:
             raise InputError("--require and --model are two checks: run slimkv doctor once with each")
-        check_caches([format], latents=False)
+        check_caches([format], keys=True)
         _doctor_model(model, format, device, as_json)
         return
     if unused := given(context, "format", "device"):

@@ -28,9 +28,7 @@ from slimkv.lab.report.page import Plot as Drawing
 from slimkv.lab.report.plots import position_plots, quality_plot, write_plots
 
 app = typer.Typer(name="eval", help="Measure the quality loss of a format.", no_args_is_help=True)
-Formats = Annotated[
-    str, option("Formats, such as k4v4,k5v4; k4v4+cal with a calibration; c4 of latents (MLA).", "--format")
-]
+Formats = Annotated[str, option("Formats: k4v4,k5v4; k4v4+cal with a calibration; c4 of latents (MLA).", "--format")]
 Offset = Annotated[int, count("Skip this many tokens of the text.", 0)]
 Serving = Annotated[bool, option("New chunks attend to one another unquantized; default: strict.", "--serving")]
 Windows = Annotated[int, count("Number of windows of the text.")]
@@ -67,7 +65,7 @@ def _command(formats: str, *, text: bool = True, plot: bool = False) -> Callable
             with progress_bar() as progress:
                 formats, calibration = comma_list("--format", given["formats"]), given["calibration"]
                 name = measure.__name__
-                check_caches(formats, calibration, budgets=name == "positions", latents=name != "scores")
+                check_caches(formats, calibration, budgets=name == "positions", keys=name == "scores")
                 loaded = load_quietly(given["model"], given["threads"], given["device"], given["dtype"], progress)
                 check_model(loaded.model, formats)
                 known = load_calibration(calibration, loaded, progress)

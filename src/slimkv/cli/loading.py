@@ -75,19 +75,16 @@ def load_calibration(source: str | None, loaded: Loaded, progress: Progress) -> 
     return find_calibration(source, loaded.model.config, loaded.model, progress)
 
 
-def check_caches(
-    formats: Sequence[str], source: str | None = None, budgets: bool = False, latents: bool = True
-) -> None:
+def check_caches(formats: Sequence[str], source: str | None = None, budgets: bool = False, keys: bool = False) -> None:
     """Raises for formats and calibrations that a command cannot use, before it loads a model.
 
-    ``budgets``: whether the command accepts shares of memory, such as ``memory=50%``. ``latents``: whether it accepts
-    formats of latents.
+    ``budgets``: whether the command accepts shares of memory, such as ``memory=50%``. ``keys``: and measures keys.
     """
     check_formats(formats, calibrated=source is not None)
     if set(formats) <= {RAW}:
         raise InputError(f"{RAW} is the stock cache, which is measured in any case: name a packed format, such as k4v4")
     for name in formats:
-        if is_latent_format(name) and not latents:
+        if is_latent_format(name) and keys:
             raise InputError(f"{name} is for latents, and this command measures keys: use slimkv eval agreement")
         size = name.removeprefix(MEMORY)
         if not budgets and name != size and (size.endswith("%") or not size[0].isdigit()):

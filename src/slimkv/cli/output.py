@@ -16,11 +16,8 @@ _WIDTH = 200  # maximum width without a terminal and without COLUMNS
 
 
 def console(stderr: bool = False) -> Console:
-    """A console on standard output or error, as wide as the terminal; in a pipe tables are not squeezed.
-
-    Strings are printed literally, in tables too: names of files and models may have brackets or colons.
-    """
-    out = Console(stderr=stderr, markup=False, emoji=False)
+    """A console on standard output or error, as wide as the terminal; in a pipe tables are not squeezed."""
+    out = Console(stderr=stderr, markup=False, emoji=False)  # text of users is printed literally, in tables too
     if not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = _WIDTH
     return out
