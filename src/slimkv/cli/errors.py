@@ -55,4 +55,6 @@ def _tell_usage(error: Any) -> int:
         return int(error.exit_code)
     context = getattr(error, "ctx", None)
     help = f" (see {context.command_path} --help)" if context is not None else ""
+    if "No such option" in message and " serve --help" in help and "bench" not in help:
+        message = message.partition(" (Possible")[0] + ": options of the engine follow --, as in MODEL -- --port 8000"
     return _tell(message.rstrip(".") + help, error.exit_code)

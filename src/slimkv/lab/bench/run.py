@@ -18,6 +18,7 @@ from slimkv.lab.bench.timing import Timer, copy_bandwidth
 from slimkv.lab.settings import check_limits, setting
 from slimkv.ops.cuda import cuda_unavailable_reason
 from slimkv.ops.registry import AVAILABLE
+from slimkv.spec import BLOCK_SIZES
 
 _COMPILE_PROCESSES = 8
 Step = Callable[[str], object]
@@ -41,6 +42,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if self.page not in (None, *BLOCK_SIZES):
+            raise InputError(f"--page {self.page} is not one of {', '.join(map(str, BLOCK_SIZES))}")
 
     def torch_device(self) -> torch.device:
         """The device, with an index."""
