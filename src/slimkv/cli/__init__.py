@@ -6,6 +6,8 @@ import signal
 import sys
 from typing import Any
 
+from slimkv import __version__
+
 
 def main() -> None:
     """Runs the command line. An interrupt, a closed pipe or a full disk ends it without a traceback."""
@@ -38,8 +40,6 @@ def main() -> None:
 def _run() -> None:
     """Runs the command line; if typer or rich is missing, says which extra to install."""
     if sys.argv[1:] == ["--version"]:
-        from slimkv import __version__
-
         print(f"slimkv {__version__}")
         return
     try:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from slimkv import __version__
 from slimkv.cli.errors import OneLineErrors
 
 COMMANDS = {  # with the first sentence of their help, because importing them imports torch, which takes seconds
@@ -52,8 +53,6 @@ app = typer.Typer(name="slimkv", cls=_Commands, no_args_is_help=True)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from slimkv import __version__
-
         typer.echo(f"slimkv {__version__}")
         raise typer.Exit
 
