@@ -138,7 +138,7 @@ def prefill_case(chance: random.Random, patch: pytest.MonkeyPatch) -> bool:
     )  # fmt: skip
     spec, gpu = CodecSpec.parse(case.format, case.dim), record_of((9, 0), chance.choice((2, 7, 40)))
     patch.setattr(prefill_config, "device_of", lambda device: gpu)
-    patch.setattr(prefill, "multiprocessors", lambda device: gpu.multiprocessors)
+    patch.setattr(prefill, "device_of", lambda device: gpu)
     configs = [config for unpack in prefill_defines.Unpack for config in prefill_config.configs(spec, unpack)]
     configs.append(prefill_config.warp_config(spec, integer_tests.SMALL_GPU))
     config, budget = chance.choice(configs), chance.choice((prefill.WORKSPACE_BYTES, SMALL_WORKSPACE))

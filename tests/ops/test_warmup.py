@@ -120,8 +120,8 @@ def test_every_request_runs_a_kernel_that_warm_up_compiles(format, device):
 )
 def test_every_prompt_runs_kernels_that_warm_up_compiles(format, prefill, device, monkeypatch):
     """For any numbers and lengths of prompts, with or without sequences that decode, in one pass or several."""
-    monkeypatch.setattr(prefill_config, "device_of", lambda _: device)
-    monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda _: device.multiprocessors)
+    for module in (prefill_config, prefill_cuda):
+        monkeypatch.setattr(module, "device_of", lambda _: device)
     chance, sources = random.Random(format), Counter()
     for dim in (64, 96, 128, 256):
         codec = Codec(parse_spec(format, dim))
@@ -166,9 +166,8 @@ def test_every_prompt_runs_kernels_that_warm_up_compiles(format, prefill, device
 @pytest.mark.parametrize("page", [16, 32, 64])
 def test_every_step_of_an_engine_runs_kernels_that_warm_up_compiles(page, device, monkeypatch):
     """Any number of requests with any number of new tokens, as after prefix-cache hits, up to 8,192 per step."""
-    for module in (decode_cuda, prefill_config):
+    for module in (decode_cuda, prefill_config, prefill_cuda):
         monkeypatch.setattr(module, "device_of", lambda _: device)
-    monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda _: device.multiprocessors)
     monkeypatch.setattr(prefill_cuda, "attend_prefill", partial(prefill_cuda.attend_prefill, budget=1 << 22))
     ran: set[tuple[object, ...]] = set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ SPLIT_CASES = [
 @pytest.mark.parametrize(("case", "at", "blocks"), sample(SPLIT_CASES, 2), ids=str)
 def test_fused_blocks_share_the_keys_of_few_sequences(case, at, blocks, monkeypatch):
     monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), blocks))
-    monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda device: blocks)
+    monkeypatch.setattr(prefill_cuda, "device_of", lambda device: SimpleNamespace(multiprocessors=blocks))
     seen = []
 
     def noting(source, name, defines, grid, threads, shared, args):
@@ -179,7 +180,7 @@ AHEAD_ON_A_GPU = [
 @pytest.mark.parametrize("case", AHEAD_ON_A_GPU, ids=str)
 def test_attend_ahead_on_a_gpu(case, room, hopper, monkeypatch):
     """With few multiprocessors, little is unpacked in advance, so that thread blocks unpack most tiles."""
-    monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(prefill_cuda, "device_of", lambda device: SimpleNamespace(multiprocessors=8))
     launch, config = prefill_cuda.launcher(hopper), config_of(case.format, case.dim, AHEAD)
     got = attend_and_check(case, hopper, launch, room, config)
     again = attend_and_check(case, hopper, launch, room, config)

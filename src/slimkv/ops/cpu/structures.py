@@ -57,6 +57,7 @@ class LayoutTables:
             self._side(layout.value, codec.value_tables, tables.value, codec.spec.seed),
             layout.block_size,
             tables.row_bytes,
+            layout.page_bytes,
             self._keep(tables.byte_offsets.numpy(), np.int32),
         )
         self.address = ctypes.addressof(self.structure)

@@ -57,6 +57,7 @@ struct Side {
 struct Layout {
   Side key, value;
   i32 block_size, row_bytes;
+  i64 page_bytes;
   const i32* byte_offsets;  // [block_size, row_bytes]: where the bytes of a token's row sit in its page
 };
 
