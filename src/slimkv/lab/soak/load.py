@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from slimkv.lab.soak.client import Ask, Client, Reply
+from slimkv.lab.soak.client import Ask, Client
 from slimkv.lab.soak.settings import SoakSettings
 
 _BURST = 0.04  # share of arrivals that start a burst
@@ -83,8 +83,7 @@ class Load:
         self._settings = settings
         self._client = client
         self._text = text
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
+        self._idle = threading.Condition()
         self._in_flight = 0
 
     def run(self, pauses: list[float], pause: Callable[[], None], check: Callable[[], None]) -> float:
@@ -105,7 +104,7 @@ class Load:
                     pause()
                 time.sleep(min(gap, 30.0))
                 self._wait(limit - 1)
-                with self._lock:
+                with self._idle:
                     self._in_flight += 1
                     self.counts.shared_prefix += shared
                     self.counts.bursts += gap == 0.0
@@ -118,24 +117,20 @@ class Load:
             self._idle.wait_for(lambda: self._in_flight <= at_most)
 
     def _send(self, ask: Ask) -> None:
-        reply = self._client.complete(ask)
+        reply, counts = self._client.complete(ask), self.counts
         with self._idle:
-            self._count(ask, reply)
+            if reply.failure is not None:
+                counts.failed += 1
+                if len(counts.failures) < _KEPT_FAILURES:
+                    asked = f"prompt of {len(ask.prompt)}, max_tokens {ask.max_tokens}, stream {ask.stream}"
+                    counts.failures.append(f"{reply.failure} ({asked})")
+            elif reply.cancelled:
+                counts.cancelled += 1
+            else:
+                counts.finished += 1
+                counts.streamed += ask.stream
+                counts.prompt_tokens += reply.prompt_tokens
+                counts.tokens += reply.tokens
+                counts.seconds.append(reply.seconds)
             self._in_flight -= 1
             self._idle.notify_all()
-
-    def _count(self, ask: Ask, reply: Reply) -> None:
-        counts = self.counts
-        if reply.failure is not None:
-            counts.failed += 1
-            if len(counts.failures) < _KEPT_FAILURES:
-                asked = f"prompt of {len(ask.prompt)}, max_tokens {ask.max_tokens}, stream {ask.stream}"
-                counts.failures.append(f"{reply.failure} ({asked})")
-        elif reply.cancelled:
-            counts.cancelled += 1
-        else:
-            counts.finished += 1
-            counts.streamed += ask.stream
-            counts.prompt_tokens += reply.prompt_tokens
-            counts.tokens += reply.tokens
-            counts.seconds.append(reply.seconds)
