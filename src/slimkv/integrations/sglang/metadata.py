@@ -6,7 +6,7 @@ requests. Attention on such a batch takes two calls, because split-KV needs the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,21 +56,18 @@ class BlockTables:
     window_pool: Any = None  # SGLang's pool with sliding-window layers, or None
     position_edges: tuple[int, ...] | None = None  # ends of a calibration's ranges
     deterministic: bool = False
-    _first_slots: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._first_slots = self.req_to_token[:, :: self.page_size]
 
     @property
     def width(self) -> int:
         """Blocks of the longest possible sequence."""
-        return self._first_slots.shape[1]
+        return -(-self.req_to_token.shape[1] // self.page_size)
 
     def fill(self, requests: Tensor, table: Tensor, window_table: Tensor | None) -> None:
         """Writes the blocks of ``requests`` to the tables [requests, blocks]; graphs may capture it. Entries beyond the
         end of a sequence are stale or zero: valid blocks that are never read.
         """
-        slots = self._first_slots[:, : table.shape[1]].index_select(0, requests).clamp_(min=0)
+        first_slots = self.req_to_token[:, :: self.page_size][:, : table.shape[1]]
+        slots = first_slots.index_select(0, requests).clamp_(min=0)
         if window_table is not None:
             mapping = self.window_pool.full_to_swa_index_mapping
             window_slots = mapping[slots.clamp(max=mapping.numel() - 1).long()].clamp_(min=0)
