@@ -11,7 +11,7 @@ from typing import Any
 from slimkv.calibration.identity import weights_digest
 from slimkv.errors import InputError
 from slimkv.integrations.sglang.compat import attention_tp, logger
-from slimkv.integrations.sglang.sizing import CachePlan, LayerPages
+from slimkv.integrations.sglang.sizing import CachePlan
 from slimkv.wire.fingerprint import Fingerprint, LayerFingerprint
 from slimkv.wire.model import model_fields
 
@@ -38,13 +38,12 @@ def fingerprint(runner: Any, plan: CachePlan) -> Fingerprint:
             "leave out --disaggregation-mode"
         )
     heads = 1 if runner.use_mla_backend else runner.model_config.get_total_num_kv_heads()
-    layers = [_layer(pages, plan, heads, dtype) for pages in plan.layers.values()]
+    specs = {number: pages.layout.spec for number, pages in plan.layers.items()}
+    layers = [
+        LayerFingerprint.of(number, spec, heads, dtype, key_offset=served.whole_offset(number, spec))
+        for number, spec in specs.items()
+    ]
     return Fingerprint.of(
         layers, block_size=plan.page_size, seed=plan.config.seed, dtype=dtype,
         model=model_fields(served.config, WRITER), weights=weights,
     )  # fmt: skip
-
-
-def _layer(pages: LayerPages, plan: CachePlan, heads: int, dtype: str) -> LayerFingerprint:
-    spec = pages.layout.spec
-    return LayerFingerprint.of(pages.layer, spec, heads, dtype, key_offset=plan.model.whole_offset(pages.layer, spec))
