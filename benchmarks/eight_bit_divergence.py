@@ -25,7 +25,7 @@ from slimkv.calibration import Calibration
 from slimkv.integrations.transformers.calibration.cached import auto_calibration
 from slimkv.lab import models
 from slimkv.lab.evals.agreement import compare_logits, growth_over
-from slimkv.lab.evals.harness import RAW, STRICT, WITH_CALIBRATION, attending, new_cache, window_logits
+from slimkv.lab.evals.harness import STOCK, STRICT, WITH_CALIBRATION, CacheKind, attending, window_logits
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.ops.attention import reference
 from slimkv.ops.attention.api import REGISTRY
@@ -58,16 +58,16 @@ def reading(name: str, pages: list[Tensor]):
 
 def divergences(model: Any, format: str, calibration: Calibration | None, ids: Tensor) -> dict[str, float]:
     """Mean KL divergence from the stock cache on one window (ids int64 [1, tokens]), by arithmetic."""
-    options = {"calibration": calibration, "prefill": EIGHT}
+    packed = CacheKind(format, format, calibration, EIGHT)
 
-    def logits(format: str, **options: Any) -> Tensor:
-        with attending(model, format), torch.no_grad():
-            return window_logits(model, ids, new_cache(model, format, STRICT, **options), None)
+    def logits(kind: CacheKind) -> Tensor:
+        with attending(model, kind.format), torch.no_grad():
+            return window_logits(model, ids, kind.new(model, STRICT), None)
 
-    raw, pages, found = logits(RAW), [], {}
+    raw, pages, found = logits(STOCK), [], {}
     for name in (SIXTEEN, SAME, EIGHT):
         with reading(name, pages):
-            found[name] = float(compare_logits(raw, logits(format, **options))[1].double().mean())
+            found[name] = float(compare_logits(raw, logits(packed))[1].double().mean())
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimkv import attention
-from slimkv.lab.evals.harness import STRICT, new_cache
+from slimkv.lab.evals.harness import STRICT, CacheKind
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PathReport:
 
 def compare_paths(model: Any, ids: Tensor, format: str, *, steps: int) -> PathReport:
     """Compares greedy steps after ids [1, tokens]. Both paths continue with the fused path's tokens."""
-    cache = new_cache(model, format, STRICT)
+    cache = CacheKind(format, format).new(model, STRICT)
     differences: list[float] = []
     first: int | None = None
     fused_calls = decoded_calls = 0

@@ -13,7 +13,7 @@ from slimkv.integrations.transformers.calibration.collect import gather_calibrat
 from slimkv.integrations.transformers.calibration.samples import random_windows
 from slimkv.lab.evals.agreement import compare_logits, growth_over, measure_agreement, token_losses
 from slimkv.lab.evals.generation import compare_tokens, measure_generation
-from slimkv.lab.evals.harness import cache_kinds, check_formats, new_cache
+from slimkv.lab.evals.harness import CacheKind, cache_kinds, check_formats
 from slimkv.lab.evals.needle import haystack, measure_needle
 from slimkv.lab.evals.texts import load_text, token_windows
 from slimkv.memory_plan import make_plan, shape_of
@@ -186,7 +186,7 @@ def test_texts_and_windows_refuse_by_name(small, tmp_path):
     with pytest.raises(InputError, match="cannot make 0 windows"):
         token_windows(small.tokenizer, "abc", 0, 64)
     with pytest.raises(InputError, match="mode 'loose'"):
-        new_cache(small.model, "k4v4", "loose")
+        CacheKind("k4v4", "k4v4").new(small.model, "loose")
 
 
 def test_calibrated_caches_are_named_with_the_format():

@@ -42,12 +42,18 @@ class CacheKind:
 
     def new(self, model: Any, mode: str, tokens: int = 0) -> Any:
         """An empty cache of this kind, for a window of ``tokens``."""
+        if mode not in (STRICT, SERVING):
+            raise InputError(f"mode {mode!r} is not one of {STRICT}, {SERVING}")
         if self.format == RAW:
-            return new_cache(model, RAW, mode)
-        options: dict[str, Any] = {"calibration": self.calibration, "prefill": self.prefill}
-        if self.memory is not None:
-            options["memory"] = budget(self.memory, model, tokens)
-        return new_cache(model, self.format, mode, **options)
+            from transformers import DynamicCache
+
+            return DynamicCache(config=model.config)
+        from slimkv.integrations.transformers import SlimKVCache
+
+        return SlimKVCache(
+            model, self.format, calibration=self.calibration, fresh="codes" if mode == STRICT else "raw",
+            prefill=self.prefill, memory=None if self.memory is None else budget(self.memory, model, tokens),
+        )  # fmt: skip
 
 
 STOCK = CacheKind(RAW, RAW)
@@ -132,19 +138,6 @@ def with_prefill(kinds: Sequence[CacheKind], prefill: Sequence[str]) -> list[Cac
         for kind in kinds
         for given in prefill
     ]
-
-
-def new_cache(model: Any, format: str, mode: str, **options: Any) -> Any:
-    """An empty cache: stock for ``raw``, packed otherwise."""
-    if mode not in (STRICT, SERVING):
-        raise InputError(f"mode {mode!r} is not one of {STRICT}, {SERVING}")
-    if format == RAW:
-        from transformers import DynamicCache
-
-        return DynamicCache(config=model.config)
-    from slimkv.integrations.transformers import SlimKVCache
-
-    return SlimKVCache(model, format, fresh="codes" if mode == STRICT else "raw", **options)
 
 
 @contextmanager
