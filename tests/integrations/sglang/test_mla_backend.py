@@ -217,9 +217,9 @@ def test_chunks_have_every_cached_token_once():
     table = torch.arange(1, 13, dtype=torch.int32).view(3, 4)
     step = SimpleNamespace(block_table=table)
     plan = plan_prefill([2, 1, 3], [50, 0, 17], step, PAGE, 3 * PAGE)
-    assert plan.cu_seqlens_q.tolist() == [0, 2, 3, 6]
-    assert [chunk.max_seqlen_k for chunk in plan.chunks] == [16, 16, 16, 2]
-    assert [chunk.cu_seqlens_k.tolist() for chunk in plan.chunks][:2] == [[0, 16, 16, 32], [0, 16, 16, 17]]
+    assert plan.queries[0].tolist() == [0, 2, 3, 6]
+    assert [chunk.keys[1] for chunk in plan.chunks] == [16, 16, 16, 2]
+    assert [chunk.keys[0].tolist() for chunk in plan.chunks][:2] == [[0, 16, 16, 32], [0, 16, 16, 17]]
     found = sorted(torch.cat([chunk.slots for chunk in plan.chunks]).tolist())
     expected = [*range(PAGE, PAGE + 50), *range(9 * PAGE, 9 * PAGE + 17)]
     assert found == expected

@@ -24,16 +24,14 @@ class Chunk:
     """Cached tokens, of all requests, that are expanded together."""
 
     slots: Tensor  # int64 [tokens], request by request
-    cu_seqlens_k: Tensor  # int32 [requests + 1]
-    max_seqlen_k: int
+    keys: Lengths
 
 
 @dataclass(frozen=True)
 class Prefill:
     """The plan of a prefill step, shared by its layers."""
 
-    cu_seqlens_q: Tensor  # int32 [requests + 1]
-    max_seqlen_q: int
+    queries: Lengths
     chunks: tuple[Chunk, ...]
 
 
@@ -51,8 +49,8 @@ def plan_prefill(new: list[int], cached: list[int], step: Step, page_size: int, 
         )
         position = torch.arange(total, device=device) - starts[request] + first
         slots = step.block_table[request, position // page_size].long() * page_size + position % page_size
-        chunks.append(Chunk(slots, starts, max(lengths)))
-    return Prefill(starts_of(new, device), max(new), tuple(chunks))
+        chunks.append(Chunk(slots, (starts, max(lengths))))
+    return Prefill((starts_of(new, device), max(new)), tuple(chunks))
 
 
 def attend_prefill(
@@ -64,11 +62,9 @@ def attend_prefill(
     ``expand``: returns K and V of cached slots. ``flash``: FlashAttention's function; None: plain torch.
     """
     attend = _torch_attention if flash is None else partial(_flash_attention, flash)
-    queries = prefill.cu_seqlens_q, prefill.max_seqlen_q
-    out, lse = attend(query, *fresh, queries, queries, scale, causal=True)
+    out, lse = attend(query, *fresh, prefill.queries, prefill.queries, scale, causal=True)
     for chunk in prefill.chunks:
-        keys = chunk.cu_seqlens_k, chunk.max_seqlen_k
-        more, more_lse = attend(query, *expand(chunk.slots), queries, keys, scale, causal=False)
+        more, more_lse = attend(query, *expand(chunk.slots), prefill.queries, chunk.keys, scale, causal=False)
         out = ops.merge_attention_states((out, lse), (more, more_lse)).to(query.dtype)
         lse = torch.logaddexp(lse, more_lse)
     return out
