@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import Any
 
 from slimkv.config import KVCacheConfig, unknown_setting
 from slimkv.errors import InputError, UnsupportedError
-from slimkv.integrations.serving.cold.band import Band, BandCodec, ColdLayer, bands_of, block_bytes
-from slimkv.integrations.serving.model import KEY, ServedModel, parse_cold_settings
+from slimkv.integrations.serving.cold.band import Band, BandCodec, bands_of, block_bytes
+from slimkv.integrations.serving.model import KEY, parse_cold_settings
 from slimkv.integrations.vllm.cold import compat
 from slimkv.integrations.vllm.cold.layers import HotCache, find_layers
 from slimkv.integrations.vllm.cold.worker import ColdWorker
@@ -104,14 +103,32 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
         return note
 
     def _fingerprint(self, config: Any) -> str | None:
-        """The fingerprint of the blocks, as JSON; None without files."""
+        """The fingerprint of the blocks, as JSON; None without files.
+
+        It includes the hot cache's dtype, because fp8 rounds K and V.
+        """
         if not config.extra_config.get("secondary_tiers"):
             return None
-        sizes = {band.layout.block_size for bands in self._groups for band in bands}
+        bands = [band for bands in self._groups for band in bands]
+        sizes = {band.layout.block_size for band in bands}
         if len(sizes) > 1:
             raise UnsupportedError(f"files of the cold tier hold pages of one size, not of {sorted(sizes)} tokens")
-        layers = [layer for bands in self._groups for band in bands for layer in band.layers]
-        return _fingerprint(self._vllm_config, self._model, layers, sizes.pop()).to_json()
+        engine, served = self._vllm_config, self._model
+        dtype = str(engine.model_config.dtype).removeprefix("torch.")
+        found = []
+        for layer in (layer for band in bands for layer in band.layers):
+            if (number := layer_number(layer.name)) is None:
+                raise UnsupportedError(
+                    f"{layer.name} has no layer number: its blocks cannot be told from others in files"
+                )
+            heads = 1 if isinstance(layer.spec, LatentSpec) else all_heads(engine, layer.module)
+            offset = served.whole_offset(layer.number, layer.spec)
+            window = getattr(layer.module, "sliding_window", None)
+            found.append(LayerFingerprint.of(number, layer.spec, heads, dtype, window, offset))
+        return Fingerprint.of(
+            found, block_size=sizes.pop(), seed=served.settings.seed, dtype=dtype, weights=engine_weights(engine),
+            model={**model_fields(engine.model_config.hf_text_config), "hot_cache": engine.cache_config.cache_dtype},
+        ).to_json()  # fmt: skip
 
     def _tiers(self, config: Any, fingerprint: str | None) -> list[dict[str, Any]]:
         """vLLM's ``fs`` tiers, changed to ``SlimKVFileTier`` with a folder per fingerprint."""
@@ -165,25 +182,6 @@ class SlimKVOffloadingSpec(compat.TieringOffloadingSpec):
             for x in band.layers
         ]
         return BandCodec(model, band, caches, offsets, dtype)
-
-
-def _fingerprint(vllm_config: Any, served: ServedModel, layers: Sequence[ColdLayer], page_tokens: int) -> Fingerprint:
-    """The fingerprint of packed blocks in files. It includes the hot cache's dtype, because fp8 rounds K and V."""
-    model = vllm_config.model_config
-    dtype = str(model.dtype).removeprefix("torch.")
-    found = []
-    for layer in layers:
-        number = layer_number(layer.name)
-        if number is None:
-            raise UnsupportedError(f"{layer.name} has no layer number: its blocks cannot be told from others in files")
-        heads = 1 if isinstance(layer.spec, LatentSpec) else all_heads(vllm_config, layer.module)
-        offset = served.whole_offset(layer.number, layer.spec)
-        window = getattr(layer.module, "sliding_window", None)
-        found.append(LayerFingerprint.of(number, layer.spec, heads, dtype, window, offset))
-    return Fingerprint.of(
-        found, block_size=page_tokens, seed=served.settings.seed, dtype=dtype, weights=engine_weights(vllm_config),
-        model={**model_fields(model.hf_text_config), "hot_cache": vllm_config.cache_config.cache_dtype},
-    )  # fmt: skip
 
 
 def _cache(config: Any) -> Any:

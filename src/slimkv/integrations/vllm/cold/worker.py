@@ -116,9 +116,8 @@ class ColdWorker(compat.OffloadingWorker):
             compat.pin_mmap_region(region)
         rows = region.create_next_worker_view(row_bytes).view(torch.uint8)
         self._host = rows.unflatten(1, (blocks_per_chunk, -1))  # [chunks, blocks, bytes]
-        blocks = []
-        for codecs in groups:
-            blocks.append(max(1, PIECE_BYTES // (codecs[0].tokens * sum(c.token_bytes() for c in codecs))))
+        hot_bytes = [codecs[0].tokens * sum(codec.token_bytes() for codec in codecs) for codecs in groups]
+        blocks = [max(1, PIECE_BYTES // size) for size in hot_bytes]  # of a piece
         self._stores, self._loads = (_Direction(groups, blocks, device) for _ in range(2))
         if device.type == "cuda":
             self._stores.warm()
