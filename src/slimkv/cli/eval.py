@@ -97,12 +97,6 @@ def _check_prefill(given: str) -> str:
     return given
 
 
-def _over_raw(row: Any) -> str:
-    """The relative increase in perplexity, with the larger side of its 95% interval."""
-    half = max(row.over_raw_high - row.over_raw, row.over_raw - row.over_raw_low)
-    return f"{row.over_raw:+.2%}" + (f" ± {half:.2%}" if half else "")
-
-
 @_command("k4v4,k6v6", plot=True)
 def agreement(
     subject: Subject,
@@ -123,12 +117,14 @@ def agreement(
     title = f"against the stock cache, {report.mode}, {report.model}; raw perplexity {report.raw_perplexity:.4f}"
     table = make_table(title, "format", "top-1", "KL", "KL 99%", "perplexity", "over raw", "bytes/token", "KL growth")
     for row in report.rows:
-        kl = f"{row.kl:.5f} ± {max(row.kl_high - row.kl, row.kl - row.kl_low):.5f}"
+        kl = f"{row.kl:.5f} ± {max(row.kl_high - row.kl, row.kl - row.kl_low):.5f}"  # the interval's larger side
+        half = max(row.over_raw_high - row.over_raw, row.over_raw - row.over_raw_low)
+        over_raw = f"{row.over_raw:+.2%}" + (f" ± {half:.2%}" if half else "")
         numbers = f"{row.top1:.2%}", kl, f"{row.kl_99:.4f}", f"{row.perplexity:.4f}"
         growth = "" if row.kl_growth is None else f"{row.kl_growth:+.2%}"
         if row.kl_growth_error:
             growth += f" ± {row.kl_growth_error:.2%}"
-        table.add_row(row.format, *numbers, _over_raw(row), f"{row.bytes_per_token:.0f}", growth)
+        table.add_row(row.format, *numbers, over_raw, f"{row.bytes_per_token:.0f}", growth)
     return report, [table], [quality_plot([(row.format, row.bytes_per_token, row.kl) for row in report.rows])]
 
 

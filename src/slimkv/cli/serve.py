@@ -122,19 +122,16 @@ def _named(engine: str, options: list[str]) -> dict[str, Any]:
         following = options[number + 1] if number + 1 < len(options) else "-"
         if not equals:
             value = "true" if following.startswith("-") and not _is_number(following) else following
-        out[SHORT[engine].get(name, name)] = _read(value)
+        name = SHORT[engine].get(name, name)
+        try:
+            out[name] = json.loads(value)
+        except json.JSONDecodeError:
+            out[name] = value
     return out
 
 
 def _is_number(word: str) -> bool:
     return word.lstrip("-").replace(".", "", 1).isdigit()
-
-
-def _read(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
 
 
 def _check_options(engine: str, options: list[str]) -> None:

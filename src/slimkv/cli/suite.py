@@ -54,7 +54,17 @@ def _add(name: str, told: str) -> None:
         if settings.tasks:
             import_lm_eval()
         check_caches(settings.formats, None if settings.calibration == NO_CALIBRATION else settings.calibration)
-        _run(settings, output or Path(f"suite-{name}-{Path(model).name}"), threads, as_json)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        out = output or Path(f"suite-{name}-{Path(model).name}")
+        with progress_bar(lines=False) as progress:
+            results = run_suite(settings, out, progress, lambda line: typer.echo(line, err=True))
+        header, *rows = table_rows(results)
+        table = make_table(f"slimkv suite {results['suite']}: {results['model']}", *header, rows=rows)
+        emit(results["summary"] if as_json else results, as_json, table, f"report: {out / 'report.html'}")
+        if results["failed"]:
+            typer.echo(f"failed: {', '.join(results['failed'])}; see {out / 'parts'}", err=True)
+            raise typer.Exit(1)
 
 
 for _name, _told in _SIZES.items():
@@ -76,16 +86,3 @@ def compare_runs(
     if output is not None:
         output.write_text(text, encoding="utf-8")
     emit(found, as_json, Markdown(text))
-
-
-def _run(settings: Any, out: Path, threads: int | None, as_json: bool) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
-    with progress_bar(lines=False) as progress:
-        results = run_suite(settings, out, progress, lambda line: typer.echo(line, err=True))
-    header, *rows = table_rows(results)
-    table = make_table(f"slimkv suite {results['suite']}: {results['model']}", *header, rows=rows)
-    emit(results["summary"] if as_json else results, as_json, table, f"report: {out / 'report.html'}")
-    if results["failed"]:
-        typer.echo(f"failed: {', '.join(results['failed'])}; see {out / 'parts'}", err=True)
-        raise typer.Exit(1)
