@@ -121,9 +121,8 @@ class Load(ABC):
     def phase_full(self) -> dict[str, Any]:
         """``together`` with as many requests as the cache holds at once."""
         each = -(-(self.plan["context"] + self.plan["new_tokens"]) // self.block_size) * self.block_size
-        fit = min(self.kv_tokens // each - 1, self.plan["max_num_seqs"])
-        if self.plan["most_requests"]:
-            fit = min(fit, self.plan["most_requests"])
+        most = self.plan["max_num_seqs"]
+        fit = min(self.kv_tokens // each - 1, most, self.plan["most_requests"] or most)
         return self.together(max(1, fit))
 
     def phase_poisson(self) -> dict[str, Any]:

@@ -70,10 +70,8 @@ def _kept(path: Path) -> dict[str, Any] | None:
 def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; --output takes a folder for the report")
-    strange = (
-        folder.is_dir() and any(folder.iterdir()) and not ((folder / _MARKER).is_file() or (folder / _KEPT).is_dir())
-    )
-    if strange:
+    ours = (folder / _MARKER).is_file() or (folder / _KEPT).is_dir()
+    if folder.is_dir() and any(folder.iterdir()) and not ours:
         raise InputError(f"{folder} has other files in it; give --output a new folder, or one of an earlier run")
 
 

@@ -163,15 +163,16 @@ def _add_answers(questions: Questions, rows: dict[str, Document]) -> None:
 
 def _add_speed(document: Document, rows: dict[str, Document]) -> None:
     """Acceptance of drafts, and the speed of decoding."""
-    kept = {
-        "drafts": ("drafts", "format", ("acceptance_length", "over_raw")),
-        "generate": (
-            "decode",
+    kept = (
+        ("drafts", "format", "drafts", ("acceptance_length", "over_raw")),
+        (
+            "generate",
             "cache",
+            "decode",
             ("tokens_per_second", "over_stock", "milliseconds_per_step", "prefill_seconds"),
         ),
-    }
-    for kind, (key, name, figures) in kept.items():
+    )
+    for kind, name, key, figures in kept:
         for row in (first_part(document, kind) or {"rows": []})["rows"]:
             into = RAW if row[name] == "DynamicCache" else row[name]
             if into in rows:

@@ -218,9 +218,10 @@ class TaskMaker:
             room = min(room - 1, int(room * max(share * free, 0) / facts) or 1)
         source = random.Random(f"{seed}-{task}-{length}-{number}-text")
         filler = [] if task == "common-words" else self._filler(source, free - facts)
+        begin = [self.tokenizer.bos_token_id] if wants_bos(self.tokenizer) else []
         while True:
             text, starts = self._joined(source, draft, filler)
-            prefix = self._start() + self.encode(text)
+            prefix = begin + self.encode(text)
             if len(prefix) <= free + self._count(draft.header) + 1 or not filler:
                 break
             filler.pop()
@@ -229,9 +230,6 @@ class TaskMaker:
             for ask, (s, a) in zip(draft.asks, asked, strict=True)
         )
         return Context(task, length, tuple(prefix), found)
-
-    def _start(self) -> list[int]:
-        return [self.tokenizer.bos_token_id] if wants_bos(self.tokenizer) else []
 
     def _filler(self, source: random.Random, tokens: int) -> list[str]:
         """Consecutive sentences of the text from a random position on, of at most ``tokens`` tokens."""
