@@ -48,7 +48,8 @@ class PackedPool(compat.KVCache):
         self._check_shapes()
         self.num_blocks = -(-(self.size + self.page_size) // self.page_size)
         sizes = [self.num_blocks * pages.row_bytes for pages in self.layers]
-        with self.memory_saver_adapter.region(compat.GPU_MEMORY_TYPE_KV_CACHE), self._memory():
+        own = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
+        with self.memory_saver_adapter.region(compat.GPU_MEMORY_TYPE_KV_CACHE), own:
             self._slab = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
         # SGLang divided memory by the bytes per token that slimkv reported, so both must agree.
         sized = self.plan.token_bytes(self.allocation_label) * self.num_blocks * self.page_size
@@ -79,9 +80,6 @@ class PackedPool(compat.KVCache):
 
     def _served(self, pages: LayerPages) -> ServedLayer:
         return ServedLayer(shared_codec(pages.layout.spec, self._slab.device))
-
-    def _memory(self) -> Any:
-        return torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
 
     def _clear_buffers(self) -> None:
         del self._slab, self._pages

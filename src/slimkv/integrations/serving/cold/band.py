@@ -84,8 +84,7 @@ def bands_of(layers: Sequence[ColdLayer], block_tokens: int) -> tuple[Band, ...]
     out: list[Band] = []
     for layer in layers:
         layout, pages = layer.page(block_tokens)
-        alike = out and out[-1].layout == layout and (out[-1].layers[0].number is None) == (layer.number is None)
-        if alike:
+        if out and out[-1].layout == layout and (out[-1].layers[0].number is None) == (layer.number is None):
             out[-1] = Band((*out[-1].layers, layer), layout, pages, out[-1].offset)
         else:
             out.append(Band((layer,), layout, pages, out[-1].offset + out[-1].block_bytes if out else 0))

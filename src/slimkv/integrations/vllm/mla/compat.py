@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,12 +44,6 @@ def check_layer(layer: Any, impl: Any) -> None:
         )
 
 
-class _Stored:
-    """The object that vLLM takes for a layer's host-memory cache."""
-
-    runtime = None
-
-
 def _store_through(layer: Any, impl: Any) -> None:
     """Lets ``impl`` store a layer's latents; otherwise a fused norm-and-rope kernel writes them unpacked.
 
@@ -60,7 +55,7 @@ def _store_through(layer: Any, impl: Any) -> None:
     ) -> None:
         impl.do_kv_cache_update(latent, rope, cache, slots, dtype, scale)
 
-    layer.hisparse_cache, layer.update_kv_cache = _Stored(), update
+    layer.hisparse_cache, layer.update_kv_cache = SimpleNamespace(runtime=None), update
 
 
 def global_slots(positions: Tensor, requests: Tensor, block_table: Tensor, block_size: int) -> Tensor:
