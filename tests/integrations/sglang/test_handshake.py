@@ -74,7 +74,8 @@ def test_keys_that_travel_are_centred_by_a_calibration_alone():
 @pytest.mark.parametrize(("windowed", "linear"), [(True, None), (False, [1, 3])])
 def test_models_with_several_pools_do_not_travel(windowed, linear, monkeypatch):
     kvc = SimpleNamespace(
-        use_mla_backend=False, model_config=SimpleNamespace(is_encoder_decoder=False), is_hybrid_swa=windowed,
+        use_mla_backend=False, kv_cache_dtype=torch.bfloat16, is_hybrid_swa=windowed,
+        model_config=SimpleNamespace(is_encoder_decoder=False),
         server_args=SimpleNamespace(disaggregation_mode="decode"), post_capture_kv_active=False,
     )  # fmt: skip
     monkeypatch.setattr(refusals.compat, "server_options", lambda args: args)
