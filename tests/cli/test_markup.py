@@ -48,8 +48,8 @@ def test_prompt_files(tiny_folder, tmp_path):
     with attention(model), torch.no_grad():
         model(ids, past_key_values=cache)
     cache.save(file, model, ids)
-    assert file.name in "".join(run("cache", "info", str(file)).split())  # a long title is wrapped and centred
-    assert str(file) in run("cache", "verify", str(file))
+    assert file.name in "".join(run("cache", "info", str(file)).split())  # long lines are wrapped
+    assert str(file) in "".join(run("cache", "verify", str(file)).split())
 
 
 def test_prompts(tiny_folder):
