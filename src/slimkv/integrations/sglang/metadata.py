@@ -66,7 +66,7 @@ class BlockTables:
         """Writes the blocks of ``requests`` to the tables [requests, blocks]; graphs may capture it. Entries beyond the
         end of a sequence are stale or zero: valid blocks that are never read.
         """
-        first_slots = self.req_to_token[:, :: self.page_size][:, : table.shape[1]]
+        first_slots = self.req_to_token[:, : table.shape[1] * self.page_size : self.page_size]
         slots = first_slots.index_select(0, requests).clamp_(min=0)
         if window_table is not None:
             mapping = self.window_pool.full_to_swa_index_mapping
