@@ -13,7 +13,8 @@ DEVICE void end_publishing(const PairMemory& memory, const TeamWarp& warp, int l
 }
 
 // Computes scores and probabilities of the pair's steps of a range. TILE_BY_TILE: registers hold the scores of one tile
-// at a time, and the running maximum is in shared memory.
+// at a time, and the running maximum is in shared memory. Steps that need a new maximum are outside of the inner loop, so
+// that they take no registers from it.
 DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
     const TeamWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
     RunningSoftmax& acc) {
@@ -30,66 +31,75 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
   float* const running_max = TILE_BY_TILE ? running_max_of(shared, warp.pair * TEAM + warp.member, t) : nullptr;
   if (TILE_BY_TILE)
     UNROLL_FOR (int c = 0; c < C; c++) running_max[own_column(c, 0)] = MINUS_INFINITY;
-  for (int step = range.first + warp.pair; step < range.last; step += RINGS, taken++) {
-    u8 *slot = memory.slot(taken), *operands = memory.probabilities_of(taken);
-    memory.wait_for_copy(taken);
-    KeyOperands keys;
-    keys.load(slot + key_offset, tables, lane);
-    const int step_token = range.s.begin + step * STEP;
-    const bool clear = step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin;
-    TokenFields tokens;
-    StepScores s;
-    Weighing weighing;
-    auto load_fields = [&](int x) { load_token_fields(slot + own_fields + own_fields_offset(x), columns, tokens); };
+  KeyOperands keys;
+  TokenFields tokens;
+  StepScores s;
+  Weighing weighing;
+  int step = range.first + warp.pair;
+  auto load_fields = [&](int x) {
+    load_token_fields(memory.slot(taken) + own_fields + own_fields_offset(x), columns, tokens);
+  };
+  auto fields = [&](int x) { return memory.slot(taken) + field_offset + own_fields_offset(x); };
+  auto load_keys = [&](int x) { keys.load(memory.slot(taken) + key_offset + keys_of(TILES_APART * x), tables, lane); };
+  auto begin = [&] {
+    const u8* slot = memory.slot(taken);
+    load_keys(0);
     load_fields(0);
     tokens.largest = *(const u32*)(slot + own_word);
     UNROLL_FOR (int i = 32; i < WORDS; i += 32)
       if (i + 32 <= WORDS || i + lane < WORDS)
         tokens.largest = max_u16x2(tokens.largest, *(const u32*)(slot + word_offset(i + lane)));
-    auto fields = [&](int x) { return slot + field_offset + own_fields_offset(x); };
-    auto load_keys = [&](int x) { keys.load(slot + key_offset + keys_of(TILES_APART * x), tables, lane); };
-    auto score = [&](int x) {
-      keys.multiply(shared, tables, s);
-      if (!TOKEN_UNITS) scale_scores(args, fields(x), columns, g, s);
-      if (clear) acc.largest_fields = max_u16x2(acc.largest_fields, tokens.largest);
-      else mask_tokens(fields(x), shared, step_token + 16 * (warp.member + TILES_APART * x), lane, s);
-    };
-    u32 place;
-    UNROLL_FOR (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
-      if (x) load_fields(x);
+  };
+  auto score = [&](int x) {
+    const int step_token = range.s.begin + step * STEP;
+    keys.multiply(shared, tables, s);
+    if (!TOKEN_UNITS) scale_scores(args, fields(x), columns, g, s);
+    if (step_token + STEP <= columns.clear_end && step_token >= columns.clear_begin)
+      acc.largest_fields = max_u16x2(acc.largest_fields, tokens.largest);
+    else mask_tokens(fields(x), shared, step_token + 16 * (warp.member + TILES_APART * x), lane, s);
+  };
+  while (step < range.last) {
+    // A step with its own maximum: the first one, and every one whose probabilities exceed the threshold.
+    memory.wait_for_copy(taken);
+    begin();
+    float highest[C];
+    UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
+#pragma unroll 1
+    for (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
+      if (x) load_keys(x), load_fields(x);
       score(x);
-      if (x + SCORED_TILES < OWN_TILES) load_keys(x + SCORED_TILES);
-      if (x == 0) {
-        memory.wait_until_used(taken - 2);
-        place = begin_publishing<false>(operands, warp, lane, acc, weighing);
-      }
-      publish_pieces<0, false>(place + x * OPERAND_BYTES, s, fields(x), tokens, running_max, g, weighing);
+      find_max(fields(x), g, s, tokens, highest);
+    }
+    memory.wait_until_used(taken - 2);
+    const bool rescales = update_team_max(columns, g, t, highest, warp, (float*)(shared + STATE_AT),
+        memory.factors_of(taken), running_max, acc);
+    u32 place = begin_publishing<true>(memory.probabilities_of(taken), warp, lane, acc, weighing);
+#pragma unroll 1
+    for (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
+      if (TILE_BY_TILE) load_keys(x), load_fields(x), score(x);
+      publish_pieces<0, true>(place + x * OPERAND_BYTES, s, fields(x), tokens, running_max, g, weighing);
     }
     fence_proxy_async();  // before wgmma reads the probabilities
-    const bool again = warp.any(exceeds_threshold(weighing.largest));
-    bool rescales = false;
-    if (again) {
-      float highest[C];
-      UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
-#pragma unroll 1
-      for (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
-        load_keys(x);
-        if (TILE_BY_TILE) load_fields(x);
+    warp.sync();
+    end_publishing(memory, warp, lane, taken, rescales, weighing, acc);
+    taken++, step += RINGS;
+    for (; step < range.last; taken++, step += RINGS) {
+      memory.wait_for_copy(taken);
+      begin();
+      UNROLL_FOR (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
+        if (x) load_fields(x);
         score(x);
-        find_max(fields(x), g, s, tokens, highest);
-      }
-      rescales = update_team_max(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken),
-          running_max, acc);
-      begin_publishing<true>(operands, warp, lane, acc, weighing);
-#pragma unroll 1
-      for (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
-        if (TILE_BY_TILE) load_keys(x), load_fields(x), score(x);
-        publish_pieces<0, true>(place + x * OPERAND_BYTES, s, fields(x), tokens, running_max, g, weighing);
+        if (x + SCORED_TILES < OWN_TILES) load_keys(x + SCORED_TILES);
+        if (x == 0) {
+          memory.wait_until_used(taken - 2);
+          place = begin_publishing<false>(memory.probabilities_of(taken), warp, lane, acc, weighing);
+        }
+        publish_pieces<0, false>(place + x * OPERAND_BYTES, s, fields(x), tokens, running_max, g, weighing);
       }
       fence_proxy_async();
-      warp.sync();
+      if (warp.any(exceeds_threshold(weighing.largest))) break;
+      end_publishing(memory, warp, lane, taken, false, weighing, acc);
     }
-    end_publishing(memory, warp, lane, taken, rescales, weighing, acc);
   }
   if (TILE_BY_TILE)
     UNROLL_FOR (int c = 0; c < C; c++) acc.row_max[c] = running_max[own_column(c, 0)];
