@@ -53,10 +53,9 @@ def verify_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     operands = 128 * rows * (-(-spec.key_dim // 64) + 2 * own_tiles * workers // _TEAM)  # queries, 2x probabilities
     operands = max(operands, 4 * rows * (padded + 4 * _TEAM))  # later the output of a pair
     states = rows * (16 + 12 * workers)
-    running_max = 4 * rows * workers if rows > 40 else 0
     barriers = 8 * rings * config.stages + rings * (2 * (4 * rows + 8) + 32)  # and rescaling factors
     tables = _level_table_bytes(layout, True, spec.key_dim == 256 and rows <= 40)
-    total = tables + operands + rings * config.stages * slot + states + running_max + barriers
+    total = tables + operands + rings * config.stages * slot + states + barriers
     if spec.value.rotated and not (_is_power_of_two(spec.value_dim) and spec.value_dim >= 32):
         total = -(-total // 16) * 16 + 4 * spec.value_dim * config.warps  # scratch to rotate the output back
     return total

@@ -28,7 +28,7 @@ constexpr int TEAM = WARPGROUPS ? 4 : VERIFY ? WARPS : 1;
 constexpr int RINGS = WARPGROUPS ? WARPS / 8 : WARPS / TEAM;  // steps that a thread block processes concurrently
 constexpr int WORKERS = WARPGROUPS ? WARPS / 2 : WARPS;  // warps that compute scores
 constexpr int OWN_TILES = NT / TEAM, TILES_APART = TEAM;  // tiles of a step that a warp scores
-constexpr bool TILE_BY_TILE = WARPGROUPS && NG > 5;  // registers hold the scores of one tile
+constexpr bool TILE_BY_TILE = WARPGROUPS && NG > 4;  // registers hold the scores of one tile
 constexpr int SCORED_TILES = TILE_BY_TILE ? 1 : OWN_TILES;  // at a time
 
 constexpr bool K_BYTES = !WIDE && in_bytes<K_KIND, K_BITS>(), V_BYTES = !WIDE && in_bytes<V_KIND, V_BITS>();

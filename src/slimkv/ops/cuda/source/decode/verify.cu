@@ -1,7 +1,7 @@
 // Attention of more than 16 query rows per KV head on packed pages, for sm_90a (docs/design/kernels.md). Warpgroups are
 // specialised in pairs: one computes scores and probabilities, the other multiplies values by them. Each hides the
 // other's latency and needs registers only for its own role. A pair has one ring, whose steps are NT tiles for the
-// whole pair. With more than 40 columns, a warp holds the scores of one tile at a time (TILE_BY_TILE).
+// whole pair. With more than 32 columns, a warp holds the scores of one tile at a time (TILE_BY_TILE).
 #define VERIFY 1
 #define WARPGROUPS 1
 #include "decode/merge.cuh"
@@ -11,9 +11,9 @@
 
 // Two threads, one of each role, share 256 registers. If either role has too few, the compiler serialises the wgmmas.
 constexpr int LAUNCHED = 128,
-              KEY_REGISTERS = OUT_SLICES * NG > 18 ? 112
+              KEY_REGISTERS = OUT_SLICES * NG > 20 ? 112
     : VD > 128                                     ? 128
-    : NG == 5                                      ? 144
+    : NG > 4                                       ? 144
                                                    : 136,
               VALUE_REGISTERS = 2 * LAUNCHED - KEY_REGISTERS;
 template <int FROM, int TO> DEVICE void change_registers() {

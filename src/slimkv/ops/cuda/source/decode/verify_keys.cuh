@@ -13,7 +13,7 @@ DEVICE void end_publishing(const PairMemory& memory, const TeamWarp& warp, int l
 }
 
 // Computes scores and probabilities of the pair's steps of a range. TILE_BY_TILE: registers hold the scores of one tile
-// at a time, and the running maximum is in shared memory. Steps that need a new maximum are outside of the inner loop, so
+// at a time. Steps that need a new maximum are outside of the inner loop, so
 // that they take no registers from it.
 DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
     const TeamWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
@@ -28,9 +28,6 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
   };
   const int own_fields = (int)in_register(field_offset + 2 * g, lane),
             own_word = (int)in_register(word_offset(WORDS < 32 ? lane % WORDS : lane), lane);
-  float* const running_max = TILE_BY_TILE ? running_max_of(shared, warp.pair * TEAM + warp.member, t) : nullptr;
-  if (TILE_BY_TILE)
-    UNROLL_FOR (int c = 0; c < C; c++) running_max[own_column(c, 0)] = MINUS_INFINITY;
   KeyOperands keys;
   TokenFields tokens;
   StepScores s;
@@ -71,13 +68,13 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
       find_max(fields(x), g, s, tokens, highest);
     }
     memory.wait_until_used(taken - 2);
-    const bool rescales = update_team_max(columns, g, t, highest, warp, (float*)(shared + STATE_AT),
-        memory.factors_of(taken), running_max, acc);
+    const bool rescales =
+        update_team_max(columns, g, t, highest, warp, (float*)(shared + STATE_AT), memory.factors_of(taken), acc);
     u32 place = begin_publishing<true>(memory.probabilities_of(taken), warp, lane, acc, weighing);
 #pragma unroll 1
     for (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
       if (TILE_BY_TILE) load_keys(x), load_fields(x), score(x);
-      publish_pieces<0, true>(place + x * OPERAND_BYTES, s, fields(x), tokens, running_max, g, weighing);
+      publish_pieces<0, true>(place + x * OPERAND_BYTES, s, fields(x), tokens, g, weighing);
     }
     fence_proxy_async();  // before wgmma reads the probabilities
     warp.sync();
@@ -94,13 +91,11 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
           memory.wait_until_used(taken - 2);
           place = begin_publishing<false>(memory.probabilities_of(taken), warp, lane, acc, weighing);
         }
-        publish_pieces<0, false>(place + x * OPERAND_BYTES, s, fields(x), tokens, running_max, g, weighing);
+        publish_pieces<0, false>(place + x * OPERAND_BYTES, s, fields(x), tokens, g, weighing);
       }
       fence_proxy_async();
       if (warp.any(exceeds_threshold(weighing.largest))) break;
       end_publishing(memory, warp, lane, taken, false, weighing, acc);
     }
   }
-  if (TILE_BY_TILE)
-    UNROLL_FOR (int c = 0; c < C; c++) acc.row_max[c] = running_max[own_column(c, 0)];
 }

@@ -1,6 +1,6 @@
 // Shared memory of a thread block of verify.cu: LUT of keys | LUT of values | queries | probabilities of two steps of
-// every pair | rings | column constants | maxima, sums and shifts of the warps | running maxima (TILE_BY_TILE) |
-// rescaling factors | barriers of the rings' slots | barriers of the probabilities | scratch
+// every pair | rings | column constants | maxima, sums and shifts of the warps | rescaling factors | barriers of the
+// rings' slots | barriers of the probabilities | scratch
 #pragma once
 static_assert(BULK && WARPS % 8 == 0 && NT % 4 == 0, "a step is as many tiles of every warp");
 
@@ -18,9 +18,8 @@ constexpr int RESULT_SUMS = RINGS * PAIR_RESULT_BYTES <= OPERANDS_END - QUERY_AT
 constexpr int RINGS_AT = QUERY_AT + PAIR_RESULT_BYTES > OPERANDS_END ? QUERY_AT + PAIR_RESULT_BYTES : OPERANDS_END;
 constexpr int COLUMN_AT = RINGS_AT + RINGS * STAGES * SLOT;
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
-constexpr int RUNNING_MAX_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // running maxima per column and warp
-constexpr int FACTORS_AT = RUNNING_MAX_AT +
-    (TILE_BY_TILE ? 4 * COLUMNS * WORKERS : 0);  // for two steps: factor per column, and whether to rescale
+constexpr int FACTORS_AT =
+    STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // for two steps: factor per column, and whether to rescale
 constexpr int BARRIERS_AT = FACTORS_AT + RINGS * 2 * (4 * COLUMNS + 8);
 constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + 8 * RINGS * BARRIERS;  // probabilities of two steps: published, used
 constexpr int PAIR_BARRIERS_END = PAIR_BARRIERS_AT + RINGS * 4 * 8;

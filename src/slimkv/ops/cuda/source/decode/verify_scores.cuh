@@ -5,10 +5,6 @@
 
 // The offset of the fields of a warp's own tile x from those of its first tile.
 DEVICE int own_fields_offset(int x) { return fields_of(TILES_APART * x) - FIELDS_AT; }
-// A warp's running maxima, starting at the first column of lanes t.
-DEVICE float* running_max_of(u8* shared, int worker, int t) {
-  return (float*)(shared + RUNNING_MAX_AT) + worker * COLUMNS + OWN * t;
-}
 
 // Reorders finished wgmma accumulators into scores.
 DEVICE void take_scores(float (&c)[SCORED_TILES][4 * NG], StepScores& s) {

@@ -10,19 +10,12 @@ struct Weighing {
   u32 largest;
 };
 template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepScores& s, const u8* slot,
-    const TokenFields& tokens, const float* running_max, int g, Weighing& w) {
+    const TokenFields& tokens, int g, Weighing& w) {
   constexpr bool BY_GROUPS = NG > 1;
   constexpr int PER_TILE = BY_GROUPS ? (NG + 1) / 2 : 1, X = BY_GROUPS ? I / PER_TILE : 2 * I,
                 N = BY_GROUPS ? 2 * (I % PER_TILE) : 0;
   constexpr bool ONE_GROUP = BY_GROUPS && N + 1 == NG;  // the last group of an odd number
   u32 word[4] = {0, 0, 0, 0};
-  if (TILE_BY_TILE)
-    UNROLL_FOR (int c = N * OWN; c < (ONE_GROUP ? N + 1 : N + 2) * OWN; c += OWN) {
-      const Words2 two = *(const Words2*)(running_max + own_column(c, 0));
-      const float first = as_float(two.x), second = as_float(two.y);
-      w.row_max[c] = AGAIN && first == MINUS_INFINITY ? 0.0f : first,
-      w.row_max[c + OWN - 1] = AGAIN && second == MINUS_INFINITY ? 0.0f : second;
-    }
   UNROLL_FOR (int i = 0; i < (ONE_GROUP ? 2 : 4); i++) {
     const int n = BY_GROUPS ? N + i / 2 : 0, x = BY_GROUPS ? X : X + i / 2, r = i % 2;
     float p[OWN];
@@ -37,7 +30,7 @@ template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepSco
   if constexpr (ONE_GROUP) stmatrix_x2_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1]);
   else stmatrix_x4_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1], word[2], word[3]);
   if constexpr (I + 1 < (BY_GROUPS ? SCORED_TILES * PER_TILE : SCORED_TILES / 2))
-    publish_pieces<I + 1, AGAIN>(place, s, slot, tokens, running_max, g, w);
+    publish_pieces<I + 1, AGAIN>(place, s, slot, tokens, g, w);
 }
 
 // Returns the lane's store address. AGAIN: after an update; columns without visible tokens still have no maximum.
@@ -46,7 +39,7 @@ template <bool AGAIN> DEVICE u32 begin_publishing(u8* operands, const TeamWarp& 
   static_assert(NG > 1 || SCORED_TILES % 2 == 0, "two groups or two tiles at a time");
   w.largest = 0;
   UNROLL_FOR (int c = 0; c < C; c++) {
-    if (!TILE_BY_TILE) w.row_max[c] = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
+    w.row_max[c] = AGAIN && acc.row_max[c] == MINUS_INFINITY ? 0.0f : acc.row_max[c];
     w.sum[c] = -0.0f, w.shift[c] = -0.0f;
   }
   const int row = lane & 7, half = lane >> 3 & 1, second = lane >> 4;

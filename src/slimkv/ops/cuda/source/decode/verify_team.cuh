@@ -33,13 +33,11 @@ DEVICE void find_max(const u8* slot, int g, const StepScores& s, const TokenFiel
 }
 
 // Updates the running maximum of the team; returns whether it changed. `maxima`: memory to exchange the warps' maxima,
-// where their states are stored later. `factors` receives the rescaling factors of the output. TILE_BY_TILE:
-// `running_max` points to the warp's running maxima, see running_max_of.
+// where their states are stored later. `factors` receives the rescaling factors of the output.
 DEVICE bool update_team_max(const ColumnState& columns, int g, int t, float (&highest)[C], const TeamWarp& warp,
-    float* maxima, float* factors, float* running_max, RunningSoftmax& acc) {
+    float* maxima, float* factors, RunningSoftmax& acc) {
   bool moves = false;
   UNROLL_FOR (int c = 0; c < C; c++) {
-    if (TILE_BY_TILE) acc.row_max[c] = running_max[own_column(c, 0)];
     highest[c] = fma_rn(highest[c], 1.0f / 1024, -40.0f);
     moves = moves || highest[c] > acc.row_max[c] + RESCALE_THRESHOLD;
   }
@@ -56,11 +54,9 @@ DEVICE bool update_team_max(const ColumnState& columns, int g, int t, float (&hi
         higher = max_f32(higher, maxima[STATE_WORDS * ((warp.pair * TEAM + w) * COLUMNS + own_column(c, t))]);
       const float factor = acc.row_max[c] == MINUS_INFINITY ? 0.0f : exp2_approx(acc.row_max[c] - higher);
       acc.row_max[c] = higher;
-      if (TILE_BY_TILE && g == 0) running_max[own_column(c, 0)] = higher;
       acc.row_sum[c] *= factor, acc.shift[c] *= factor;
       if (warp.member == 0 && g == 0) factors[own_column(c, t)] = factor;
     }
-    if (TILE_BY_TILE) sync_warp();
   }
   return any_moves;
 }

@@ -149,8 +149,7 @@ DEVICE void attend_range(const DecodeArgs& args, const DecodeRange& range, u8* s
       float highest[C], *factors = (float*)(shared + FACTORS_AT);
       UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
       find_max(fields, g, s, tokens, highest);
-      const bool rescales =
-          update_team_max(columns, g, t, highest, warp, (float*)(shared + STATE_AT), factors, nullptr, acc);
+      const bool rescales = update_team_max(columns, g, t, highest, warp, (float*)(shared + STATE_AT), factors, acc);
       publish<true>(s, fields, tokens, operands, warp.member, lane, acc, sums);
       warp.sync();
       if (rescales)
