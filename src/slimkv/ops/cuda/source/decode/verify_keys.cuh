@@ -13,8 +13,7 @@ DEVICE void end_publishing(const PairMemory& memory, const TeamWarp& warp, int l
 }
 
 // Computes scores and probabilities of the pair's steps of a range. TILE_BY_TILE: registers hold the scores of one tile
-// at a time. Steps that need a new maximum are outside of the inner loop, so
-// that they take no registers from it.
+// at a time. Steps that need a new maximum are outside of the inner loop, so that they take no registers from it.
 DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* shared, const PairMemory& memory,
     const TeamWarp& warp, const ColumnState& columns, const LevelTables& tables, int lane, u32& taken,
     RunningSoftmax& acc) {
