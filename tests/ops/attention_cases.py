@@ -54,6 +54,7 @@ class Case:
     query_norm: float = 1.0
     slack: bool = False  # host-side bounds beyond what the batch needs, as in a padded CUDA graph
     peaked: bool = False  # queries equal to one of the keys, whose score is far above all others
+    rising: float = 0.0  # by which scores rise along a sequence, so that running maxima change all the time
     strided: bool = False  # query and out are slices of wider tensors
     offset_norm: float = 0.0  # of a vector that all keys of a KV head contain, subtracted before they are stored
 
@@ -85,8 +86,8 @@ class Case:
             return 5e-3
         if max(self.queries) > MAX_DECODE_QUERIES:
             return 3e-3
-        # A softmax scale above 1 / sqrt(dim) amplifies the score errors of rounded queries.
-        return 2e-3 * max(1.0, (self.scale or 0.0) * math.sqrt(self.dim))
+        # A softmax scale above 1 / sqrt(dim), or larger scores, amplify the score errors of rounded queries.
+        return 2e-3 * max(1.0, (self.scale or 0.0) * math.sqrt(self.dim), self.rising / 2)
 
     @property
     def lse_bound(self) -> float:
@@ -180,6 +181,11 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
 
     key = random(total, case.num_kv_heads, spec.key_dim, case.key_norm, "key")
     value = random(total, case.num_kv_heads, spec.value_dim, case.value_norm, "value")
+    direction = torch.randn(case.num_kv_heads, spec.key_dim, generator=torch.Generator().manual_seed(seed + 2))
+    direction = (direction / direction.norm(dim=-1, keepdim=True)).to(device)
+    if case.rising:
+        ramp = torch.cat([torch.linspace(0, case.rising, n) for n in case.lens]).to(device)
+        key = (key + ramp[:, None, None] * direction).to(key.dtype)
     offset = None
     if case.offset_norm:
         direction = torch.randn(case.num_kv_heads, spec.key_dim, generator=torch.Generator().manual_seed(seed + 1))
@@ -195,6 +201,8 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
             towering = key[base + length - count].repeat_interleave(case.group, 0)  # a key that every query sees
             query[first : first + count] = (towering.float() * case.query_norm).to(dtype)
             first, base = first + count, base + length
+    if case.rising:
+        query = (query + math.sqrt(spec.key_dim) * direction.repeat_interleave(case.group, 0)).to(query.dtype)
     query[rows - case.padding :] = torch.nan  # engines do not clear padding rows
     if case.strided:
         wide = torch.empty(rows, heads + 2, spec.key_dim + 16, dtype=dtype, device=device)

@@ -45,6 +45,7 @@ WARPGROUP_CASES = [
     replace(DRAFTS, dim=64, group=32, num_kv_heads=2, lens=(33, 300, 40, 1, 70), queries=(1,) * 5),
     replace(DRAFTS, dim=64, key_norm=1e3, query_norm=0.5, peaked=True, dtype="fp16", out_dtype="fp16"),
     replace(DRAFTS, dim=64, page=128, lens=(1300, 40), queries=(8, 7)),
+    replace(DRAFTS, page=64, rising=40.0),
     *(replace(DRAFTS, format=f, page=64) for f in ("k5v5", "k4v3")),  # every two warps share a word of the values
 ]
 
@@ -68,6 +69,7 @@ COLUMN_CASES = [
     (replace(MANY, queries=(9, 3)), 40),
     (replace(MANY, queries=(12, 9)), 48),
     (replace(MANY, queries=(13, 2), page=16), 64),
+    (replace(MANY, queries=(12, 9), lens=(700, 290), rising=40.0), 48),
     (MANY, 64),
     (replace(MANY, page=128, lens=(1300, 40), dim=64), 64),
     (replace(RAGGED, dim=64, num_kv_heads=2), 64),
@@ -143,6 +145,7 @@ TEAM_CASES = [
     (replace(TEAM, dim=112, format="k1v7", group=4, queries=(8, 5, 1)), 32),
     (replace(TEAM, dim=64, format="k8v8", group=20, queries=(1, 1, 1)), 24),
     (replace(TEAM, dim=64, group=48, queries=(1, 2, 1)), 48),
+    (replace(TEAM, lens=(700, 33, 0), rising=40.0), 24),
 ]
 
 
