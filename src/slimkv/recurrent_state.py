@@ -25,7 +25,7 @@ class StateShape:
 
 
 def state_shape(config: Mapping[str, Any], layers: int) -> StateShape | None:
-    """The states of a model that has them in ``layers`` layers; None for 0. Raises if their size is unknown."""
+    """The states of a model with ``layers`` recurrent layers; None if it has none. Raises if their size is unknown."""
     if not layers:
         return None
     numbers, dtype = _numbers(config), config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype") or "auto"

@@ -62,7 +62,7 @@ class PackedPool(compat.KVCache):
         self.served = tuple(self._served(pages) for pages in self.layers)
 
     def _check_shapes(self) -> None:
-        """Raises unless SGLang builds the layers it sized."""
+        """Raises unless the layers that SGLang builds match those for which it planned memory."""
         asked = self._shape()
         if len(self.layers) != self.layer_num:
             raise UnsupportedError(f"SGLang builds {self.layer_num} layers of cache, but planned {len(self.layers)}")

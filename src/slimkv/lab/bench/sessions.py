@@ -84,7 +84,7 @@ def held_tokens(users: int, context: int, turns: int, new_tokens: int) -> int:
 
 
 def session_bytes(settings: Any, shape: ModelShape) -> int:
-    """Bytes of the cache in the sessions phase: a share of what all sessions take in the model's dtype."""
+    """Bytes of the cache in the sessions phase: a fraction of what all sessions need in the model's dtype."""
     held = held_tokens(settings.users, settings.context, settings.turns, settings.new_tokens)
     one = settings.context + settings.new_tokens + 128  # the least that an engine can serve, with partial blocks
     tokens = max(int(held * settings.held), one)

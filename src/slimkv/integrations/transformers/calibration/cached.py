@@ -56,7 +56,7 @@ def auto_calibration(model: Any, folder: Path | None = None, progress: Progress 
 def load_or_make(path: Path, load: Callable[[Path], T], make: Callable[[], T]) -> T:
     """Loads a file, or calls ``make``, which writes it and returns its contents.
 
-    Only one of several processes makes it. A file that is damaged or of an older version is made again.
+    Only one of several processes makes it. A damaged or outdated file is regenerated.
     """
     from filelock import FileLock
 

@@ -25,7 +25,7 @@ from slimkv.ops.attention.cuda.shared_memory import (
 from slimkv.ops.cuda.device import Device
 from slimkv.spec import Kind, PageLayout
 
-# Bounds on the bytes of one KV head that a query may see. Configurations are chosen per bound.
+# Upper bounds on the bytes of one KV head that a query may see. The smallest one that holds selects the configuration.
 FEW_BYTES, SHORT_BYTES, UNBOUNDED = BOUNDS = (1 << 16, 3 << 19, 1 << 50)
 # Up to this many KV blocks per warp, one thread block processes a whole work tile and nothing is merged. The first
 # limit holds with work tiles for more than half the multiprocessors, the second with fewer.

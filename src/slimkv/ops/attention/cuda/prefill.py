@@ -80,7 +80,7 @@ class _Attend:
 
     @property
     def state_floats(self) -> int:
-        """The size of the softmax state that passes hand on."""
+        """The number of floats in the softmax state that one pass hands to the next."""
         args, dim = self.args, self.request.layout.spec.key_dim
         return args.query_blocks * args.num_kv_heads * _state_floats(self.config.rows, dim)
 
@@ -118,7 +118,7 @@ class _Attend:
 
 
 def _state_floats(rows: int, dim: int) -> int:
-    """The size of the softmax state of a block."""
+    """The number of floats in the softmax state of a block of query rows."""
     return 2 * rows * (-(-dim // 32) * 16 + 4)
 
 

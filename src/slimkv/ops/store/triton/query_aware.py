@@ -129,7 +129,7 @@ def _shape_slice(standard, sums, weights, bounds, levels, error_steps, back, M: 
                  BITS: tl.constexpr):  # fmt: skip
     """The levels and errors (integers) of one slice, float32 [M, 16] each.
 
-    sums: corrections from later slices, integers; weights: pointer to the 16 x 16 block of the slice on the diagonal.
+    sums: corrections from later slices, integers; weights: pointer to the slice's 16 x 16 block on the diagonal.
     """
     own, corrections = _columns(standard, M), _columns(sums, M)
     chosen, errors = (), ()

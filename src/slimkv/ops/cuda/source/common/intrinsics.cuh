@@ -219,7 +219,7 @@ SLIMKV_MMA(mma_bf16, float, "f", "m16n8k16.row.col.f32.bf16.bf16.f32");
 
 // Returns x, hidden from the compiler's uniformity analysis, so that it stays in a per-lane register.
 DEVICE u32 in_register(u32 x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
-// x = to, without changing the register of x.
+// x = to, as a move into the register that x already occupies.
 DEVICE void overwrite(float& x, float to) { asm volatile("mov.f32 %0, %1;" : "+f"(x) : "f"(to)); }
 
 // An exit that is never taken. The assembler moves no instructions across it.

@@ -23,7 +23,7 @@ template <int DIM, int CORE, bool BACK>
 DEVICE void multiply_by_core(float (&x)[(DIM + 31) / 32], const u32* bits, const u16* signs, float norm, float* scratch,
     int lane) {
   constexpr int N = (DIM + 31) / 32;
-  const auto sign_of = [&](float y, int d) {  // the sign of dimension d without b's, which is in the core's entry
+  const auto sign_of = [&](float y, int d) {  // the core's entries contain the sign of b, which cancels here
     const int b = d % CORE;
     return as_float(as_bits(y) ^ (bits[d / 32] >> (d % 32) ^ bits[b / 32] >> (b % 32)) << 31);
   };

@@ -46,7 +46,7 @@ struct WarpRing {
     }
     UNROLL_FOR (int i = 0; i < STAGES - 1; i++) copy(range, step + i * WARPS);
   }
-  // With several slots: copies a step to the next slot.
+  // Starts copying a step to the next slot of a ring with several slots.
   DEVICE_MEMBER void copy(const DecodeRange& range, int step) {
     loader.copy(step, filled % STAGES, step < range.to);
     filled++;

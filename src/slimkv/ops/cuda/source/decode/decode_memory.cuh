@@ -13,5 +13,5 @@ constexpr int BARRIERS_END = BARRIERS_AT + (BULK ? 8 * RINGS * BARRIERS : 0);
 constexpr bool OWN_SCRATCH = STAGES == 1 && QUERIES_TAKE_SCRATCH;
 constexpr int SCRATCH_AT = (BARRIERS_END + 15) / 16 * 16, SCRATCH_ROWS = COLUMNS < WARPS ? COLUMNS : WARPS;
 constexpr int SHARED_BYTES = OWN_SCRATCH ? SCRATCH_AT + SCRATCH_ROWS * 4 * KD : BARRIERS_END;
-// Output rows are rotated back in the queries' memory, by as many warps as rows fit.
+// The memory of the queries is reused to rotate output rows back, by one warp for each row that fits.
 constexpr int OUTPUT_SCRATCH_AT = QUERY_AT, OUTPUT_SCRATCH_ROWS = QUERY_BYTES / (4 * VD);

@@ -6,14 +6,14 @@
 
 constexpr int LEAST = 60;  // the exponent field of 2^-67, a lower bound
 
-// The exponent field of a row's largest magnitude; at least LEAST. A lane has numbers lane, lane + 32, ...
+// The exponent field of a row's largest magnitude; at least LEAST. A lane has elements lane, lane + 32, ...
 template <int DIM> DEVICE int exponent_of_row(const float (&x)[DIM / 32]) {
   float most = 0.0f;
   UNROLL_FOR (int i = 0; i < DIM / 32; i++) most = max_f32(most, as_float(as_bits(x[i]) & 0x7FFFFFFF));
   return min_i32(max_i32((int)(warp_max(as_bits(most)) >> 23), LEAST), 253);
 }
 
-// Row n of a work tile as loaded: a lane has numbers 2 lane, 2 lane + 1 of every 64 of the latent, and numbers lane,
+// Row n of a work tile as loaded: a lane has elements 2 lane, 2 lane + 1 of every 64 of the latent, and elements lane,
 // lane + 32, ... of the rope part. Rows beyond the last are zeros.
 struct RawQuery {
   static constexpr int PER_PAIR = Q_TYPE == FLOAT32 ? 2 : 1;  // words

@@ -2,8 +2,8 @@
 // in shared memory.
 //
 // Codes are loaded in two halves of the dimensions; rope parts and scales belong to the first. While one half is
-// unpacked, the other is loaded. All loads share a scoreboard, so waiting for one waits for all: loads of one half are
-// issued when none of the other is in flight.
+// unpacked, the other is loaded. All loads share a scoreboard, so waiting for one load waits for all. A half is
+// therefore loaded only when no load of the other half is in flight.
 #pragma once
 #include "latent/wide_tokens.cuh"
 

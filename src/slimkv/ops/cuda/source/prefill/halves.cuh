@@ -75,7 +75,7 @@ struct Fields {
       to[0] = *(const u32*)(fields + 2 * place);
     }
   }
-  // Loads from adjacent arrays or, IN_PAGE, from a page.
+  // Loads from arrays that lie back to back or, with IN_PAGE, at their offsets in a page.
   template <bool IN_PAGE> DEVICE_MEMBER void load(const u8* from, int place) {
     auto array = [&](int i) { return from + (IN_PAGE ? in_page(i) : i * FIELD_BYTES); };
     load_side(array(0), place, key);

@@ -53,7 +53,7 @@ struct Softmax : RowState {  // row_max: score plus the exponent of the values' 
   }
 
   // Probabilities times the values' unit, as fp16, and their sums. Returns whether one of the lane's is 2^8 or more, or
-  // NaN. In a row without a running maximum, all are.
+  // NaN. While a row has no running maximum, its unmasked probabilities are infinite or NaN.
   template <bool MASKED>
   DEVICE_MEMBER bool weigh(const float (&s)[N], const TileScale& unit, const Visible& visible, int tile, int t,
       float softcap, u32 (&p)[N / 2], float (&sum)[2]) const {

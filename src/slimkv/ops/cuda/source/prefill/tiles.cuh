@@ -15,12 +15,12 @@
 //   values: place 4 g + 2 b + a is dimension 16 a + 8 b + g
 //
 // EIGHT_BIT: keys are twice their centroids, as bytes. A row of 128 bytes holds one token or, at head size 64, token n
-// and token n + STEP / 2. The tokens' factors (enum TokenNumber), which stand for their scales, follow the rows.
+// and token n + STEP / 2. One factor per token (enum TokenNumber), derived from its scale, follows the rows.
 //   place 64 j + 16 t + 4 s + 2 a + b is dimension 64 j + 16 s + 8 a + 2 t + b              (j < D / 64, t < 4, s < 4)
 // EIGHT_BIT: values are their centroids as e4m3. A row of 128 bytes holds one dimension (of the places above). Its
 // tokens are in the order of pages, which is the order of a lane's scores if keys are in natural order:
 //   place 16 w + 4 t + 2 m + b is token 16 w + 8 m + 2 t + b
-// The tokens' factors have the same order. Eight further rows make the products also sum the probabilities: two digits
+// The factors have the same order. Eight further rows make the products also sum the probabilities: two digits
 // of unit / scale of each token, where unit is 2^-4 times the power of two above the tile's largest scale. Quotients,
 // 2^-4 to 2^8, are (row 2 i) + (row 2 i + 1) / 2^5 for tokens 4 n + i, and scales are chosen to make this exact. Tensor
 // cores drop bits below 2^-13 of the largest term. With four pairs of rows, a token with a large probability hides only

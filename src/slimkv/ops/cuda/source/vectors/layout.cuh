@@ -1,7 +1,7 @@
 // One vector per warp: its distribution over lanes, and the layout of values and codes in shared memory.
 //
-// In eights: dimensions 8 v .. 8 v + 7 are in lane v % 32, at its turn v / 32. Apart: lane 8 h + b holds the D / 32
-// dimensions b + 8 k + D / 4 h.
+// Order "in eights": lane v % 32 holds dimensions 8 v .. 8 v + 7 as its turn v / 32. Order "apart": lane 8 h + b holds
+// the D / 32 dimensions b + 8 k + D / 4 h.
 #pragma once
 #include "store/format.cuh"
 
