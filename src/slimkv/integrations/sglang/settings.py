@@ -55,7 +55,7 @@ def cold(server_args: Any) -> KVCacheConfig | None:
 
 
 def refuse_unused(server_args: Any) -> None:
-    """Raises if the server's arguments have settings for slimkv, which is neither the backend nor a cold tier."""
+    """Raises if the server's arguments have settings for slimkv, although it is neither the backend nor a cold tier."""
     if KEY in _overrides(server_args):
         raise InputError(
             f"{OPTION} has settings for slimkv, which is not switched on; use {EXAMPLE}, or {COLD!r} for a cold tier"

@@ -209,7 +209,7 @@ def window_cell_bytes(original: Callable[..., int], configurator: Any) -> int:
 
 
 def recompute_cell_size(original: Callable[..., None], configurator: Any) -> None:
-    """Wraps ``HybridSWAPoolConfigurator._recompute_cell_size``, which skips both of the above without full layers."""
+    """Wraps ``HybridSWAPoolConfigurator._recompute_cell_size``: without full layers, it calls neither of the above."""
     original(configurator)
     plan = configurator.slimkv_plan
     if plan is not None and not plan.groups[FULL]:

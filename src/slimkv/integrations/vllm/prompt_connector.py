@@ -57,7 +57,7 @@ class SlimKVPromptConnector(KVConnectorBase_V1):
                 f"{PROMPTS} needs one table of blocks for all layers; this model has "
                 f"{len(kv_cache_config.kv_cache_groups)} (hybrid models keep states that files do not hold)"
             )
-        check_connectors(vllm_config)  # in workers the first layer does so; the scheduler has none
+        check_connectors(vllm_config)  # for the scheduler, which has no layers; in workers, the first layer calls it
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._folder = Path(extra[FOLDER_KEYS[PROMPTS]])
         self._least_tokens = extra.get(LEAST_TOKENS, 0)

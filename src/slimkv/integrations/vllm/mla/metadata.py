@@ -42,7 +42,7 @@ class SlimKVMLAMetadataBuilder(compat.MLACommonMetadataBuilder):
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
-        """The most queries per request in a graph, which reads the actual number on the device."""
+        """The largest number of query tokens per request in a CUDA graph; kernels read the actual one on the device."""
         return verified_tokens(vllm_config)
 
     def _build_decode(

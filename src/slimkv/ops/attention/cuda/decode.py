@@ -288,7 +288,7 @@ def _prepare(request: AttendRequest, device: Device, most_queries: int) -> _Call
 
 
 def _typical_queries(request: AttendRequest, most_queries: int) -> int:
-    """The queries per sequence to choose the configuration for; a few long sequences do not decide it."""
+    """The number of queries per sequence for which the configuration is chosen, unaffected by a few long sequences."""
     longest, sequences = request.max_query_len, request.seq_lens.shape[0]
     alike = longest <= most_queries and 2 * request.query.shape[0] > sequences * longest
     return longest if alike else min(longest, most_queries, max(1, FEW_VERIFIED_ROWS // request.group))

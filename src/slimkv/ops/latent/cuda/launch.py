@@ -166,7 +166,7 @@ def attend(request: LatentRequest, device: Device, launch: Launcher) -> None:
     out, whole = request.out, 4 * request.out.element_size()
     even = out.stride(0) == out.shape[1] * out.stride(1)  # rows are evenly spaced, and groups of four values aligned
     direct = even and not (out.data_ptr() % whole or out.stride(1) % 4)
-    # Blocks write whole work tiles to the output. Of the others, two neighbouring blocks share at most one.
+    # Blocks write whole work tiles to the output; the others need a merge, at most one per pair of adjacent blocks.
     merged_rows = (min(sequences * tiles, config.blocks) if direct else sequences * tiles) * config.kernel.rows
     args.row_tiles, args.num_seqs, args.blocks, args.direct = tiles, sequences, config.blocks, direct
     args.merge_warps = merge_warps(merged_rows, dim, device)

@@ -20,7 +20,7 @@ struct MergedState {
     highest = MINUS_INFINITY, row_sum = 0;
     UNROLL_FOR (int i = 0; i < VN; i++) x[i] = 0;
   }
-  // The factor that rescales a result with maximum m and sum l to maximum `to`. One without keys counts only if NaN.
+  // The factor that rescales a result with maximum m and sum l to maximum `to`: 0 without keys, unless the sum is NaN.
   DEVICE_MEMBER static float factor(float m, float l, float to) {
     return m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - to);
   }

@@ -65,8 +65,8 @@ DEVICE i32 write_bytes(float x, u8* to) {
 }
 
 // One warp: writes the rotated query of column c to `operands` in operand order, and its constants to `shared`. All
-// coordinates are divided by `row_max`: the column's own or, for VERIFY, the largest of all columns. Much smaller
-// columns lose precision, but not so much that it shows in their scores.
+// coordinates are divided by `row_max`: the column's own or, for VERIFY, the largest of all columns. Columns with much
+// smaller queries lose precision, but too little to affect their scores noticeably.
 DEVICE void write_query(const DecodeArgs& args, const DecodeRange& range, int c, const float (&y)[QN], float row_max,
     bool finite, u8* shared, u8* operands, int lane) {
   const float largest = K_BYTES ? 16256.0f : VERIFY ? 32768.0f : 1.0f; // 127 * 128: what two signed bytes hold

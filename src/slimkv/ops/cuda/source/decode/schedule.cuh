@@ -54,7 +54,7 @@ DEVICE WorkCosts costs_of(const DecodeArgs&) {
   return SPLITS ? WorkCosts{0, 0, 1} : WorkCosts{TILE_COST, TILE_SWITCH_COST, MIN_SHARE};
 }
 
-// A range of KV blocks of a work tile. A result is written after steps `from` to `to`: of all, or of the first split.
+// A range of KV blocks of a work tile. One result covers steps `from` to `to`: all steps or, with SPLITS, one split.
 struct DecodeRange : WorkRange {
   int chunk, head;  // chunk of queries; KV head
   int base, from, to;  // base: the step from which warps count

@@ -19,7 +19,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
     RunningSoftmax& acc) {
   const int g = lane >> 2, t = lane & 3, key_offset = keys_of(warp.member),
             field_offset = fields_of(warp.member) - FIELDS_AT;
-  // Fields of all own tiles, a word per lane. in_register keeps the offsets from being recomputed in the loop.
+  // Fields of all tiles of the warp, a word per lane. in_register keeps the offsets from being recomputed in the loop.
   constexpr int WORDS = 8 * OWN_TILES * FIELDS;
   const auto word_offset = [&](int word) {
     return field_offset + fields_of(TILES_APART * (word / (8 * FIELDS))) + FIELD_STRIDE * (word / 8 % FIELDS) +

@@ -36,7 +36,7 @@ struct TeamMember {
   }
   // Waits until all scores are written, and the stage has been read.
   DEVICE_MEMBER void finish_scores() const { bar_sync(SCORED + team, 32 * (WARPS + 1)); }
-  // Scores of rope parts, for 8 tokens and rows 8 n to 8 n + 7. Those of two KV blocks alternate.
+  // Scores of rope parts, for 8 tokens and rows 8 n to 8 n + 7, in two buffers that alternate between KV blocks.
   DEVICE_MEMBER Words2* rope_scores(int octet, int n) const {
     return (Words2*)(mine + ROPE_SCORES_AT) + ((odd * OCTETS + octet) * 2 + n) * 32 + lane;
   }

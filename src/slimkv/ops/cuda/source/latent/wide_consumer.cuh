@@ -199,8 +199,8 @@ struct Consumer {
     rescale(o, raised, by);
     start_others_values(o, stage_of(i));
   }
-  // Issues half of the scores of an own KV block; then the values of the other warpgroup's block, whose probabilities
-  // have arrived; then the other half and the own values. The output is rescaled only when no product adds to it.
+  // Issues half of the scores of this warpgroup's KV block; then the values of the other's block, whose probabilities
+  // have arrived; then the other half and this block's values. The output is rescaled only while no product adds to it.
   template <bool AFTER_OTHER> DEVICE_MEMBER void attend_own(Output& o, int i) {
     const int stage = stage_of(i), token = (first + i) * KV_BLOCK;
     const u32 turn = (u32)((before + i) / STAGES & 1);

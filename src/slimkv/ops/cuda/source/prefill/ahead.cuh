@@ -1,9 +1,9 @@
 // Unpacks the tiles of later thread blocks into the workspace, in otherwise idle warps (AHEAD).
 //
 // An earlier launch (unpack.cu) unpacks the first `lead` items (args.cuh). Item i + lead is unpacked by the blocks of
-// item i, each of which takes a share of the tiles. The workspace holds `slots` items, more than `lead`: an item
-// replaces the item `slots` before it, once all blocks of that one have finished. So a block waits only for blocks of
-// lower index, which have already started.
+// item i, each of which takes a share of the tiles. The workspace holds `slots` items, more than `lead`: item i + slots
+// replaces item i once all blocks of item i have finished. So a block waits only for blocks of lower index, which have
+// already started.
 #pragma once
 #include "prefill/unpacker.cuh"
 #include "prefill/work.cuh"

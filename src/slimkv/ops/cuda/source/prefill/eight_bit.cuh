@@ -122,7 +122,7 @@ struct Softmax : RowState {
   }
 
   // Probabilities as e4m3, four per word, in operand order; `scales`: of the first four tokens. Sets one of TOP_BITS in
-  // `large` if a probability in the lane's row is LARGE or NaN. In a row without a running maximum, all are.
+  // `large` if a probability in the lane's row is LARGE or NaN, as all are before the row has a running maximum.
   DEVICE_MEMBER void weigh(const Sums& sums, const TokenScales& scales, const u8* numbers, int t, float softcap,
       u32 none, u32 (&p)[WORDS], u32 (&large)[2]) const {
     const float from[2] = {-row_max[0], -row_max[1]};

@@ -231,7 +231,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together
     cp_async_wait<0>();
     sync_threads();
     if (mine) store_lloyd_slice<F, PAGE_TOKENS>(digits, matrix, side, args, head, part, slots, memory, lane);
-    else sync_threads();  // the barrier of the branch above; warps do not diverge
+    else sync_threads();  // matches the barrier in the call above; a warp takes one branch as a whole
   } else {
     prefetch_rotation<F>(side, thread_index(), threads);
     pdl_wait();
@@ -242,7 +242,7 @@ template <class F, int PAGE_TOKENS, class SLOT> DEVICE void store_lloyd_together
     sync_threads();
     if (first < args.tokens && part < F::SPLIT)
       store_lloyd_rows<F, PAGE_TOKENS, SLOT>(raw, side, args, head, first, part, slots, memory, lane);
-    else if constexpr (F::SPLIT > 1) sync_threads();  // the barrier of the branch above, as before
+    else if constexpr (F::SPLIT > 1) sync_threads();  // likewise
   }
 }
 

@@ -29,7 +29,7 @@ template <class F> DEVICE void prefetch_rotation(const SideArgs& side, int threa
   for (int i = thread; i < BYTES / 128; i += threads) prefetch_l2(side.fragments + 128 * i);
 }
 
-// The index in the page's order of number k of accumulator i.
+// The index in the page's order of element k of accumulator i.
 template <class F> DEVICE constexpr int in_page(int i, int k) {
   return F::VALUES ? 4 * i + 2 * (k & 1) + (k >> 1) : 4 * (k >> 1) + 2 * i + (k & 1);
 }
