@@ -77,7 +77,7 @@ class Guard:
                 f"calibrate MODEL), give this layer more bits or 'raw' (layers={{'{layer}': 'raw'}}), or set "
                 "max_score_error=0 to continue without this check"
             )
-        self.figures[layer] = figure  # only within the limit: a layer beyond it stops every prompt, not only the first
+        self.figures[layer] = figure  # not of layers beyond the limit, so that these stop every prompt
         if self.figures.keys() == self._layers:
             self._say(self.summary())
 

@@ -225,7 +225,7 @@ def _check_latents(kvc: Any, config: KVCacheConfig) -> None:
 
 
 def forbid_new_weights(model: Any, plan: Any) -> None:
-    """Makes SGLang refuse new weights for ``model``, with its own attribute for the reason, if the cache needs these."""
+    """Makes SGLang refuse new weights for ``model`` if the cache depends on the weights that it started with."""
     if plan.config.calibration is not None or plan.transfers:
         model._derived_weight_cache_error = f"slimkv: {OTHER_WEIGHTS}"
 

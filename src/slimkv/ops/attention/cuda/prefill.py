@@ -93,7 +93,7 @@ class _Attend:
         )  # fmt: skip
 
     def unpack(self, items: int) -> None:
-        """Unpacks the first ``items`` pairs of a sequence and a KV head."""
+        """Unpacks the first ``items`` items; an item is a KV head of a sequence."""
         config, defines = self.config, unpack_defines(self.request.layout, self.config)
         grid, threads = (items, self.args.tiles), 2 * config.tile_tokens
         self.launch(UNPACK, "unpack", defines, grid, threads, defines["SHARED"], self.args)

@@ -30,7 +30,7 @@ class Kernel:
     source: str
     rows: int  # query rows of a work tile
     kv_block: int  # tokens
-    stages: tuple[int, ...]  # KV blocks in a ring, most first
+    stages: tuple[int, ...]  # numbers of KV blocks in a ring, the largest first
     shared: Callable[[CodecSpec, int, int], int]  # (spec, rows, stages) -> bytes per block, as in the source
     takes: Callable[[PageLayout], bool]
     threads: int = 384  # per block

@@ -111,7 +111,7 @@ def prepare(request: StoreRequest) -> tuple[Plan, tuple[int, int], ctypes.Struct
             args.matrix_stride, args.heads, args.spread = matrices[0].numel(), heads, int(few)
     blocks = -(-tokens // (TILE_TOKENS * plan.tiles_per_block))
     if matrices is not None:
-        # Neighbouring tokens of a prefill chunk share a matrix. Those of a decode step do not: blocks for each matrix.
+        # Neighbouring tokens share a matrix in a prefill chunk, but not in a decode step: each matrix has its blocks.
         return plan, (blocks, heads * (args.matrices if args.spread else 1)), args
     if plan.resident:  # one wave of blocks; the warps' tile counts differ by at most one
         blocks = min(blocks, max(1, plan.resident // (2 * heads)))

@@ -83,7 +83,7 @@ def magnitude(a, bounds, entries, BITS: tl.constexpr):
 
 @triton.jit
 def _as_float(byte):
-    """int8 -> float32 by an addition; a GPU converts at an eighth of that speed."""
+    """int8 -> float32 by an addition, which runs at eight times the rate of a GPU's conversion."""
     return (byte.to(tl.int32) + _MAGIC_BITS).to(tl.float32, bitcast=True) - _MAGIC
 
 

@@ -36,7 +36,7 @@ DEVICE WorkTotals add_sequence(WorkTotals sums, const Sequence& s) {
   return {sums.kv_blocks + tiles * s.kv_blocks, sums.tiles + tiles, max_i32(sums.longest, s.kv_blocks)};
 }
 
-// The partition for the totals of all lanes together.
+// The partition for the totals summed over all lanes.
 DEVICE WorkPartition make_partition(WorkTotals sums, int blocks, WorkCosts costs) {
   UNROLL_FOR (int d = 16; d; d >>= 1) {
     sums.kv_blocks += shfl_xor(sums.kv_blocks, d), sums.tiles += shfl_xor(sums.tiles, d);

@@ -33,7 +33,7 @@ DEVICE float factor_of(u32 row_max, float highest) {
   return as_float(row_max) == MINUS_INFINITY ? 1.0f : exp2_approx(as_float(row_max) - highest);
 }
 
-// The maximum and sum of a row; `states` receives those of all partial results. All warps of the row write the same.
+// The maximum and sum of a row; `states` receives those of all partial results. All warps of a row write equal states.
 struct RowState { float highest, row_sum; };
 DEVICE RowState merge_states(const float* from, Words2* states, int count, int lane) {
   RowState row = {MINUS_INFINITY, 0.0f};

@@ -3,8 +3,8 @@
 #include "common/hopper.cuh"
 #include "prefill/work.cuh"
 
-// Limits of probabilities, as exponents. Probabilities from 432 on round to the largest e4m3. A tile with one of these
-// is recomputed with a running maximum that brings its largest below 2^FRESH_WEIGHT. LARGE ones are valid, but the next
+// Limits of probabilities, as exponents. From 432 on they round to the largest e4m3; a tile with such a probability is
+// recomputed with a running maximum that brings its largest below 2^FRESH_WEIGHT. LARGE ones are valid, but the next
 // tile's may not be, so the running maximum is raised by LIFT. A LIFT of 2 recomputes a third fewer tiles than 1 does.
 constexpr float MOST_WEIGHT = 8.754887502163468f, FRESH_WEIGHT = 7.0f, LIFT = 2.0f;
 constexpr u32 TO_MOST = 0x02020202u, TO_LARGE = 0x10101010u,

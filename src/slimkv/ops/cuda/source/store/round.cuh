@@ -7,7 +7,7 @@
 // below and above the boundary.
 struct alignas(16) CellRecord {
   float bound, below, above;
-  u32 codes;  // above: in the high half
+  u32 codes;  // below: in the low half; above: in the high half
 };
 
 // A head's matrix, int8 [D][D]: copied to shared memory (SHARED_WEIGHTS), or in global memory.
