@@ -96,8 +96,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def folder_digest(folder: Path) -> str:
     """sha256 that identifies the weights in a model's folder.
 
-    It covers the size and ``_PIECES`` evenly spaced pieces of every weight file. A large model takes milliseconds, and
-    another checkpoint of the same model has another digest.
+    It covers the size and ``_PIECES`` evenly spaced pieces of every weight file, which takes milliseconds for a large
+    model. Another checkpoint of the same model has another digest.
     """
     files = _weight_files(folder)
     if not files:

@@ -94,7 +94,7 @@ class SlimKVMLAImpl(compat.MLACommonImpl):
         return decoding_steps(self._config.model_config.max_model_len, verified_tokens(self._config))
 
     def whole_key_offset(self) -> None:
-        """None, because latents are not centred; for fingerprints and prompt files."""
+        """None, because latents are not centred; fingerprints and prompt files ask for it."""
 
     def _packed(self, kv_cache: Tensor) -> ops.PackedKV:
         """vLLM's uint8 [blocks, tokens, bytes] as pages [blocks, page_bytes]."""

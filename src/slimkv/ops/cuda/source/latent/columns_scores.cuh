@@ -231,8 +231,8 @@ struct Scorer : Place {
           [&] { tokens.load(from(), token % BLOCK_SIZE, lane); });
     }
   }
-  // Called by both warpgroups: stores maxima and sums of a range. `unit` becomes the output factor of a whole work
-  // tile.
+  // Called by both warpgroups: stores maxima and sums of a range. `unit` is overwritten with the factor that normalises
+  // the output of a whole work tile.
   DEVICE_MEMBER void store_states(const Results& to) {
     bar_sync(SCORERS, 256);
     catch_up();
