@@ -120,7 +120,7 @@ class ColdHostPool(MiniMaxM3Nvfp4MainKVPoolHost):
     def _load_layer_pages(
         self, host_pages: Tensor, device_pages: Tensor, layer_id: int, io_backend: str, *, is_draft: bool
     ) -> None:
-        """Copies pages from host memory to the cache. SGLang loads layers in order; the first loads its whole band."""
+        """Copies pages from host memory to the cache. SGLang loads layers in order; the first of a band loads all."""
         band, others = divmod(layer_id, len(self._codecs[0].band.layers))
         if others:
             return
