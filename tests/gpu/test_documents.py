@@ -1,4 +1,7 @@
-"""Runs every command of the documentation that needs a GPU, with a small model."""
+"""Runs every command of the documentation that needs a GPU, with a small model.
+
+Run these tests one at a time: stock engines fail if another engine frees memory while they profile theirs.
+"""
 
 from __future__ import annotations
 
