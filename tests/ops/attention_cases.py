@@ -181,15 +181,18 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
 
     key = random(total, case.num_kv_heads, spec.key_dim, case.key_norm, "key")
     value = random(total, case.num_kv_heads, spec.value_dim, case.value_norm, "value")
-    direction = torch.randn(case.num_kv_heads, spec.key_dim, generator=torch.Generator().manual_seed(seed + 2))
-    direction = (direction / direction.norm(dim=-1, keepdim=True)).to(device)
+
+    def directions(norm: float, seed: int) -> Tensor:
+        x = torch.randn(case.num_kv_heads, spec.key_dim, generator=torch.Generator().manual_seed(seed))
+        return (x * norm / x.norm(dim=-1, keepdim=True)).to(device)
+
+    rise = directions(1.0, seed + 2)
     if case.rising:
         ramp = torch.cat([torch.linspace(0, case.rising, n) for n in case.lens]).to(device)
-        key = (key + ramp[:, None, None] * direction).to(key.dtype)
+        key = (key + ramp[:, None, None] * rise).to(key.dtype)
     offset = None
     if case.offset_norm:
-        direction = torch.randn(case.num_kv_heads, spec.key_dim, generator=torch.Generator().manual_seed(seed + 1))
-        offset = (direction * case.offset_norm / direction.norm(dim=-1, keepdim=True)).to(device, torch.bfloat16)
+        offset = directions(case.offset_norm, seed + 1).to(torch.bfloat16)
         key = subtract_offset(add_offset(key, offset), offset)
     if total:
         ops.store_kv(key, value, PackedKV(pages, codec, layout), whole.slot_mapping, backend="reference")
@@ -202,7 +205,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Built:
             query[first : first + count] = (towering.float() * case.query_norm).to(dtype)
             first, base = first + count, base + length
     if case.rising:
-        query = (query + math.sqrt(spec.key_dim) * direction.repeat_interleave(case.group, 0)).to(query.dtype)
+        query = (query + math.sqrt(spec.key_dim) * rise.repeat_interleave(case.group, 0)).to(query.dtype)
     query[rows - case.padding :] = torch.nan  # engines do not clear padding rows
     if case.strided:
         wide = torch.empty(rows, heads + 2, spec.key_dim + 16, dtype=dtype, device=device)

@@ -38,6 +38,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
   auto fields = [&](int x) { return memory.slot(taken) + field_offset + own_fields_offset(x); };
   auto load_keys = [&](int x) { keys.load(memory.slot(taken) + key_offset + keys_of(TILES_APART * x), tables, lane); };
   auto begin = [&] {
+    memory.wait_for_copy(taken);
     const u8* slot = memory.slot(taken);
     load_keys(0);
     load_fields(0);
@@ -56,7 +57,6 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
   };
   while (step < range.last) {
     // A step with its own maximum: the first one, and every one whose probabilities exceed the threshold.
-    memory.wait_for_copy(taken);
     begin();
     float highest[C];
     UNROLL_FOR (int c = 0; c < C; c++) highest[c] = MINUS_INFINITY;
@@ -73,14 +73,13 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
 #pragma unroll 1
     for (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
       if (TILE_BY_TILE) load_keys(x), load_fields(x), score(x);
-      publish_pieces<0, true>(place + x * OPERAND_BYTES, s, fields(x), tokens, g, weighing);
+      publish_pieces<0>(place + x * OPERAND_BYTES, s, fields(x), tokens, g, weighing);
     }
     fence_proxy_async();  // before wgmma reads the probabilities
     warp.sync();
     end_publishing(memory, warp, lane, taken, rescales, weighing, acc);
     taken++, step += RINGS;
     for (; step < range.last; taken++, step += RINGS) {
-      memory.wait_for_copy(taken);
       begin();
       UNROLL_FOR (int x = 0; x < OWN_TILES; x += SCORED_TILES) {
         if (x) load_fields(x);
@@ -90,7 +89,7 @@ DEVICE void attend_keys(const DecodeArgs& args, const DecodeRange& range, u8* sh
           memory.wait_until_used(taken - 2);
           place = begin_publishing<false>(memory.probabilities_of(taken), warp, lane, acc, weighing);
         }
-        publish_pieces<0, false>(place + x * OPERAND_BYTES, s, fields(x), tokens, g, weighing);
+        publish_pieces<0>(place + x * OPERAND_BYTES, s, fields(x), tokens, g, weighing);
       }
       fence_proxy_async();
       if (warp.any(exceeds_threshold(weighing.largest))) break;

@@ -9,8 +9,8 @@ struct Weighing {
   float row_max[C], sum[C], shift[C];
   u32 largest;
 };
-template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepScores& s, const u8* slot,
-    const TokenFields& tokens, int g, Weighing& w) {
+template <int I> DEVICE void publish_pieces(u32 place, const StepScores& s, const u8* slot, const TokenFields& tokens,
+    int g, Weighing& w) {
   constexpr bool BY_GROUPS = NG > 1;
   constexpr int PER_TILE = BY_GROUPS ? (NG + 1) / 2 : 1, X = BY_GROUPS ? I / PER_TILE : 2 * I,
                 N = BY_GROUPS ? 2 * (I % PER_TILE) : 0;
@@ -30,7 +30,7 @@ template <int I, bool AGAIN> DEVICE void publish_pieces(u32 place, const StepSco
   if constexpr (ONE_GROUP) stmatrix_x2_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1]);
   else stmatrix_x4_trans<X * OPERAND_BYTES + 1024 * N>(place, word[0], word[1], word[2], word[3]);
   if constexpr (I + 1 < (BY_GROUPS ? SCORED_TILES * PER_TILE : SCORED_TILES / 2))
-    publish_pieces<I + 1, AGAIN>(place, s, slot, tokens, g, w);
+    publish_pieces<I + 1>(place, s, slot, tokens, g, w);
 }
 
 // Returns the lane's store address. AGAIN: after an update; columns without visible tokens still have no maximum.
