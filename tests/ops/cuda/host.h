@@ -659,6 +659,7 @@ template <int OFFSET> DEVICE void st_shared_words4(u32 address, const Words4& x)
   if (address % 16 || address + 16 > (u32)host::machine.shared_bytes) host::fail("a store beyond shared memory, or not aligned");
   memcpy(host::machine.shared + address, &x, 16);
 }
+DEVICE void cp_async_4(void* shared, const void* global) { host::begin_copy(shared, global, 4); }
 DEVICE void cp_async_16(void* shared, const void* global) { host::begin_copy(shared, global, 16); }
 template <int OFFSET> DEVICE void cp_async_16_behind(u32 shared, const void* global) {
   host::begin_copy(host::machine.shared + shared + OFFSET, static_cast<const u8*>(global) + OFFSET, 16);

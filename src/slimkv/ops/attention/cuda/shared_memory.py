@@ -56,8 +56,9 @@ def verify_shared_bytes(layout: PageLayout, config: DecodeConfig) -> int:
     barriers = 8 * rings * config.stages + rings * (2 * (4 * rows + 8) + 32)  # and rescaling factors
     tables = _level_table_bytes(layout, True, spec.key_dim == 256 and rows <= 40)
     total = tables + operands + rings * config.stages * slot + states + barriers
+    total = -(-total // 16) * 16 + 48 * workers  # cursors
     if spec.value.rotated and not (_is_power_of_two(spec.value_dim) and spec.value_dim >= 32):
-        total = -(-total // 16) * 16 + 4 * spec.value_dim * config.warps  # scratch to rotate the output back
+        total += 4 * spec.value_dim * config.warps  # scratch to rotate the output back
     return total
 
 

@@ -259,6 +259,8 @@ SLIMKV_LOAD_WORDS4(ldg_cached, "ld.global.nc", const void*, "l");
 template <int OFFSET>
 SLIMKV_ASM_MEMORY(st_shared_words4, (u32 address, const Words4& x), "st.shared.v4.b32 [%0 + %5], {%1, %2, %3, %4};",
     "r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "n"(OFFSET));
+SLIMKV_ASM_MEMORY(cp_async_4, (void* shared, const void* global), "cp.async.ca.shared.global [%0], [%1], 4;",
+    "r"(shared_address(shared)), "l"(global));
 SLIMKV_ASM_MEMORY(cp_async_16, (void* shared, const void* global), "cp.async.cg.shared.global.L2::128B [%0], [%1], 16;",
     "r"(shared_address(shared)), "l"(global));
 // OFFSET is added to both addresses without an instruction.

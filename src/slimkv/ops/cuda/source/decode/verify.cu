@@ -13,7 +13,7 @@
 constexpr int LAUNCHED = 128,
               KEY_REGISTERS = OUT_SLICES * NG > 20 ? 112
     : VD > 128                                     ? 128
-    : NG > 4                                       ? 144
+    : NG > 5                                       ? 144
                                                    : 136,
               VALUE_REGISTERS = 2 * LAUNCHED - KEY_REGISTERS;
 template <int FROM, int TO> DEVICE void change_registers() {
@@ -33,17 +33,17 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
   if (left <= 0) return;
   const TeamWarp own = {worker / TEAM, worker % TEAM};
   const PairMemory memory(shared, own.pair, lane, false);
-  PairLoader loader;
-  if (loads) loader.init(shared, memory, own.pair, lane);
+  const PairLoader loader(shared, own, lane);
+  if (loads) loader.init(memory);
+  u32 taken = 0;
   constexpr int QUERIES = (COLUMNS + WARPS - 1) / WARPS;
   float query[QUERIES][QN];
   auto begin_loading = [&](const DecodeRange& p) {
     UNROLL_FOR (int i = 0; i < QUERIES; i++) load_query(args, p, warp + i * WARPS, query[i], lane);
-    if (loads) loader.open(args, p, own.pair);
+    if (loads) loader.fill(memory, args, p, taken);
   };
   begin_loading(range);
   const LevelTables tables = load_tables(args, shared, lane);  // while pages are copied
-  u32 taken = 0;
   while (true) {
     prepare_queries(args, range, query, shared, warp, lane);
     fence_proxy_async();  // queries were written
@@ -52,7 +52,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_SM) attend(GRID_CONSTANT DecodeArgs args) {
       change_registers<LAUNCHED, VALUE_REGISTERS>();
       TeamOutput acc;
       acc.clear();
-      attend_values(range, PairMemory(shared, own.pair, lane, true), own, tables, lane, loader, taken, acc);
+      attend_values(args, range, PairMemory(shared, own.pair, lane, true), own, tables, lane, loader, taken, acc);
       sync_threads();
       UNROLL_FOR (int first = 0; first < RINGS; first += RESULT_SUMS) {
         if (first) sync_team(1 + RINGS, 32 * WORKERS);

@@ -1,6 +1,6 @@
 // Shared memory of a thread block of verify.cu: LUT of keys | LUT of values | queries | probabilities of two steps of
 // every pair | rings | column constants | maxima, sums and shifts of the warps | rescaling factors | barriers of the
-// rings' slots | barriers of the probabilities | scratch
+// rings' slots | barriers of the probabilities | cursors | scratch
 #pragma once
 static_assert(BULK && WARPS % 8 == 0 && NT % 4 == 0, "a step is as many tiles of every warp");
 
@@ -23,5 +23,6 @@ constexpr int FACTORS_AT =
 constexpr int BARRIERS_AT = FACTORS_AT + RINGS * 2 * (4 * COLUMNS + 8);
 constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + 8 * RINGS * BARRIERS;  // probabilities of two steps: published, used
 constexpr int PAIR_BARRIERS_END = PAIR_BARRIERS_AT + RINGS * 4 * 8;
-constexpr int OUTPUT_SCRATCH_AT = (PAIR_BARRIERS_END + 15) / 16 * 16, OUTPUT_SCRATCH_ROWS = WARPS;
-constexpr int SHARED_BYTES = OUTPUT_TAKES_SCRATCH ? OUTPUT_SCRATCH_AT + WARPS * 4 * VD : PAIR_BARRIERS_END;
+constexpr int CURSORS_AT = (PAIR_BARRIERS_END + 15) / 16 * 16, CURSOR_BYTES = 48;  // of the value warps
+constexpr int OUTPUT_SCRATCH_AT = CURSORS_AT + CURSOR_BYTES * WORKERS, OUTPUT_SCRATCH_ROWS = WARPS;
+constexpr int SHARED_BYTES = OUTPUT_TAKES_SCRATCH ? OUTPUT_SCRATCH_AT + WARPS * 4 * VD : OUTPUT_SCRATCH_AT;

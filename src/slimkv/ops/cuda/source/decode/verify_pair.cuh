@@ -1,9 +1,10 @@
 // A pair of warpgroups: its shared memory and loader.
 //
-// Slots of a pair's ring are whole steps. The value warpgroup is the last to need a slot, so its first warp refills it.
+// Slots of a pair's ring are whole steps. The value warpgroup is the last to need a slot, so it refills it.
 // Probabilities pass through two buffers, each with a `published` (full) and a `used` (empty) barrier.
 #pragma once
-#include "decode/loader.cuh"
+#include "common/hopper.cuh"
+#include "decode/schedule.cuh"
 #include "decode/verify_team.cuh"
 
 // The shared memory of a pair of warpgroups.
@@ -37,45 +38,76 @@ struct PairMemory {
   }  // returns at once for -1 and -2
 };
 
-// Copies the steps of a range, one after the other.
-struct PairLoader {
-  Loader loader;
-  int next, last;
-  u32 filled;
+constexpr int AHEAD = STAGES - 1;  // steps that are copied before they are needed
 
-  DEVICE_MEMBER void init(u8* shared, const PairMemory& memory, int pair, int lane) {
-    if (lane == 0)
+// What a value warp needs to copy its pages: of each step, page `member` and every TEAM-th after it. It is in shared
+// memory because the compiler would spill it in every step.
+struct PageCursor {
+  static constexpr int OWN_PAGES = (PIECES + TEAM - 1) / TEAM;
+  RangePages source;
+  i32 ids[2][OWN_PAGES];  // of the next copies, even and odd steps
+};
+static_assert(sizeof(PageCursor) <= CURSOR_BYTES, "room for a cursor");
+
+// Copies the steps of a range, after the first ones with one lane of each value warp: bulk copies of several lanes would
+// be issued one after the other.
+struct PairLoader {
+  PageCursor& cursor;
+  TeamWarp warp;
+  int lane;
+
+  DEVICE_MEMBER PairLoader(u8* shared, const TeamWarp& warp_, int lane_)
+      : cursor(((PageCursor*)(shared + CURSORS_AT))[warp_.pair * TEAM + warp_.member]), warp(warp_), lane(lane_) {}
+
+  DEVICE_MEMBER static const i32* entry(const RangePages& source, int step, int piece) {
+    return source.table + min_i32((source.begin_tile + NT * step) / (BLOCK_SIZE / 16) + piece, source.last_page);
+  }
+  DEVICE_MEMBER static void copy_page(const PairMemory& memory, const RangePages& source, i32 id, u32 number,
+      int piece) {
+    u64* full = memory.full + number % STAGES;
+    if (piece == 0) mbarrier_arrive_expect_tx(full, FIELDS_END);
+    cp_async_bulk(memory.slot(number) + piece * PIECE, source.pages + id * source.page_stride, PIECE, full);
+  }
+  // Initialises the barriers; by the first warp of each pair.
+  DEVICE_MEMBER void init(const PairMemory& memory) const {
+    if (lane == 0) {
+      for (int i = 0; i < BARRIERS; i++) mbarrier_init(memory.full + i, 1);
       for (int i = 0; i < 2; i++) mbarrier_init(memory.published + i, 1), mbarrier_init(memory.used + i, 4);
-    loader.init(shared, pair, lane);
-    filled = 0;
-  }
-  DEVICE_MEMBER void copy_next() {
-    if (next >= last) return;
-    loader.copy(next, filled % STAGES, true);
-    filled++, next += RINGS;
-    loader.look_up(min_i32(next, last - 1));
-  }
-  DEVICE_MEMBER void open(const DecodeArgs& args, const DecodeRange& range, int pair) {
-    next = range.first + pair, last = range.last;
-    if (next >= last) return;
-    loader.open(args, range);
-    // Fills the ring, one lane per page.
-    constexpr int STEPS = STAGES - 1;
-    static_assert(STEPS * PIECES <= 32, "a lane for each");
-    const int of_step = loader.lane / PIECES, piece = loader.lane % PIECES, step = next + of_step * RINGS;
-    const bool real = of_step < STEPS && step < last;
-    const i32 id = real
-        ? ldg_i32(loader.table + min_i32((loader.begin_tile + NT * step) / (BLOCK_SIZE / 16) + piece, loader.last_page))
-        : 0;
-    if (real) {
-      const int slot = (filled + of_step) % STAGES;
-      if (piece == 0) mbarrier_arrive_expect_tx(loader.barriers + slot, FIELDS_END);
-      cp_async_bulk(loader.ring + slot * SLOT + piece * PIECE, loader.pages + id * loader.page_stride, PIECE,
-          loader.barriers + slot);
     }
-    const int count = min_i32(STEPS, (last - next + RINGS - 1) / RINGS);
-    filled += count, next += count * RINGS;
-    loader.look_up(min_i32(next, last - 1));
+    fence_mbarrier_init();
+    sync_warp();
+  }
+  // Fills the ring, one lane per page; by the first warp of each pair.
+  DEVICE_MEMBER void fill(const PairMemory& memory, const DecodeArgs& args, const DecodeRange& range, u32 taken) const {
+    static_assert(AHEAD * PIECES <= 32, "a lane for each");
+    RangePages source;
+    source.open(args, range);
+    const int ahead = lane / PIECES, piece = lane % PIECES, step = range.first + warp.pair + ahead * RINGS;
+    if (ahead < AHEAD && step < range.last)
+      copy_page(memory, source, ldg_i32(entry(source, step, piece)), taken + ahead, piece);
+  }
+  // Prepares copy_ahead.
+  DEVICE_MEMBER void open(const DecodeArgs& args, const DecodeRange& range, u32 taken) const {
+    if (lane || warp.member >= PIECES) return;
+    cp_async_wait<0>();  // for ids that the range before did not need
+    cursor.source.open(args, range);
+    request_ids(range.first + warp.pair, taken);
+  }
+  // Requests the page ids that `copy_ahead` takes in this step.
+  DEVICE_MEMBER void request_ids(int step, u32 number) const {
+    UNROLL_FOR (int i = 0; i < PageCursor::OWN_PAGES; i++)
+      cp_async_4(&cursor.ids[number & 1][i], entry(cursor.source, step + AHEAD * RINGS, warp.member + TEAM * i));
+    cp_async_commit();
+  }
+  // Copies the step that follows `step` by AHEAD.
+  DEVICE_MEMBER void copy_ahead(const PairMemory& memory, const DecodeRange& range, int step, u32 number) const {
+    if (lane || warp.member >= PIECES || step + AHEAD * RINGS >= range.last) return;
+    memory.wait_until_used(number - 1);
+    cp_async_wait<0>();
+    UNROLL_FOR (int i = 0; i < PageCursor::OWN_PAGES; i++)
+      if (warp.member + TEAM * i < PIECES)
+        copy_page(memory, cursor.source, cursor.ids[number & 1][i], number + AHEAD, warp.member + TEAM * i);
+    request_ids(step + RINGS, number + 1);
   }
 };
 

@@ -5,11 +5,12 @@
 #include "decode/verify_pair.cuh"
 
 // Multiplies this warp's slices of the values of the pair's steps by probabilities.
-DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, const TeamWarp& warp,
-    const LevelTables& tables, int lane, PairLoader& loader, u32& taken, TeamOutput& acc) {
+DEVICE void attend_values(const DecodeArgs& args, const DecodeRange& range, const PairMemory& memory,
+    const TeamWarp& warp, const LevelTables& tables, int lane, const PairLoader& loader, u32& taken, TeamOutput& acc) {
   const int t = lane & 3;
+  loader.open(args, range, taken);
   // Products in flight, limited by registers: slices of one tile or of several.
-  constexpr int WANTED = NG > 4 ? 2 : 4,
+  constexpr int WANTED = NG > (VD > 128 ? 4 : 5) ? 2 : 4,
                 PRODUCTS = WANTED >= OUT_SLICES ? WANTED / OUT_SLICES * OUT_SLICES
       : OUT_SLICES % WANTED                     ? OUT_SLICES
                                                 : WANTED,
@@ -17,14 +18,7 @@ DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, co
   // Tiles prefetched: all if 1-bit planes have token rows, which some warps take long to read.
   constexpr int LOADED = 2 * AT_ONCE < NT && !(V_BITS % 2 && VS % 4) ? 2 * AT_ONCE : NT;
   for (int step = range.first + warp.pair; step < range.last; step += RINGS, taken++) {
-    // Early for large heads, which have few slots; later is better otherwise.
-    auto copy_next = [&] {
-      if (warp.member == 0) {
-        memory.wait_until_used(taken - 1);
-        loader.copy_next();
-      }
-    };
-    if (VD > 128) copy_next();
+    loader.copy_ahead(memory, range, step, taken);
     const u8* slot = memory.slot(taken);
     memory.wait_for_copy(taken);
     PartCodes codes[NT];
@@ -62,7 +56,6 @@ DEVICE void attend_values(const DecodeRange& range, const PairMemory& memory, co
       wgmma_commit();
       if (first) wgmma_wait<1>();
     }
-    if (VD <= 128) copy_next();
     wgmma_wait<0>();
     UNROLL_FOR (int i = 0; i < OUT_SLICES; i++) wgmma_fence_operand(acc.products(i));
     sync_warp();
