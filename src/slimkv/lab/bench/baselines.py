@@ -1,4 +1,4 @@
-"""The baselines: torch everywhere; FlashAttention-3 and TurboQuant kernels if vLLM is installed.
+"""The baselines: torch everywhere, whose flash attention is FlashAttention-2; vLLM's kernels if it is installed.
 
 A baseline is a function that prepares its tensors and returns candidates: configurations that give the same result. The
 fastest one is reported. A baseline that cannot run raises, and its row has the reason.
@@ -60,8 +60,8 @@ def _refuse_options(cell: AttendCell, *names: str) -> None:
         raise UnsupportedError(f"does not support {' or '.join(given)}")
 
 
-def sdpa(inputs: DenseInputs) -> Candidates:
-    """torch's own attention on contiguous K and V, as it does not support pages."""
+def sdpa(inputs: DenseInputs, only_flash: bool = False) -> Candidates:
+    """torch's own attention on contiguous K and V, as it does not support pages. torch chooses the implementation."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
@@ -71,8 +71,9 @@ def sdpa(inputs: DenseInputs) -> Candidates:
         x.view(cell.batch, cell.context, cell.num_kv_heads, -1).transpose(1, 2) for x in (inputs.key, inputs.value)
     )
     query = inputs.query.view(cell.batch, cell.queries, cell.num_heads, -1).transpose(1, 2)
-    fast = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-    backends = fast if query.is_cuda else [*fast, SDPBackend.MATH]
+    backends = [SDPBackend.FLASH_ATTENTION]
+    if not only_flash:
+        backends += [SDPBackend.CUDNN_ATTENTION] if query.is_cuda else [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
     mask: Any = causal_lower_right(cell.queries, cell.context) if cell.queries > 1 else None
 
     def call() -> Tensor:
@@ -90,6 +91,11 @@ def sdpa_bf16(inputs: DenseInputs) -> Candidates:
         raise UnsupportedError("this CPU has no bfloat16 arithmetic")
     query, key, value = (x.bfloat16() for x in (inputs.query, inputs.key, inputs.value))
     yield from sdpa(DenseInputs(inputs.cell, query, key, value))
+
+
+def fa2(inputs: DenseInputs) -> Candidates:
+    """FlashAttention-2, which torch has, on contiguous K and V. GPUs before Hopper and consumer GPUs run this."""
+    return sdpa(inputs, only_flash=True)
 
 
 def flash_attention_3() -> Any:
