@@ -9,7 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from slimkv import enable
 from slimkv.cli.app import app
+from slimkv.errors import InputError
 from slimkv.lab import models
 
 
@@ -76,12 +78,17 @@ def test_formats_of_the_other_kind_fail_before_anything_runs(
     assert f"error: format '{said}, but this model caches" in result.output
 
 
-def test_latents_are_not_calibrated(latent_folder, tmp_path):
+def test_latents_are_not_calibrated(latent_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "__call__", lambda *given, **more: pytest.fail("the model runs"))
     file = tmp_path / "latents.safetensors"
-    result = CliRunner().invoke(app, ["calibrate", latent_folder, "-o", str(file)])
-    assert result.exit_code == 2, result.output
-    assert "error: slimkv does not calibrate latent attention" in result.output
-    assert not file.exists()
+    demo = ["demo", "--model", latent_folder, "--output", str(tmp_path)]
+    for command in (["calibrate", latent_folder, "-o", str(file)], demo):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2, result.output
+        assert "error: slimkv does not calibrate latent attention" in result.output
+        assert not list(tmp_path.iterdir())
+    with pytest.raises(InputError, match="does not calibrate latent attention"):
+        enable(models.load(latent_folder).model, calibration="auto")
 
 
 def test_no_memory_is_one_line(monkeypatch):

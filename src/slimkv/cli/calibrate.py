@@ -75,8 +75,6 @@ def calibrate(
         body = load_text(text) if text is not None else None
         with progress_bar() as progress:
             loaded = load_quietly(model, threads, device, dtype, progress)
-            if getattr(loaded.model.config.get_text_config(), "kv_lora_rank", None) is not None:
-                raise InputError(f"slimkv does not calibrate latent attention: serve {model} with c4, uncalibrated")
             read = source = None
             if text is not None and body is not None:
                 read = token_windows(loaded.tokenizer, body, *samples)

@@ -15,6 +15,7 @@ from slimkv.calibration.rotary import CONTEXTS
 from slimkv.errors import InputError, UnsupportedError
 from slimkv.integrations.serving.listener import FRAGMENT, ObservedLayer, Progress, QueryListener, silent
 from slimkv.integrations.transformers.calibration import samples as sampling
+from slimkv.integrations.transformers.compat import caches_latents
 from slimkv.integrations.transformers.decoded_attention import probabilities
 from slimkv.integrations.transformers.plugin import observed_attention
 from slimkv.integrations.transformers.stock_attention import layer_number
@@ -45,6 +46,8 @@ def gather_calibration(
 
     Returns the calibration, with its statistics on the CPU.
     """
+    if caches_latents(model.config):
+        raise InputError("slimkv does not calibrate latent attention: use a latent format, such as c4, uncalibrated")
     declared = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     wanted = _checked_range(model.config, max_positions, declared)
     recorder = _Recorder()
