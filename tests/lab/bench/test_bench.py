@@ -62,6 +62,7 @@ def test_bytes_and_flops_of_a_cell():
     assert cell.dense_bytes(2) == 32 * 32768 * 8 * 512
     prefill = next(c for c in ATTEND_CELLS if c.name.startswith("prefill"))
     assert prefill.flops == 4 * 32 * 128 * sum(range(32768 - 2048 + 1, 32768 + 1))
+    assert replace(prefill, sliding_window=1024).flops == 4 * 32 * 128 * 2048 * 1024
     chunk = next(c for c in STORE_CELLS if c.name == "chunk-8192")
     assert chunk.moved_bytes(2) == 8192 * 8 * (512 + 132)
 

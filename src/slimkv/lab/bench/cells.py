@@ -106,8 +106,9 @@ class AttendCell(Cell):
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the two products under a causal mask."""
-        visible = sum(self.queries * (length - (self.queries - 1) / 2) for length in self.lengths)
+        """Floating-point operations of the two products under a causal mask and the sliding window."""
+        most = self.sliding_window or self.context
+        visible = sum(min(most, length - i) for length in self.lengths for i in range(self.queries))
         return 2.0 * self.num_heads * (2 * self.head_dim + self.rope_dim) * visible
 
     @property
