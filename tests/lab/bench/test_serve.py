@@ -211,6 +211,17 @@ def test_sessions_get_a_share_of_the_memory_that_holds_them(tmp_path):
             ServeSettings(**wrong)
 
 
+def test_a_cache_of_a_given_size(tmp_path):
+    def own(**given):
+        return engine_plan("bf16", ServeSettings(**given), tmp_path)["arguments"]
+
+    assert own(cache_gib=1.5)["kv_cache_memory_bytes"] == 3 << 29
+    assert "kv_cache_memory_bytes" not in own()
+    for wrong in ({"engine": "sglang"}, {"phases": ("sessions",)}):
+        with pytest.raises(InputError, match="--cache-gib is for vLLM, and not for the phase sessions"):
+            ServeSettings(cache_gib=1, **wrong)
+
+
 def test_the_offload_phase_has_one_tier(tmp_path):
     settings = ServeSettings(phases=("offload",), offload_gib=2)
     plans = {x: engine_plan(x, settings, tmp_path)["arguments"] for x in ("bf16", "bf16+cold", "k4v4@LBHNC")}
@@ -291,8 +302,10 @@ def small_run(*more: str, **environment: str) -> dict:
 @pytest.mark.extended
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_a_small_run():
-    report = small_run("--systems", "bf16,k4v4", VLLM_CPU_KVCACHE_SPACE="1")
-    assert report["over_bf16"]["k4v4"]["kv_tokens"] == pytest.approx(3.76, rel=0.01)
+    report = small_run("--systems", "bf16,k4v4", "--cache-gib", "0.5")
+    stock, slim = (report["systems"][name]["kv_tokens"] for name in ("bf16", "k4v4"))
+    assert stock == pytest.approx(0.5 * 2**30 / (2 * 2 * 2 * 64 * 2), rel=0.01)  # layers, K and V, heads, values, bytes
+    assert slim / stock == pytest.approx(3.76, rel=0.01)
 
 
 @pytest.mark.vllm

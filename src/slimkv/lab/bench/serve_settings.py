@@ -86,6 +86,9 @@ class ServeSettings:
     arrivals: int = setting(80, "Requests of the Poisson phase.", least=1)
     rate: float = setting(5.0, "Arrivals per second.", positive=True)
     memory: float = setting(0.85, "Fraction of the device's memory for each engine.", positive=True, most=1)
+    cache_gib: float = setting(
+        0.0, "GiB of each vLLM engine's cache, to share a GPU; 0: what --memory leaves for it.", least=0
+    )
     max_num_seqs: int = setting(256, "Maximum requests that an engine runs at once.", least=1)
     max_num_batched_tokens: int = setting(8192, "Maximum tokens of one engine step.", least=1)
     prefill: str = setting(AUTO, "Arithmetic of slimkv's prefill: 16bit, 8bit or auto.")
@@ -115,6 +118,11 @@ class ServeSettings:
             raise InputError(
                 f"the phases {OFFLOAD} and {SESSIONS}, memory layouts (@) and tiers (+) are vLLM's; leave them out "
                 "with SGLang"
+            )
+        if self.cache_gib and (self.engine == "sglang" or SESSIONS in self.phases):
+            raise InputError(
+                f"--cache-gib is for vLLM, and not for the phase {SESSIONS}, which sizes the cache itself: use "
+                "--memory or --held"
             )
         if SESSIONS in self.phases:
             if self.context * SHARED / self.turns < self.new_tokens + 1:
@@ -230,6 +238,8 @@ def engine_plan(system: str, settings: ServeSettings, folder: Path) -> dict[str,
 
 def _vllm_arguments(settings: ServeSettings, model: str, longest: int) -> dict[str, Any]:
     sized: dict[str, Any] = {}
+    if settings.cache_gib:
+        sized["kv_cache_memory_bytes"] = int(settings.cache_gib * 2**30)
     if SESSIONS in settings.phases:
         sized["kv_cache_memory_bytes"] = session_bytes(settings, shape_of(shape_config(settings.shape)))
     return {
