@@ -106,13 +106,9 @@ class StorePlan(_Plan):
 
 @typed
 def plan_attend(
-    query: Tensor,
-    kv: PackedKV,
-    batch: AttentionBatch,
-    options: AttendOptions | None = None,
-    *,
+    query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions | None = None, *,
     backend: str | None = None,
-) -> AttendPlan:
+) -> AttendPlan:  # fmt: skip
     """Prepares, but does not run, ``attend`` for queries like these and lengths up to what the block table holds."""
     table = batch.block_table
     if table.ndim != 2:
@@ -133,14 +129,9 @@ def plan_attend(
 
 @typed
 def plan_store(
-    key: Tensor,
-    value: Tensor,
-    kv: PackedKV,
-    slot_mapping: Tensor,
-    rounding: Rounding | None = None,
-    *,
+    key: Tensor, value: Tensor, kv: PackedKV, slot_mapping: Tensor, rounding: Rounding | None = None, *,
     backend: str | None = None,
-) -> StorePlan:
+) -> StorePlan:  # fmt: skip
     """Prepares, but does not run, ``store_kv`` for vectors like these."""
     request = checked_store(key, value, kv, slot_mapping, rounding)
     module = STORE.select(request.pages.device, request, backend).load()

@@ -131,7 +131,7 @@ class Case:
         return {
             "sdpa": (cell.dense_bytes(inputs.key.element_size()), partial(baselines.sdpa, inputs)),
             "sdpa_bf16": (bf16, partial(baselines.sdpa_bf16, inputs)),
-            "fa2_bf16": (bf16, partial(baselines.fa2, inputs)),
+            "fa2_bf16": (bf16, partial(baselines.sdpa, inputs, only_flash=True)),
             "fa3_bf16": (bf16, partial(baselines.fa3, inputs, False)),
             "fa3_fp8": (fp8, partial(baselines.fa3, inputs, True)),
             "vllm_4bit_nc": (fp8 // 2, partial(baselines.turboquant_attend, inputs)),

@@ -61,7 +61,10 @@ def _refuse_options(cell: AttendCell, *names: str) -> None:
 
 
 def sdpa(inputs: DenseInputs, only_flash: bool = False) -> Candidates:
-    """torch's own attention on contiguous K and V, as it does not support pages. torch chooses the implementation."""
+    """torch's own attention on contiguous K and V, as it does not support pages.
+
+    ``only_flash``: with FlashAttention-2, which GPUs before Hopper and consumer GPUs run; torch may choose another.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
@@ -91,11 +94,6 @@ def sdpa_bf16(inputs: DenseInputs) -> Candidates:
         raise UnsupportedError("this CPU has no bfloat16 arithmetic")
     query, key, value = (x.bfloat16() for x in (inputs.query, inputs.key, inputs.value))
     yield from sdpa(DenseInputs(inputs.cell, query, key, value))
-
-
-def fa2(inputs: DenseInputs) -> Candidates:
-    """FlashAttention-2, which torch has, on contiguous K and V. GPUs before Hopper and consumer GPUs run this."""
-    return sdpa(inputs, only_flash=True)
 
 
 def flash_attention_3() -> Any:

@@ -159,18 +159,10 @@ REGISTRY = Registry.of_kernels(
 
 @typed
 def attend(
-    query: Tensor,
-    kv: PackedKV,
-    batch: AttentionBatch,
-    options: AttendOptions | None = None,
-    *,
-    fresh: tuple[Tensor, Tensor] | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-    num_splits: int | None = None,
-    backend: str | None = None,
-) -> Tensor:
+    query: Tensor, kv: PackedKV, batch: AttentionBatch, options: AttendOptions | None = None, *,
+    fresh: tuple[Tensor, Tensor] | None = None, out: Tensor | None = None, lse: Tensor | None = None,
+    workspace: Tensor | None = None, num_splits: int | None = None, backend: str | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of variable-length queries over packed pages.
 
     Sequence i has ``seq_lens[i]`` tokens in the cache; its queries are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of

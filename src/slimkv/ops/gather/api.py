@@ -35,14 +35,9 @@ REGISTRY = Registry.of_kernels("gather", "gather", cpu="cpu", triton="triton", r
 
 @typed
 def gather_kv(
-    kv: PackedKV,
-    slots: Tensor,
-    *,
-    dtype: torch.dtype = torch.float32,
-    rotated: bool = False,
-    out: tuple[Tensor, Tensor] | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
+    kv: PackedKV, slots: Tensor, *, dtype: torch.dtype = torch.float32, rotated: bool = False,
+    out: tuple[Tensor, Tensor] | None = None, backend: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Decodes the tokens in ``slots``; a key offset is added back, in float32.
 
     Args:

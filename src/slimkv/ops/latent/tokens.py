@@ -46,14 +46,9 @@ def store_latent(
 
 @typed
 def gather_latent(
-    kv: PackedKV,
-    slots: Tensor,
-    *,
-    dtype: torch.dtype = torch.float32,
-    rotated: bool = False,
-    out: tuple[Tensor, Tensor] | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
+    kv: PackedKV, slots: Tensor, *, dtype: torch.dtype = torch.float32, rotated: bool = False,
+    out: tuple[Tensor, Tensor] | None = None, backend: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Decodes the tokens in ``slots``.
 
     Args:

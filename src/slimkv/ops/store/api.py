@@ -58,14 +58,9 @@ REGISTRY = Registry.of_kernels(
 
 @typed
 def store_kv(
-    key: Tensor,
-    value: Tensor,
-    kv: PackedKV,
-    slot_mapping: Tensor,
-    rounding: Rounding | None = None,
-    *,
+    key: Tensor, value: Tensor, kv: PackedKV, slot_mapping: Tensor, rounding: Rounding | None = None, *,
     backend: str | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Encodes and writes new tokens.
 
     Args:

@@ -29,8 +29,7 @@ struct Loader : RangePages {
   // Reads the page ids of a step, which lies in one page or consists of whole pages.
   DEVICE_MEMBER void look_up(int step) {
     UNROLL_FOR (int i = 0; i < (BULK ? 1 : PAGES); i++)
-      ids[i] = ldg_i32(table +
-          min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + (PIECES > 1 ? lane & (PIECES - 1) : i), last_page));
+      ids[i] = ldg_i32(id_at(step, PIECES > 1 ? lane & (PIECES - 1) : i));
   }
 
   // Copies the keys, the values, or both, of a step, if it exists (`real`).

@@ -100,6 +100,10 @@ struct RangePages {
     table = args.block_table + (i64)range.b * args.table_stride;
     begin_tile = range.s.begin / 16, last_page = (range.s.length - 1) / BLOCK_SIZE;
   }
+  // The id of page `piece` of a step, in the block table; the last one if there are fewer pages.
+  DEVICE_MEMBER const i32* id_at(int step, int piece) const {
+    return table + min_i32((begin_tile + NT * step) / (BLOCK_SIZE / 16) + piece, last_page);
+  }
 };
 
 // The partial results of a work tile.

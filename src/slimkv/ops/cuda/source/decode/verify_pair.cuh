@@ -59,9 +59,6 @@ struct PairLoader {
   DEVICE_MEMBER PairLoader(u8* shared, const TeamWarp& warp_, int lane_)
       : cursor(((PageCursor*)(shared + CURSORS_AT))[warp_.pair * TEAM + warp_.member]), warp(warp_), lane(lane_) {}
 
-  DEVICE_MEMBER static const i32* entry(const RangePages& source, int step, int piece) {
-    return source.table + min_i32((source.begin_tile + NT * step) / (BLOCK_SIZE / 16) + piece, source.last_page);
-  }
   DEVICE_MEMBER static void copy_page(const PairMemory& memory, const RangePages& source, i32 id, u32 number,
       int piece) {
     u64* full = memory.full + number % STAGES;
@@ -84,7 +81,7 @@ struct PairLoader {
     source.open(args, range);
     const int ahead = lane / PIECES, piece = lane % PIECES, step = range.first + warp.pair + ahead * RINGS;
     if (ahead < AHEAD && step < range.last)
-      copy_page(memory, source, ldg_i32(entry(source, step, piece)), taken + ahead, piece);
+      copy_page(memory, source, ldg_i32(source.id_at(step, piece)), taken + ahead, piece);
   }
   // Prepares copy_ahead.
   DEVICE_MEMBER void open(const DecodeArgs& args, const DecodeRange& range, u32 taken) const {
@@ -96,7 +93,7 @@ struct PairLoader {
   // Requests the page ids that `copy_ahead` takes in this step.
   DEVICE_MEMBER void request_ids(int step, u32 number) const {
     UNROLL_FOR (int i = 0; i < PageCursor::OWN_PAGES; i++)
-      cp_async_4(&cursor.ids[number & 1][i], entry(cursor.source, step + AHEAD * RINGS, warp.member + TEAM * i));
+      cp_async_4(&cursor.ids[number & 1][i], cursor.source.id_at(step + AHEAD * RINGS, warp.member + TEAM * i));
     cp_async_commit();
   }
   // Copies the step that follows `step` by AHEAD.
