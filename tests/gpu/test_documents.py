@@ -1,7 +1,7 @@
 """Runs every command of the documentation that needs a GPU, with a small model.
 
-Engines get caches of a fixed size, so several tests can share a GPU: stock vLLM fails if memory is freed while it
-measures what is left. SGLang's benches still measure.
+vLLM's engines get caches of a fixed size, so that several tests can share a GPU. Stock vLLM measures the free memory
+otherwise, and fails if another engine frees some meanwhile.
 """
 
 from __future__ import annotations

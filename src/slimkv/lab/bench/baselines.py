@@ -1,4 +1,4 @@
-"""The baselines: torch everywhere, whose flash attention is FlashAttention-2; vLLM's kernels if it is installed.
+"""The baselines: torch's attention everywhere, and vLLM's kernels if it is installed.
 
 A baseline is a function that prepares its tensors and returns candidates: configurations that give the same result. The
 fastest one is reported. A baseline that cannot run raises, and its row has the reason.

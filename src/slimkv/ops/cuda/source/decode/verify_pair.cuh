@@ -49,8 +49,8 @@ struct PageCursor {
 };
 static_assert(sizeof(PageCursor) <= CURSOR_BYTES, "room for a cursor");
 
-// Copies the steps of a range, after the first ones with one lane of each value warp: bulk copies of several lanes would
-// be issued one after the other.
+// Copies the steps of a range: the first ones with a lane per page, the others with one lane of each value warp, because
+// bulk copies of several lanes are issued one after the other.
 struct PairLoader {
   PageCursor& cursor;
   TeamWarp warp;
