@@ -49,7 +49,7 @@ struct PageCursor {
 };
 static_assert(sizeof(PageCursor) <= CURSOR_BYTES, "room for a cursor");
 
-// Copies the steps of a range: the first ones with a lane per page, the others with one lane of each value warp, because
+// Copies the steps of a range: the first ones with a lane per page, the others with a lane of each value warp, because
 // bulk copies of several lanes are issued one after the other.
 struct PairLoader {
   PageCursor& cursor;
