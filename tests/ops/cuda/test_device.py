@@ -9,6 +9,7 @@ import torch
 
 from slimkv.doctor import _cuda
 from slimkv.errors import InputError
+from slimkv.lab.provenance import device_name
 from slimkv.ops.cuda import device as devices
 from slimkv.ops.cuda.device import NAMED, device_of, held_to, record_of
 
@@ -77,3 +78,11 @@ def test_doctor_says_which_record_a_gpu_got(gpu):
     detail = _cuda().detail
     assert "int8 at 0.06x the rate of fp16, fp8 at 2x" in detail
     assert "decode multiplies codes of up to 4 bits as fp16" in detail
+
+
+def test_reports_name_the_record_that_a_gpu_is_held_to(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    gpu((9, 0))
+    assert device_name("cuda") == "a GPU"
+    gpu((9, 0), "rtx4090")
+    assert device_name("cuda") == "a GPU limited to rtx4090"

@@ -74,9 +74,8 @@ def sdpa(inputs: DenseInputs, only_flash: bool = False) -> Candidates:
         x.view(cell.batch, cell.context, cell.num_kv_heads, -1).transpose(1, 2) for x in (inputs.key, inputs.value)
     )
     query = inputs.query.view(cell.batch, cell.queries, cell.num_heads, -1).transpose(1, 2)
-    backends = [SDPBackend.FLASH_ATTENTION]
-    if not only_flash:
-        backends += [SDPBackend.CUDNN_ATTENTION] if query.is_cuda else [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+    fast = [SDPBackend.FLASH_ATTENTION] if only_flash else [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    backends = fast if only_flash or query.is_cuda else [*fast, SDPBackend.MATH]
     mask: Any = causal_lower_right(cell.queries, cell.context) if cell.queries > 1 else None
 
     def call() -> Tensor:

@@ -86,9 +86,7 @@ class ServeSettings:
     arrivals: int = setting(80, "Requests of the Poisson phase.", least=1)
     rate: float = setting(5.0, "Arrivals per second.", positive=True)
     memory: float = setting(0.85, "Fraction of the device's memory for each engine.", positive=True, most=1)
-    cache_gib: float = setting(
-        0.0, "GiB of each vLLM engine's cache, to share a GPU; 0: what --memory leaves for it.", least=0
-    )
+    cache_gib: float = setting(0.0, "GiB of each vLLM engine's cache, to share a GPU; 0: --memory decides.", least=0)
     max_num_seqs: int = setting(256, "Maximum requests that an engine runs at once.", least=1)
     max_num_batched_tokens: int = setting(8192, "Maximum tokens of one engine step.", least=1)
     prefill: str = setting(AUTO, "Arithmetic of slimkv's prefill: 16bit, 8bit or auto.")

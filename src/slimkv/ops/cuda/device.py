@@ -83,6 +83,11 @@ def held_to(device: Device, name: str, capability: tuple[int, int]) -> Device:
     return replace(device, **least, target=f"compute_{major}{minor}" if (major, minor) < capability else "")
 
 
+def held_name() -> str:
+    """The name of the record that this process's GPUs are limited to; empty if they are not."""
+    return os.environ.get(AS_DEVICE, "")
+
+
 def hold_to(name: str) -> None:
     """Limits the GPUs of this process and its children to a named record. Call it before anything runs on them."""
     held_to(record_of((12, 0), 1), name, (12, 0))  # refuses an unknown name
@@ -102,5 +107,5 @@ def device_of(device: torch.device) -> Device:
         shared_of_multiprocessor=about.shared_memory_per_multiprocessor,
         shared_of_block=about.shared_memory_per_block_optin,
     )
-    name = os.environ.get(AS_DEVICE)
+    name = held_name()
     return held_to(record, name, capability) if name else record
