@@ -74,12 +74,14 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
   const Levels levels = fill_levels(args, shared + LEVELS_AT, THREADS, lane);
 #endif
   sync_threads();
-  pdl_wait();
   Work w;
 #if FUSED
+  pdl_wait();
   if (args.blocks && thread_index() == 0) args.merged[block_index()].splits = 0;
+#else
+  griddepcontrol_launch_dependents();  // queries are rotated while `unpack` runs, which has waited for all other grids
 #endif
-  if (!find_work(args, lane, w)) return;
+  if (!find_work(args, lane, w)) return griddepcontrol_wait();
 #if FUSED
   if (w.splits > 1 && w.split == 0 && thread_index() == 0)
     args.merged[block_index()] = {w.s.start, w.s.queries, w.head, w.first, w.splits};
@@ -90,6 +92,7 @@ KERNEL(THREADS, 1) attend(GRID_CONSTANT PrefillArgs args) {
     const int warp = shfl(thread_index() / 32, 0);
     Producer{{args, w, levels, warp, lane}, rings, shared + PACKED_AT + warp * PACKED_OF_WARP}.run();
 #else
+    griddepcontrol_wait();
     if (thread_index() == 0) copy_tiles(args, w, rings);
 #if AHEAD
     const int warp = shfl(thread_index() / 32, 0);

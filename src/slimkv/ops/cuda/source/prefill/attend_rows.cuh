@@ -53,47 +53,47 @@ DEVICE void store_lane_row(const PrefillArgs& args, const Row& row, float (&x)[O
 DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softmax& softmax, const float (&o)[OUTPUTS],
     u8* operand, int row_block, int warpgroup, int warp, int lane) {
   if (!POWER_OF_TWO_D) bar_sync(1 + warpgroup, 128);  // rows pass through the memory of queries
-  UNROLL_FOR (int r = 0; r < 2; r++) {
+#pragma unroll 1  // fetching code for the first time takes longer than running it
+  for (int r = 0; r < 2; r++) {
     float x[OWN];
-    UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = o[output_of(i, r)] * softmax.output_factor();
-    store_lane_row(args, row_of(args, w, row_block, 16 * warp + (lane >> 2) + 8 * r), x, softmax.row_max[r],
-        softmax.row_sum[r], operand + 2048 * warp, lane);
+    UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = (r ? o[output_of(i, 1)] : o[output_of(i, 0)]) * softmax.output_factor();
+    store_lane_row(args, row_of(args, w, row_block, 16 * warp + (lane >> 2) + 8 * r), x,
+        r ? softmax.row_max[1] : softmax.row_max[0], r ? softmax.row_sum[1] : softmax.row_sum[0], operand + 2048 * warp,
+        lane);
   }
 }
 
-// The state (output, maximum and sum) of rows, handed on between passes (HANDS_ON) or of a split. A lane's numbers are
-// `stride` apart.
+// The state (output, maximum and sum) of rows, handed on between passes (HANDS_ON) or of a split.
 struct PassState {
+  static constexpr int STRIDE = 2 * ROWS, NEXT_BLOCK = (OUTPUTS + 4) * STRIDE;  // between a lane's numbers, and blocks
   float* mine;
-  i64 stride;
 
   DEVICE_MEMBER PassState(const PrefillArgs& args, int block, int row_block)
-      : mine(args.state + (i64)block * 2 * ROWS + 128 * row_block + thread_index() % 128),
-        stride((i64)block_count() * 2 * ROWS) {}
+      : mine(args.state + (i64)block * NEXT_BLOCK + 128 * row_block + (thread_index() & 96) + read_laneid()) {}
   DEVICE_MEMBER void load(float (&o)[OUTPUTS], Softmax& softmax) const {
-    UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[i] = mine[i * stride];
+    UNROLL_FOR (int i = 0; i < OUTPUTS; i++) o[i] = mine[i * STRIDE];
     UNROLL_FOR (int r = 0; r < 2; r++)
-      softmax.row_max[r] = mine[(OUTPUTS + r) * stride], softmax.row_sum[r] = mine[(OUTPUTS + 2 + r) * stride];
+      softmax.row_max[r] = mine[(OUTPUTS + r) * STRIDE], softmax.row_sum[r] = mine[(OUTPUTS + 2 + r) * STRIDE];
   }
   DEVICE_MEMBER void store(const float (&o)[OUTPUTS], const Softmax& softmax) const {
-    UNROLL_FOR (int i = 0; i < OUTPUTS; i++) mine[i * stride] = o[i] * softmax.output_factor();
+    UNROLL_FOR (int i = 0; i < OUTPUTS; i++) mine[i * STRIDE] = o[i] * softmax.output_factor();
     UNROLL_FOR (int r = 0; r < 2; r++)
-      mine[(OUTPUTS + r) * stride] = softmax.row_max[r], mine[(OUTPUTS + 2 + r) * stride] = softmax.row_sum[r];
+      mine[(OUTPUTS + r) * STRIDE] = softmax.row_max[r], mine[(OUTPUTS + 2 + r) * STRIDE] = softmax.row_sum[r];
   }
   // Merges row r of `splits` blocks from this one on.
   DEVICE_MEMBER void add_splits(int splits, int r, float (&x)[OWN], float& row_max, float& row_sum) const {
-    const float* from = mine + 2 * r * stride;
+    const float *from = mine + 2 * r * STRIDE, *limits = mine + (OUTPUTS + r) * STRIDE;
     row_max = MINUS_INFINITY, row_sum = 0.0f;
 #pragma unroll 4
-    for (int k = 0; k < splits; k++) row_max = max_f32(row_max, mine[(OUTPUTS + r) * stride + k * 2 * ROWS]);
+    for (int k = 0; k < splits; k++) row_max = max_f32(row_max, limits[k * NEXT_BLOCK]);
     UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = 0.0f;
 #pragma unroll 2
     for (int k = 0; k < splits; k++) {
-      const float m = mine[(OUTPUTS + r) * stride + k * 2 * ROWS], l = mine[(OUTPUTS + 2 + r) * stride + k * 2 * ROWS];
+      const float m = limits[k * NEXT_BLOCK], l = limits[k * NEXT_BLOCK + 2 * STRIDE];
       // A split without keys for the row counts only if it is NaN.
       const float factor = m == MINUS_INFINITY ? (l == l ? 0.0f : 1.0f) : exp2_approx(m - row_max);
       row_sum = fma_rn(l, factor, row_sum);
-      UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = fma_rn(from[output_of(i, 0) * stride + k * 2 * ROWS], factor, x[i]);
+      UNROLL_FOR (int i = 0; i < OWN; i++) x[i] = fma_rn(from[output_of(i, 0) * STRIDE + k * NEXT_BLOCK], factor, x[i]);
     }
   }
 };
@@ -112,6 +112,7 @@ DEVICE void attend_rows(const PrefillArgs& args, const Work& w, const Rings& rin
     visible[b] = rows.visible, softmax[b] = rows.softmax;
   }
   queries_are_written(warpgroup);
+  griddepcontrol_wait();  // for the state
 
   float o[ROW_BLOCKS][OUTPUTS];
   UNROLL_FOR (int b = 0; b < ROW_BLOCKS; b++) {

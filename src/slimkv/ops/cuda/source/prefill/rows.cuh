@@ -87,8 +87,8 @@ DEVICE void load_words(const PrefillArgs& args, const bool (&valid)[2], const i6
   }
 }
 
-// Rotates two rows of 16-bit queries in a quad. Tensor cores transform four bits of the dimension's index (the lowest,
-// the two lane bits, and one more): products with +-1 are exact and replace shuffles.
+// Rotates two rows of 16-bit queries in a quad, except for `butterflies`. Tensor cores transform four bits of the
+// dimension's index (the lowest, the two lane bits, and one more): products with +-1 are exact and replace shuffles.
 DEVICE void rotate_by_products(const PrefillArgs& args, u32 (&words)[2][OWN / 2], int g, int t, float (&x)[2][OWN]) {
   constexpr int RUN = LANE_LOW > 2 ? 4 : 2;  // adjacent words
   UNROLL_FOR (int i = 0; i < OWN / 2; i += RUN) {
@@ -110,7 +110,6 @@ DEVICE void rotate_by_products(const PrefillArgs& args, u32 (&words)[2][OWN / 2]
       x[0][2 * i + 2 * n] = c[0], x[0][2 * i + 2 * n + 1] = c[1], x[1][2 * i + 2 * n] = c[2],
                        x[1][2 * i + 2 * n + 1] = c[3];
     }
-  butterflies(x[0], 4), butterflies(x[1], 4);
 }
 
 #if EIGHT_BIT
@@ -165,8 +164,15 @@ DEVICE void prepare_rows(const PrefillArgs& args, const bool (&valid)[2], const 
       x[i / OWN][i % OWN] = Q_TYPE == BFLOAT16 ? as_float(bits << 16) : f16_to_f32(bits);
     }
   }
-  UNROLL_FOR (int r = 0; r < 2; r++)
-    factor[r] = row_factor(args, store_operand(x[r], args.scale < 0, operand, first + 8 * r, t, bad[r]));
+#pragma unroll 1  // fetching code for the first time takes longer than running it
+  for (int r = 0; r < 2; r++) {
+    float is_bad = 0.0f;
+    if (K_ROTATED && Q_TYPE != FLOAT32) butterflies(x[0], 4);
+    const float of_row = row_factor(args, store_operand(x[0], args.scale < 0, operand, first + 8 * r, t, is_bad));
+    factor[0] = r ? factor[0] : of_row, factor[1] = of_row;
+    bad[0] = r ? bad[0] : is_bad, bad[1] = is_bad;
+    UNROLL_FOR (int i = 0; i < OWN; i++) x[0][i] = x[1][i];
+  }
 }
 
 // Writes a row's output from the quad's accumulators (x[2 j + b] is place 8 j + 2 t + b), already multiplied by the
