@@ -539,7 +539,7 @@ DEVICE u32 warp_max(u32 x) {
   return x;
 }
 DEVICE u32 warp_ballot(bool p) { return warp_sum((u32)p << host::lane()); }
-DEVICE int warp_count(bool p) { return (int)warp_sum(p); }
+DEVICE int bit_count(u32 x) { return __builtin_popcount(x); }
 
 DEVICE u32 movmatrix_trans(u32 x) {
   u64 mine = x;

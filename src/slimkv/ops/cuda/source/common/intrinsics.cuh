@@ -173,7 +173,7 @@ DEVICE bool warp_any(bool p) { return __any_sync(0xFFFFFFFFu, p); }
 SLIMKV_ASM_FIXED(u32, "r", warp_sum, (u32 x), "redux.sync.add.u32 %0, %1, 0xFFFFFFFF;", "r"(x));
 SLIMKV_ASM_FIXED(u32, "r", warp_max, (u32 x), "redux.sync.max.u32 %0, %1, 0xFFFFFFFF;", "r"(x));
 DEVICE u32 warp_ballot(bool p) { return __ballot_sync(0xFFFFFFFFu, p); }
-DEVICE int warp_count(bool p) { return __popc(__ballot_sync(0xFFFFFFFFu, p)); }
+DEVICE int bit_count(u32 x) { return __popc(x); }
 
 // Transposes an 8 x 8 matrix of 16-bit elements; lane 4 r + c holds elements 2 c and 2 c + 1 of row r.
 SLIMKV_ASM_FIXED(u32, "r", movmatrix_trans, (u32 x), "movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;", "r"(x));

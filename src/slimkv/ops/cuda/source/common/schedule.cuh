@@ -128,7 +128,7 @@ DEVICE WorkRange first_range(const Args& args, int block, int blocks, int lane, 
       const i32 more = shfl(ends, (lane - d) & 31), more_tiles = shfl(numbers, (lane - d) & 31);
       if (lane >= d) ends += more, numbers += more_tiles;
     }
-    const int over = warp_count(positions + ends <= from);  // sequences that end before the range begins
+    const int over = bit_count(warp_ballot(positions + ends <= from));  // sequences that end before the range begins
     const i32 positions_over = shfl(ends, (over - 1) & 31), tiles_over = shfl(numbers, (over - 1) & 31);
     if (over) positions += positions_over, tiles += tiles_over;
     if (over < 32) {

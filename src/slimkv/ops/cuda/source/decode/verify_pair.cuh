@@ -30,12 +30,9 @@ struct PairMemory {
   }
   DEVICE_MEMBER float* factors_of(u32 number) const { return factors + (number & 1) * (COLUMNS + 2); }
   DEVICE_MEMBER void wait_for_copy(u32 number) const { mbarrier_wait(full + number % STAGES, number / STAGES & 1); }
-  DEVICE_MEMBER void wait_until_published(u32 number) const {
-    mbarrier_wait(published + (number & 1), number >> 1 & 1);
-  }
-  DEVICE_MEMBER void wait_until_used(u32 number) const {
-    mbarrier_wait(used + (number & 1), number >> 1 & 1);
-  }  // returns at once for -1 and -2
+  DEVICE_MEMBER void wait_until_published(u32 number) const { mbarrier_wait(published + (number & 1), number / 2 & 1); }
+  // Returns at once for -1 and -2.
+  DEVICE_MEMBER void wait_until_used(u32 number) const { mbarrier_wait(used + (number & 1), number / 2 & 1); }
 };
 
 constexpr int AHEAD = STAGES - 1;  // steps that are copied before they are needed

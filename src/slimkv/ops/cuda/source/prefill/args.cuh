@@ -22,7 +22,7 @@ struct PrefillArgs {
   const float* score_shift;  // SCORE_SHIFT: per query and head
   void* out;
   float* lse;  // or null
-  float* state;  // softmax state, HANDS_ON between passes or of splits: [PLACES / 2 + 4, blocks, 2 ROWS]
+  float* state;  // softmax state, HANDS_ON between passes or of splits: [blocks, PLACES / 2 + 4, 2 ROWS]
   MergedSplits* merged;  // one per block
   i64 query_stride, query_head_stride, out_stride, out_head_stride;
   i64 sink_stride;  // between queries: 0 or the number of heads
@@ -68,8 +68,11 @@ struct Work {
 
 // The number of prefilled sequences in this pass.
 DEVICE int present_of(const PrefillArgs& args, int lane) {
-  return min_i32(args.ranks,
-      prefilled_before(args.cu_seqlens_q, args.num_seqs, args.max_decode_queries, lane) - args.first_rank);
+  u32 of_lane = 0;
+#pragma unroll 1
+  for (int i = lane; i < args.num_seqs; i += 32)
+    of_lane += ldg_i32(args.cu_seqlens_q + i + 1) - ldg_i32(args.cu_seqlens_q + i) > args.max_decode_queries;
+  return min_i32(args.ranks, (int)warp_sum(of_lane) - args.first_rank);
 }
 
 DEVICE int origin_of(const PrefillArgs& args, const PrefillSequence& s) {

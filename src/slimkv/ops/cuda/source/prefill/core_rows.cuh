@@ -15,14 +15,12 @@ DEVICE int value_place(int d) {
 
 DEVICE float sign_of(float x, const u32* bits, int d) { return signed_by(x, bits[d / 32], d % 32); }
 
-// A lane's part of a row: elements 8 n + 2 t and 8 n + 2 t + 1 of every vector, if they exist.
+// A lane's part of a row: elements 8 n + 2 t and 8 n + 2 t + 1 of every vector, if they exist (either both or none).
 constexpr int VECTORS = D / ROTATION_CORE, CORE_TILES = (ROTATION_CORE + 7) / 8, CORE_STEPS = (ROTATION_CORE + 15) / 16;
 struct CoreRow {
   float x[VECTORS][CORE_TILES][2];
 
-  DEVICE_MEMBER static bool has(int n, int t) {
-    return 8 * n + 2 * t < ROTATION_CORE;
-  }  // the number of entries is even
+  DEVICE_MEMBER static bool has(int n, int t) { return 8 * n + 2 * t < ROTATION_CORE; }
   DEVICE_MEMBER static int dimension(int v, int n, int t) { return ROTATION_CORE * v + 8 * n + 2 * t; }
 
   // Multiplies by the core or (`back`) its transpose. Rows g of the first operand are values rounded to bfloat16, rows

@@ -57,7 +57,7 @@ DEVICE bool find_queries(const PrefillArgs& args, int lane, Work& w) {
       const int before = shfl(ends, (lane - d) & 31);
       if (lane >= d) ends += before;
     }
-    const int over = warp_count(ends <= left), before = shfl(ends, (over - 1) & 31);
+    const int over = bit_count(warp_ballot(ends <= left)), before = shfl(ends, (over - 1) & 31);
     if (over == 32) {
       left -= before;
       continue;

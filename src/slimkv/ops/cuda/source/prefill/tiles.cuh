@@ -70,24 +70,15 @@ DEVICE PrefillSequence prefill_sequence_at(const i32* starts, const i32* lengths
 // The first token, and the first tile, that any query of the sequence sees. The workspace starts at that tile.
 DEVICE int first_seen(const PrefillSequence& s, int window) { return max_i32(0, s.length - s.queries - window + 1); }
 DEVICE int first_seen_tile(const PrefillSequence& s, int window) { return first_seen(s, window) / STEP; }
-DEVICE int prefilled_before(const i32* starts, int sequence, int most_queries, int lane) {
-  i32 before = 0;
-#pragma unroll 1
-  for (int i = lane; i < sequence; i += 32) before += ldg_i32(starts + i + 1) - ldg_i32(starts + i) > most_queries;
-  UNROLL_FOR (int d = 16; d; d >>= 1) before += shfl_xor(before, d);
-  return before;
-}
 // The prefilled sequence of this rank, or -1 if there is none.
 DEVICE int sequence_of_rank(const i32* starts, int sequences, int most_queries, int rank, int lane) {
   for (int first = 0; first < sequences; first += 32) {
     const int i = first + lane;
     const bool prefilled = i < sequences && ldg_i32(starts + i + 1) - ldg_i32(starts + i) > most_queries;
     const u32 found = warp_ballot(prefilled);
-    int before = 0;
-    UNROLL_FOR (int k = 0; k < 32; k++) before += k < lane ? (int)(found >> k & 1) : 0;
-    const u32 at = warp_ballot(prefilled && before == rank);
-    if (at) return first + (int)warp_sum(at >> lane & 1 ? (u32)lane : 0u);
-    rank -= warp_count(prefilled);
+    const u32 at = warp_ballot(prefilled && bit_count(found & ((1u << lane) - 1)) == rank);
+    if (at) return first + bit_count(at - 1);
+    rank -= bit_count(found);
   }
   return -1;
 }
