@@ -81,6 +81,23 @@ def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("tokens", "queries", "window", "fused"),
+    [(24576, 512, 1024, False), (24576, 512, None, True), (4096, 64, None, True), (1024, 64, None, False)],
+)
+def test_splits_of_large_heads_see_enough_tokens(tokens, queries, window, fused, monkeypatch):
+    """With one sequence, 16 query and 8 KV heads of size 256; merging splits takes as long as some 500 tokens."""
+    monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), 132))
+    case = replace(LONG, dim=256, num_kv_heads=8, group=2, lens=(40,), queries=(33,))
+    built = build(case, CPU)
+    request = request_of(built, *poisoned_out(case, built))
+    request = replace(
+        request, query=torch.empty(1).expand(queries, 16, 256), seq_lens=torch.tensor([tokens], dtype=torch.int32),
+        max_query_len=queries, max_seq_len=tokens, options=replace(request.options, sliding_window=window),
+    )  # fmt: skip
+    assert prefill_config.config_for(request).fused == fused
+
+
+@pytest.mark.parametrize(
     ("sequences", "queries", "tokens", "change", "ahead"),
     [
         (16, 512, 8704, {}, True),

@@ -38,7 +38,6 @@ from slimkv.ops.cuda.module import Defines, load
 from slimkv.spec import CodecSpec, Kind, PageLayout, TensorFormat
 
 _CACHED_BYTES = 32 << 20  # unpacked K and V that concurrent blocks may share in the L2 cache
-
 _MERGED_WORDS = 5  # 32-bit words of struct MergedSplits
 
 (PrefillArgs,) = arguments("prefill/args.cuh", "PrefillArgs")

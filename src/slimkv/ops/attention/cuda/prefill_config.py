@@ -28,8 +28,8 @@ CONFIGS: tuple[tuple[tuple[int, ...], tuple[str, ...], PrefillConfig], ...] = (
     (_TO_256, ANY, PrefillConfig(FIRST, 64, 2)),
     # At head size 64 there are few products to hide unpacking behind, so unpacking first is faster.
     (_80_TO_128, ANY, PrefillConfig(AHEAD, 128, 2, producer_registers=56)),
-    (_TO_128, (SHORT,), PrefillConfig(FUSED, 128, 2, producers=2, producer_registers=48)),
-    (_TO_128, (UNIFORM,), PrefillConfig(FUSED, 128, 2, producer_registers=88)),  # two producers with 48 would spill
+    (_TO_128, (SHORT,), PrefillConfig(FUSED, 128, 2, producers=2, producer_registers=40)),
+    (_TO_128, (UNIFORM,), PrefillConfig(FUSED, 128, 2, producer_registers=72)),  # two producers would spill
     (_TO_256, (SHORT, UNIFORM), PrefillConfig(FUSED, 64, 2, producer_registers=72)),
     # Each unpacked tile serves twice as many rows.
     ((64,), ANY, PrefillConfig(FUSED, 128, 3, row_blocks=2, producer_registers=56)),
@@ -58,6 +58,7 @@ LEAST_SPLIT = 512  # minimum tokens per split of FUSED, as in split.cuh
 # line: a row of the decode kernel; for an AHEAD block that unpacks a whole KV head, the added and the minimum time.
 WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.1
 DECODED_ROW, BESIDE_ATTENDING, UNPACKING_AHEAD = 0.012, 0.5, 3.6
+LARGE_MERGE = 500  # tokens whose attention takes as long as starting and merging splits of heads larger than 128
 
 
 @lru_cache(maxsize=64)
@@ -132,7 +133,7 @@ def config_for(request: AttendRequest) -> PrefillConfig:
     found = reachable(device, spec, options)
     if len(found) > 1 and options.prefill != EIGHT_BIT:
         found = configs(spec, FUSED) if _can_fuse(request) else ()
-        if not found or spec.key_dim <= 128:
+        if not found or spec.key_dim <= 128 or splits(request, found[-1]) > 1:
             found += configs(spec, FIRST) + (configs(spec, AHEAD) if _can_unpack_ahead(request) else ())
     return min(found, key=lambda config: _time(request, config))
 
@@ -181,7 +182,9 @@ def _time(request: AttendRequest, config: PrefillConfig) -> float:
         part = 0 < rest <= config.rows - config.rows // config.row_blocks
         whole = -(-items * (blocks + (rest > 0 and not part)) // available)
         rounds = whole * (WIDE_ROUND if config.row_blocks > 1 else 1) + part * -(-items // available) * PART_ROUND
-        return FUSED_START + rounds / splits(request, config)
+        parts = splits(request, config)
+        merge = LARGE_MERGE if parts > 1 and request.layout.spec.key_dim > 128 else 0
+        return max(FUSED_START, merge / seen_tokens(request, config.rows // request.group)) + rounds / parts
     # Tokens seen by all queries of a sequence, divided by those that one block's queries see: above 1 with a window.
     spread = seen_tokens(request, request.max_query_len) / seen_tokens(request, config.rows // request.group)
     blocks = -(-rows // config.rows)
