@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,10 +36,8 @@ def provenance(device: torch.device | str = "cpu", command: str | None = None) -
 
 def _command() -> str:
     program = Path(sys.argv[0])
-    name = program.name
-    if name == "__main__.py":  # python -m slimkv
-        name = program.parent.name
-    return " ".join([name, *sys.argv[1:]])
+    name = program.parent.name if program.name == "__main__.py" else program.name  # python -m slimkv
+    return shlex.join([name, *sys.argv[1:]])
 
 
 def _versions() -> dict[str, str]:
