@@ -58,7 +58,7 @@ LEAST_SPLIT = 512  # minimum tokens per split of FUSED, as in split.cuh
 # line: a row of the decode kernel; for an AHEAD block that unpacks a whole KV head, the added and the minimum time.
 WIDE_ROUND, PART_ROUND, UNPACKED_ROUND, UNPACKING, FUSED_START = 1.69, 1.35, 0.68, 1.79, 0.1
 DECODED_ROW, BESIDE_ATTENDING, UNPACKING_AHEAD = 0.012, 0.5, 3.6
-LARGE_MERGE = 500  # tokens whose attention takes as long as starting and merging splits of heads larger than 128
+LARGE_MERGE = 500  # above head size 128, starting and merging splits takes as long as attending to this many tokens
 
 
 @lru_cache(maxsize=64)
