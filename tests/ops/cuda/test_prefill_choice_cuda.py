@@ -59,6 +59,24 @@ def test_what_is_fused(change, fused):
     assert not fused or config in prefill_config.configs(built.layout.spec, prefill_config.FUSED)
 
 
+@pytest.fixture
+def hopper_request(monkeypatch):
+    """Makes requests with 8 KV heads and any number of long sequences, on a GPU of 132 multiprocessors."""
+    monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), 132))
+
+    def make(sequences, queries, tokens, *, dim=128, group=4, total=None, window=None):
+        case = replace(LONG, dim=dim, num_kv_heads=8, group=group, lens=(40,), queries=(33,))
+        built = build(case, CPU)
+        request = request_of(built, *poisoned_out(case, built))
+        return replace(
+            request, query=torch.empty(1).expand(total or sequences * queries, 8 * group, dim),
+            seq_lens=torch.full((sequences,), tokens, dtype=torch.int32), max_query_len=queries, max_seq_len=tokens,
+            options=replace(request.options, sliding_window=window),
+        )  # fmt: skip
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("sequences", "queries", "rows"),
     [
@@ -66,17 +84,9 @@ def test_what_is_fused(change, fused):
         *((8, 64, 256), (1, 64, 256), (1, 256, 256), (1, 512, 0)),  # few sequences: split-KV
     ],
 )
-def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
-    """With 32 query and 8 KV heads, 132 multiprocessors and 8,192 tokens; 0: unpacked first."""
-    monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), 132))
-    case = replace(LONG, dim=128, num_kv_heads=8, group=4, lens=(40,), queries=(33,))
-    built = build(case, CPU)
-    request = request_of(built, *poisoned_out(case, built))
-    lengths = torch.full((sequences,), 8192, dtype=torch.int32)
-    query = torch.empty(1).expand(sequences * queries, 32, 128)
-    config = prefill_config.config_for(
-        replace(request, query=query, seq_lens=lengths, max_query_len=queries, max_seq_len=8192)
-    )
+def test_rows_of_blocks(sequences, queries, rows, hopper_request):
+    """With 32 query heads and 8,192 tokens; 0: unpacked first."""
+    config = prefill_config.config_for(hopper_request(sequences, queries, 8192))
     assert (config.rows if config.fused else 0) == rows
 
 
@@ -84,16 +94,9 @@ def test_rows_of_blocks(sequences, queries, rows, monkeypatch):
     ("tokens", "queries", "window", "fused"),
     [(24576, 512, 1024, False), (24576, 512, None, True), (4096, 64, None, True), (1024, 64, None, False)],
 )
-def test_splits_of_large_heads_see_enough_tokens(tokens, queries, window, fused, monkeypatch):
-    """With one sequence, 16 query and 8 KV heads of size 256; merging splits takes as long as some 500 tokens."""
-    monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), 132))
-    case = replace(LONG, dim=256, num_kv_heads=8, group=2, lens=(40,), queries=(33,))
-    built = build(case, CPU)
-    request = request_of(built, *poisoned_out(case, built))
-    request = replace(
-        request, query=torch.empty(1).expand(queries, 16, 256), seq_lens=torch.tensor([tokens], dtype=torch.int32),
-        max_query_len=queries, max_seq_len=tokens, options=replace(request.options, sliding_window=window),
-    )  # fmt: skip
+def test_splits_of_large_heads_see_enough_tokens(tokens, queries, window, fused, hopper_request):
+    """With one sequence and 16 query heads of size 256; merging splits takes as long as some 500 tokens."""
+    request = hopper_request(1, queries, tokens, dim=256, group=2, window=window)
     assert prefill_config.config_for(request).fused == fused
 
 
@@ -111,16 +114,8 @@ def test_splits_of_large_heads_see_enough_tokens(tokens, queries, window, fused,
         (16, 512, 8704, {"dim": 256}, False),
     ],
 )
-def test_what_is_unpacked_ahead(sequences, queries, tokens, change, ahead, monkeypatch):
-    monkeypatch.setattr(prefill_config, "device_of", lambda device: record_of((9, 0), 132))
-    case = replace(LONG, dim=change.get("dim", 128), num_kv_heads=8, group=4, lens=(40,), queries=(33,))
-    built = build(case, CPU)
-    query = torch.empty(1).expand(change.get("total", sequences * queries), 32, case.dim)
-    request = replace(
-        request_of(built, *poisoned_out(case, built)),
-        query=query, seq_lens=torch.full((sequences,), tokens), max_query_len=queries, max_seq_len=tokens,
-    )  # fmt: skip
-    assert prefill_config.config_for(request).ahead == ahead
+def test_what_is_unpacked_ahead(sequences, queries, tokens, change, ahead, hopper_request):
+    assert prefill_config.config_for(hopper_request(sequences, queries, tokens, **change)).ahead == ahead
 
 
 @pytest.fixture

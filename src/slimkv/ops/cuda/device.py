@@ -107,5 +107,4 @@ def device_of(device: torch.device) -> Device:
         shared_of_multiprocessor=about.shared_memory_per_multiprocessor,
         shared_of_block=about.shared_memory_per_block_optin,
     )
-    name = held_name()
-    return held_to(record, name, capability) if name else record
+    return held_to(record, held_name(), capability) if held_name() else record

@@ -63,7 +63,8 @@ DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softma
   }
 }
 
-// The state (output, maximum and sum) of rows, handed on between passes (HANDS_ON) or of a split.
+// The state (output, maximum and sum) of rows, handed on between passes (HANDS_ON) or of a split. The lane is read
+// anew, so that addresses occupy no registers between load and store.
 struct PassState {
   static constexpr int STRIDE = 2 * ROWS, NEXT_BLOCK = (OUTPUTS + 4) * STRIDE;  // between a lane's numbers, and blocks
   float* mine;
