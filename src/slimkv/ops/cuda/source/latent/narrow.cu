@@ -43,7 +43,7 @@ DEVICE void stage_query(const LatentArgs& args, const WorkTile& tile, const Quer
       },
       [&](int at, u32 bits) {
         *(u32*)(latents + place(at)) = bits;
-        sum += f16_to_f32(bits & 0xFFFF) + f16_to_f32(bits >> 16);
+        sum += sum_of_halves(bits);
       });
   query.rope_operand([&](int at, u32 bits) { *(u16*)(ropes + place(at)) = (u16)bits; });
   if (SHIFT != 0.0f)

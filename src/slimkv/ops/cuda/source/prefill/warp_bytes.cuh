@@ -12,7 +12,7 @@
 constexpr i32 MAGIC_BITS = 0x4B400000;
 constexpr u32 BYTE_MAGIC =
     0x64006400;  // 1024 as halves: added to a number below 256, it leaves the nearest integer in the low byte
-constexpr u32 QUARTERS = 0x34003400;  // 0.25 as halves
+constexpr u32 ONES = 0x3C003C00;  // 1 as halves
 // In powers of two: how far scores may exceed the maximum that the output is relative to.
 constexpr float MOST_ABOVE = 32.0f;
 constexpr float LOWEST = -1e30f;  // the maximum of a row without visible tokens
@@ -107,9 +107,10 @@ template <int BLOCKS> struct HalfTile {
     UNROLL_FOR (int r = 0; r < 2; r++) scale[b][r] = exp2_approx(most[b][r] - softmax.row_max[r]);
   }
 
-  // Computes probabilities as halves, sums them with MMAs, and converts them, times the values' scales, to bytes.
+  // Computes probabilities as halves, sums up to eight of them at a time as such, and converts them, times the values'
+  // scales, to bytes.
   DEVICE_MEMBER void weigh(Softmax (&softmax)[ROW_BLOCKS], const u8* numbers, int t) {
-    float sums[BLOCKS][4] = {};
+    u32 sums[BLOCKS][4] = {};
     UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {
       const TokenScales of(numbers, 16 * j + 4 * t);
       const u32 scales[2] = {pack_f16x2(of.value[0], of.value[1]), pack_f16x2(of.value[2], of.value[3])};
@@ -123,14 +124,15 @@ template <int BLOCKS> struct HalfTile {
           }
           w[i] = pack_f16x2(x[0], x[1]);
         }
-        mma_f16(sums[b], w[0], w[1], w[2], w[3], QUARTERS, QUARTERS);
+        UNROLL_FOR (int i = 0; i < 4; i++) sums[b][i] = fma_f16x2(w[i], ONES, sums[b][i]);
         UNROLL_FOR (int i = 0; i < 4; i++) w[i] = fma_f16x2(w[i], scales[i / 2], BYTE_MAGIC);
         UNROLL_FOR (int r = 0; r < 2; r++) p[b][2 * j + r] = prmt(w[r], w[2 + r], 0x6420);
       }
     }
     UNROLL_FOR (int b = 0; b < BLOCKS; b++)
       UNROLL_FOR (int r = 0; r < 2; r++)
-        softmax[b].row_sum[r] = fma_rn(sums[b][2 * r], scale[b][r], softmax[b].row_sum[r]);
+        softmax[b].row_sum[r] =
+            fma_rn(sum_of_halves(sums[b][r]) + sum_of_halves(sums[b][2 + r]), scale[b][r], softmax[b].row_sum[r]);
   }
 
   // o += P V; `unit`: the factor of integer products.
