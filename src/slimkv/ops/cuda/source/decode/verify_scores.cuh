@@ -15,10 +15,11 @@ DEVICE void take_scores(float (&c)[SCORED_TILES][4 * NG], StepScores& s) {
 }
 
 // The key operands of a step: the tiles of four warps are the rows of one wgmma. The centroids of the next slices are
-// looked up while the current products run.
+// looked up while the current products run, EARLY rounds of products ahead.
 struct KeyOperands {
   static constexpr int AT_ONCE = KS > 1 ? 2 : 1, ROUNDS = (KS + AT_ONCE - 1) / AT_ONCE, ALL = SCORED_TILES * ROUNDS,
-                       BUFFERS = 3;  // slices
+                       EARLY = TILE_BY_TILE && ALL == 4 && K_IN_PAIRS && K_BITS < 5 ? 3 : 1,
+                       BUFFERS = EARLY == 1 ? 3 : ALL;
   KeyCodes codes[SCORED_TILES];
   u32 a[BUFFERS][AT_ONCE][4];
 
@@ -31,7 +32,7 @@ struct KeyOperands {
   }
   DEVICE_MEMBER void load(const u8* slot, const LevelTables& tables, int lane) {
     UNROLL_FOR (int x = 0; x < SCORED_TILES; x++) codes[x].load(slot + keys_of(TILES_APART * x), lane);
-    look_up(0, tables);
+    UNROLL_FOR (int round = 0; round < EARLY; round++) look_up(round, tables);
   }
   DEVICE_MEMBER void multiply(const u8* shared, const LevelTables& tables, StepScores& s) {
     const u64 queries = smem_descriptor(shared_address(shared + QUERY_AT), 16);
@@ -48,7 +49,7 @@ struct KeyOperands {
           WarpgroupProduct::register_a<true>(c[x], operand[0], operand[1], operand[2], operand[3], query);
       }
       wgmma_commit();
-      if (round + 1 < ALL) look_up(round + 1, tables);  // the round before last has ended
+      if (round + EARLY < ALL) look_up(round + EARLY, tables);  // the round before last has ended
       if (round) wgmma_wait<1>();
     }
     wgmma_wait<0>();
