@@ -52,7 +52,10 @@ DEVICE void store_lane_row(const PrefillArgs& args, const Row& row, float (&x)[O
 // Stores both output rows of a lane.
 DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softmax& softmax, const float (&o)[OUTPUTS],
     u8* operand, int row_block, int warpgroup, int warp, int lane) {
-  if (!POWER_OF_TWO_D) bar_sync(1 + warpgroup, 128);  // rows pass through the memory of queries
+  if (!POWER_OF_TWO_D) {  // rows pass through the memory of queries, which HELD_QUERIES shares with tiles
+    if (HELD_QUERIES) sync_threads();
+    else bar_sync(1 + warpgroup, 128);
+  }
 #pragma unroll 1  // fetching code for the first time takes longer than running it
   for (int r = 0; r < 2; r++) {
     float x[OWN];
