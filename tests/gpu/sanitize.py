@@ -2,9 +2,10 @@
 
 compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py [store attend prefill latent]
 
-Without names, all parts run. The tools racecheck and initcheck work as well. In kernels with barriers for a part of the
-block (latents of up to 16 query rows, verification of 5 or more queries), racecheck may report a write and a read that
-such a barrier, or one of the whole block, separates. Look them up in the machine code.
+Without names, all parts run. With SLIMKV_AS_DEVICE=rtx4090, they run the kernels without wgmma. The tools racecheck and
+initcheck work as well. In kernels with barriers for a part of the block (latents of up to 16 query rows, verification
+of 5 or more queries), racecheck may report a write and a read that such a barrier, or one of the whole block,
+separates. Look them up in the machine code.
 
 Exits with 1 if a result is wrong, so that a run without reports still tests something.
 """
@@ -12,14 +13,17 @@ Exits with 1 if a result is wrong, so that a run without reports still tests som
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 # A program has no conftest.py that sets the import path.
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS.parent / at) for at in ("src", "tests", "tests/ops", "tests/ops/cuda")]
+sys.path[:0] = [str(TESTS.parent / at) for at in ("src", "benchmarks", "tests", "tests/ops", "tests/ops/cuda")]
 
 from attention_cases import Case, build, exact  # noqa: E402
 from latent_cases import Case as LatentCase  # noqa: E402
@@ -30,10 +34,13 @@ from store_cases import expected  # noqa: E402
 from test_prefill_bytes_cuda import CONFIGS  # noqa: E402
 from test_prefill_bytes_cuda import attend_and_check as attend_in_bytes  # noqa: E402
 from test_prefill_cuda import LONG, attend_and_check  # noqa: E402
+from test_prefill_integers_cuda import attend_and_check as attend_in_integers  # noqa: E402
+from test_prefill_integers_cuda import hold_to_a_small_gpu  # noqa: E402
 
 from slimkv import ops  # noqa: E402
 from slimkv.ops import PackedKV  # noqa: E402
 from slimkv.ops.attention.cuda import prefill, prefill_config, prefill_defines  # noqa: E402
+from slimkv.ops.attention.cuda.prefill_config import warp_config  # noqa: E402
 from slimkv.ops.cuda.device import device_of  # noqa: E402
 from slimkv.ops.store.cuda.launch import format_refusal  # noqa: E402
 
@@ -76,26 +83,39 @@ def latent_errors(device: torch.device) -> list[float]:
     return errors
 
 
-def prefill_failures(device: torch.device) -> int:
-    """The number of prefill calls with wrong rows, over all configurations; 0 on devices without these kernels."""
-    if not device_of(device).warpgroups:
-        return 0
-    launch, tile, wrong = prefill.launcher(device), 1 << 20, 0
+def prefill_calls(device: torch.device) -> list[Callable[[], object]]:
+    """A checked call of every prefill configuration that the device runs."""
+    launch, tile, limited = prefill.launcher(device), 1 << 20, device_of(device)
     long = replace(LONG, dim=128, num_kv_heads=2, lens=(700, 7, 300), queries=(200, 1, 33))
-    configs = [config for unpack in prefill_defines.Unpack for config in prefill_config.configs(long.spec, unpack)]
-    calls = [lambda config=config: attend_and_check(long, device, launch, config=config) for config in configs]
-    calls += [lambda: attend_and_check(long, device, launch, tile)]  # several passes
-    for dim, configs in CONFIGS.items():
-        case = replace(long, dim=dim)
-        calls += [lambda case=case, c=config: attend_in_bytes(case, device, launch, config=c) for config in configs]
-    for number, call in enumerate(calls):
-        try:
-            call()
-        except AssertionError as error:
-            print(f"prefill {number}: {error}")
-            wrong += 1
-        else:
-            print(f"prefill {number}: as the reference")
+    if limited.warpgroups:
+        configs = [config for unpack in prefill_defines.Unpack for config in prefill_config.configs(long.spec, unpack)]
+        calls = [partial(attend_and_check, long, device, launch, config=config) for config in configs]
+        calls += [partial(attend_and_check, long, device, launch, tile)]  # several passes
+        for dim, configs in CONFIGS.items():
+            calls += [partial(attend_in_bytes, replace(long, dim=dim), device, launch, config=c) for c in configs]
+        return calls
+    cases = [replace(long, dim=dim, group=4) for dim in prefill_config.HEAD_DIMS]
+    in_bytes = prefill_config.eight_bit_head_dims(single_warps=True)
+    return [
+        *(partial(attend_and_check, c, device, launch, config=warp_config(c.spec, limited)) for c in cases),
+        *(partial(attend_in_integers, case, device, launch) for case in cases if case.dim in in_bytes),
+    ]
+
+
+def prefill_failures(device: torch.device) -> int:
+    """The number of prefill calls with wrong rows."""
+    wrong = 0
+    with pytest.MonkeyPatch.context() as patch:
+        if not device_of(device).warpgroups:
+            hold_to_a_small_gpu(patch)
+        for number, call in enumerate(prefill_calls(device)):
+            try:
+                call()
+            except AssertionError as error:
+                print(f"prefill {number}: {error}")
+                wrong += 1
+            else:
+                print(f"prefill {number}: as the reference")
     return wrong
 
 
