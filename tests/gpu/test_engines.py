@@ -127,8 +127,15 @@ def test_held_to_another_gpu(tmp_path):
     }
     for cell, found in apart.items():
         print(f"{cell}: {len(found)} of {len(prompts)} prompts part (token, gap): {found}")
-    allowed = max([NEAR_TIE, *(gap for _, gap in by_batch.values())])
-    assert all(gap <= allowed for found in apart.values() for _, gap in found.values()), allowed
+    # How far apart prompts are without a record: one by one, and with drafts. Where the other token is none of the 20
+    # most likely, the gap is unknown, and so is what a record may change.
+    before = [found for (record, _), found in apart.items() if not record] + [by_batch]
+    gaps = {i: max(found[i][1] for found in before if i in found) for i in set().union(*before)}
+    known = set(range(len(prompts))) - {i for i, gap in gaps.items() if math.isinf(gap)}
+    allowed = max([NEAR_TIE, *(gaps[i] for i in known & gaps.keys())])
+    assert len(known) > len(prompts) / 2, gaps
+    for (record, name), found in apart.items():
+        assert all(gap <= allowed for i, (_, gap) in found.items() if i in known), (record, name, allowed)
     assert all(found["counters"]["hit"]["vllm:prefix_cache_hits"] > 0 for found in answered)
     assert all(found["counters"]["miss"]["vllm:spec_decode_num_accepted_tokens"] > 10 for found in answered)
 
