@@ -33,8 +33,6 @@ DEVICE float add_sink(float sink, float& row_max, float& row_sum) {
 DEVICE float log_sum_exp(float row_max, float row_sum) {
   return row_sum == 0.0f ? MINUS_INFINITY : (row_max + log2_approx(row_sum)) * LN2;
 }
-
-// The sum of the two halves of a word.
 DEVICE float sum_of_halves(u32 x) { return f16_to_f32(x & 0xFFFF) + f16_to_f32(x >> 16); }
 
 // Adds and subtracts pairs of a lane's numbers that are `first`, 2 `first`, ... apart: a Hadamard transform.

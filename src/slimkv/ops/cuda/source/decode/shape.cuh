@@ -58,8 +58,7 @@ constexpr int field_offset(int f) {
   return f < K_NUMBER_OF_FIELDS ? K_FIELDS + 2 * BLOCK_SIZE * f : V_FIELDS + 2 * BLOCK_SIZE * (f - K_NUMBER_OF_FIELDS);
 }
 
-constexpr int OUT_SLICES =
-    (VS + TEAM - 1) / TEAM;  // output slices per warp; for the last warps of a team, some may not exist
+constexpr int OUT_SLICES = (VS + TEAM - 1) / TEAM;  // per warp; for the last warps of a team, some may not exist
 constexpr int OUT_ROW = 16 * OUT_SLICES + 8 / OWN;  // floats; keeps the columns of a warp's result in different banks
 constexpr int RESULT_BYTES = 4 * GROUP * (16 * OUT_SLICES + 8),
               SLOT = FIELDS_END > RESULT_BYTES ? FIELDS_END : RESULT_BYTES;

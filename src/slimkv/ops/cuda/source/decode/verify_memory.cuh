@@ -18,8 +18,7 @@ constexpr int RESULT_SUMS = RINGS * PAIR_RESULT_BYTES <= OPERANDS_END - QUERY_AT
 constexpr int RINGS_AT = QUERY_AT + PAIR_RESULT_BYTES > OPERANDS_END ? QUERY_AT + PAIR_RESULT_BYTES : OPERANDS_END;
 constexpr int COLUMN_AT = RINGS_AT + RINGS * STAGES * SLOT;
 constexpr int STATE_AT = COLUMN_AT + 16 * COLUMNS;
-constexpr int FACTORS_AT =
-    STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // for two steps: factor per column, and whether to rescale
+constexpr int FACTORS_AT = STATE_AT + 4 * STATE_WORDS * COLUMNS * WORKERS;  // of two steps (PairMemory)
 constexpr int BARRIERS_AT = FACTORS_AT + RINGS * 2 * (4 * COLUMNS + 8);
 constexpr int PAIR_BARRIERS_AT = BARRIERS_AT + 8 * RINGS * BARRIERS;  // probabilities of two steps: published, used
 constexpr int PAIR_BARRIERS_END = PAIR_BARRIERS_AT + RINGS * 4 * 8;

@@ -10,8 +10,7 @@
 
 // Integer sums below 2^22 that start here are the bits of the float MAGIC_FLOAT + sum, without conversion.
 constexpr i32 MAGIC_BITS = 0x4B400000;
-constexpr u32 BYTE_MAGIC =
-    0x64006400;  // 1024 as halves: added to a number below 256, it leaves the nearest integer in the low byte
+constexpr u32 BYTE_MAGIC = 0x64006400;  // 1024 as halves: plus a number below 256, the low byte is its nearest integer
 constexpr u32 ONES = 0x3C003C00;  // 1 as halves
 // In powers of two: how far scores may exceed the maximum that the output is relative to.
 constexpr float MOST_ABOVE = 32.0f;
@@ -107,8 +106,7 @@ template <int BLOCKS> struct HalfTile {
     UNROLL_FOR (int r = 0; r < 2; r++) scale[b][r] = exp2_approx(most[b][r] - softmax.row_max[r]);
   }
 
-  // Computes probabilities as halves, sums up to eight of them at a time as such, and converts them, times the values'
-  // scales, to bytes.
+  // Computes probabilities as halves, sums of up to eight of them, and, times the values' scales, bytes.
   DEVICE_MEMBER void weigh(Softmax (&softmax)[ROW_BLOCKS], const u8* numbers, int t) {
     u32 sums[BLOCKS][4] = {};
     UNROLL_FOR (int j = 0; j < SCORES / 8; j++) {

@@ -149,8 +149,7 @@ template <class F> struct LaterErrors {
 // Replaces the coordinates of each lane's token by codes, if the token is ``mine``.
 template <class F> DEVICE void round_query_aware(const QueryAwareMemory<F>& memory, const LloydTables<F>& tables,
     const ScaledLevels<F>& levels, const u8* matrix, float error_steps, bool mine, int lane) {
-  constexpr float LIMIT =
-      (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // above the last boundary and inside the cells
+  constexpr float LIMIT = (float)(F::CELL_ZERO - 2) / (1 << F::CELL_SHIFT);  // above the last boundary, in the cells
   float back = div_rn(1.0f / 64, error_steps);  // a power of two
   LaterErrors<F> sums = {};
   const Weights<F> weights(memory.weights, matrix);
