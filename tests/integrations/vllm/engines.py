@@ -89,6 +89,10 @@ NGRAM = {
 }  # fmt: skip
 
 
+# Stock attention to latents in float32. On CPUs with AMX, stock vLLM 0.32 chooses a backend that only runs bfloat16.
+STOCK_LATENTS = {"attention_backend": "CPU_MLA"}
+
+
 def draft_model() -> dict[str, Any]:
     """Engine arguments for drafts by the model itself."""
     return {"speculative_config": {"method": "draft_model", "model": short_model_folder(), "num_speculative_tokens": 3}}

@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 import torch
 import transformers
-from engines import NGRAM, connector, refusals, run_engine, slimkv
+from engines import NGRAM, STOCK_LATENTS, connector, refusals, run_engine, slimkv
 from mla_models import (
     LAYERS,
     LONG,
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(folder):
-    return run_engine(base(folder), [run("ragged", PROMPTS, 12), run("long", LONG, 12)])
+    return run_engine(base(folder, **STOCK_LATENTS), [run("ragged", PROMPTS, 12), run("long", LONG, 12)])
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def packed(folder):
 
 def test_every_layer_is_slimkvs(lossless, stock):
     assert set(map(tuple, lossless["layers"].values())) == {("SlimKVMLAImpl", "crawfp32rrawfp32")}
-    assert {kind for kind, _ in stock["layers"].values()} <= {"CPUMLAImpl", "AMXMLAImpl"}
+    assert {kind for kind, _ in stock["layers"].values()} == {"CPUMLAImpl"}
     assert len(lossless["layers"]) == LAYERS
 
 
@@ -157,7 +157,7 @@ def test_formats_by_layer_and_drafts_give_what_they_give_without(folder):
     assert drafted["counters"]["guessable"]["vllm:spec_decode_num_accepted_tokens"] > 5
     assert drafted["tokens"] == plain["tokens"]
     sizes = [slot_bytes(LatentSpec.parse(word)) for word in ("crawfp32rrawfp32", "c4r8", "c6r8")]
-    whole = run_engine(base(folder), [])
+    whole = run_engine(base(folder, **STOCK_LATENTS), [])
     assert plain["blocks"] / whole["blocks"] == pytest.approx(3 * 2304 / sum(sizes), rel=0.002)
 
 

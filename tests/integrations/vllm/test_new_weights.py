@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 import torch
 import transformers
-from engines import connector, run_engine, slimkv
+from engines import STOCK_LATENTS, connector, run_engine, slimkv
 from mla_models import PROMPTS, deepseek_v2, saved
 from observed import write_llama
 from prompts import run
@@ -126,7 +126,7 @@ def test_latents_add_nothing_to_the_weights_that_vllm_sees(tmp_path):
     """Parameters have the stock names and, but for the folded projections, the stock digests, before and after."""
     base = {"model": saved(deepseek_v2, tmp_path / "model"), "skip_tokenizer_init": True, "block_size": 16}
     runs = [run("once", PROMPTS, 8, checksums=True), run("again", PROMPTS, 8, reset=True, reload={}, checksums=True)]
-    stock, ours = (run_engine({**base, **how}, runs, **KEEP) for how in ({}, slimkv("c4")))
+    stock, ours = (run_engine({**base, **how}, runs, **KEEP) for how in (STOCK_LATENTS, slimkv("c4")))
     assert not ours["refused"]
     once, again, theirs = ours["checksums"]["once"], ours["checksums"]["again"], stock["checksums"]["once"]
     assert once == again
