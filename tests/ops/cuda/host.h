@@ -228,6 +228,10 @@ static void start(int i) {
 
 // Every other block runs its lanes in reverse order, to expose races.
 static int ordered(int i) { return (machine.block_x + machine.block_y) % 2 ? machine.count - 1 - i : i; }
+// Warps that lag behind the others, also to expose races: of every two groups of `group` warps, group `which`. They run
+// in every 50th turn only, or when no other warp can. SLIMKV_HOST_LAG is "group,which"; without it, none lags.
+static struct { int group, which; } lagging;
+static bool lags(int warp) { return lagging.group && warp / lagging.group % 2 == lagging.which; }
 
 static bool run_block() {
   memset(machine.shared - GUARD_BYTES, GUARD, GUARD_BYTES);
@@ -235,11 +239,11 @@ static bool run_block() {
   memset(machine.shared + machine.shared_bytes, GUARD, GUARD_BYTES);
   for (int i = 0; i < machine.count; i++) start(i);
   for (Team& team : machine.teams) team = {0, false, false, 0};
-  for (;;) {
+  for (int turn = 1;; turn++) {
     bool moved = false;
     for (int k = 0; k < machine.count; k++) {
       int i = ordered(k);
-      if (machine.threads[i].state != RUNNING) continue;
+      if (machine.threads[i].state != RUNNING || (turn % 50 && lags(i / 32))) continue;
       to_thread(i);
       if (machine.failed) return false;
       u64 mark;
@@ -267,7 +271,8 @@ static bool run_block() {
         if (machine.threads[i].state == AT_BLOCK) machine.threads[i].state = RUNNING;
       moved = true;
     }
-    if (!moved) {
+    if (!moved && lagging.group && turn % 50) turn += 49 - turn % 50;
+    else if (!moved) {
       for (int i = 0, n = 0; i < machine.count; i++) {
         Thread& t = machine.threads[i];
         Thread& first = machine.threads[i / 32 * 32];
@@ -306,6 +311,9 @@ static int launch(void (*kernel)(const void*), int x, int y, int threads, int sh
   machine.kernel = kernel;
   machine.args = args;
   machine.failed = false;
+  const char* lag = getenv("SLIMKV_HOST_LAG");
+  if (!lag) lagging.group = 0;
+  else if (sscanf(lag, "%d,%d", &lagging.group, &lagging.which) != 2) return refuse("SLIMKV_HOST_LAG=%s", lag);
   bool fine = true;
   for (machine.block_y = 0; fine && machine.block_y < y; machine.block_y++)
     for (machine.block_x = 0; fine && machine.block_x < x; machine.block_x++) fine = run_block();

@@ -36,6 +36,7 @@ FLAGS = [
     "-DSLIMKV_HOST",
 ]
 has_compiler = shutil.which("g++") is not None
+LAG = "SLIMKV_HOST_LAG"  # environment variable: warps that lag behind the others (host.h)
 
 
 class LaunchError(RuntimeError):

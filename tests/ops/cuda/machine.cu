@@ -106,3 +106,20 @@ KERNEL(64, 1) divergent(GRID_CONSTANT Args args) {
   args.out[t] = shfl_xor((u32)t, 1);
 }
 HOST_TESTABLE(divergent, Args)
+
+// Warp 1 reads what warp 0 overwrites after `n` shuffles; a barrier between is missing.
+KERNEL(64, 1) unordered(GRID_CONSTANT Args args) {
+  SHARED_MEMORY(memory);
+  u32* words = (u32*)memory;
+  const int t = thread_index(), lane = t & 31;
+  if (t >= 32) words[lane] = args.in[lane];
+  sync_threads();
+  if (t < 32) {
+    for (int i = 0; i < args.n; i++) shfl(1u, 0);
+    words[lane] = 0;
+  } else {
+    shfl(1u, 0);
+    args.out[lane] = words[lane];
+  }
+}
+HOST_TESTABLE(unordered, Args)

@@ -42,6 +42,21 @@ def test_shuffles_and_votes(rng):
         assert (got[3] == 1).all()
 
 
+@pytest.mark.parametrize(("lag", "kept"), [(None, True), ("1,0", True), ("1,1", False)])
+def test_a_warp_that_lags_shows_a_missing_barrier(lag, kept, monkeypatch):
+    """Warps take turns, so one that is a few steps behind another never meets its later writes."""
+    if lag:
+        monkeypatch.setenv(host.LAG, lag)
+    x = np.arange(1, 33, dtype=np.uint32)
+    assert (run("unordered", x, 32, threads=64, n=20, shared=128) == x).all() == kept
+
+
+def test_a_lag_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv(host.LAG, "every second warp")
+    with pytest.raises(host.LaunchError, match="every second warp"):
+        run("shuffles", np.arange(32, dtype=np.uint32), 128, threads=32)
+
+
 def data_mib() -> int:
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]) >> 10

@@ -271,6 +271,16 @@ def test_attend_with_products_of_single_warps(case, config):
     attend_and_check(case, config=config, budget=2 * tile)  # the state of two row blocks is kept between passes
 
 
+@emulated
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("dim", sample([192, 256], 2))
+def test_a_warpgroup_that_lags(dim, which, monkeypatch):
+    """With queries in registers, a finished warpgroup's output takes the memory of tiles that the other still reads."""
+    monkeypatch.setenv(host.LAG, f"4,{which}")
+    case = replace(LONG, dim=dim, group=4, lens=(300, 140), queries=(70, 33))
+    attend_and_check(case, config=prefill_config.warp_config(case.spec, record_of(NAMED["rtx4090"], 2)))
+
+
 def test_products_of_single_warps_fit_every_device():
     for dim in prefill_config.HEAD_DIMS:
         spec = CodecSpec.parse("k4v4", dim)
