@@ -300,6 +300,9 @@ static bool run_block() {
 static int launch(void (*kernel)(const void*), int x, int y, int threads, int shared, const void* args) {
   if (threads < 1 || threads > 1024 || threads % 32) return refuse("%d threads: a multiple of 32 up to 1024", threads);
   if (shared < 0 || shared > 227 * 1024) return refuse("%d bytes of shared memory: at most 227 KiB", shared);
+  const char* lag = getenv("SLIMKV_HOST_LAG");
+  if (!lag) lagging.group = 0;
+  else if (sscanf(lag, "%d,%d", &lagging.group, &lagging.which) != 2) return refuse("SLIMKV_HOST_LAG=%s", lag);
   if (!stacks) stacks = static_cast<u8*>(aligned_alloc(4096, (size_t)MOST_THREADS * STACK_BYTES));
   size_t allocated = ((size_t)shared + 2 * GUARD_BYTES + 1023) / 1024 * 1024;
   u8* const memory = static_cast<u8*>(aligned_alloc(1024, allocated));
@@ -311,9 +314,6 @@ static int launch(void (*kernel)(const void*), int x, int y, int threads, int sh
   machine.kernel = kernel;
   machine.args = args;
   machine.failed = false;
-  const char* lag = getenv("SLIMKV_HOST_LAG");
-  if (!lag) lagging.group = 0;
-  else if (sscanf(lag, "%d,%d", &lagging.group, &lagging.which) != 2) return refuse("SLIMKV_HOST_LAG=%s", lag);
   bool fine = true;
   for (machine.block_y = 0; fine && machine.block_y < y; machine.block_y++)
     for (machine.block_x = 0; fine && machine.block_x < x; machine.block_x++) fine = run_block();
