@@ -52,8 +52,8 @@ DEVICE void store_lane_row(const PrefillArgs& args, const Row& row, float (&x)[O
 // Stores both output rows of a lane.
 DEVICE void store_lane_rows(const PrefillArgs& args, const Work& w, const Softmax& softmax, const float (&o)[OUTPUTS],
     u8* operand, int row_block, int warpgroup, int warp, int lane) {
-  if (!POWER_OF_TWO_D && HELD_QUERIES) sync_threads();  // rows pass through the memory of queries and tiles
-  else if (!POWER_OF_TWO_D) bar_sync(1 + warpgroup, 128);  // of queries
+  if (!POWER_OF_TWO_D && HELD_QUERIES) sync_threads();  // rows pass through memory that all warps' tiles may use
+  else if (!POWER_OF_TWO_D) bar_sync(1 + warpgroup, 128);  // or through that of the warpgroup's queries
 #pragma unroll 1  // fetching code for the first time takes longer than running it
   for (int r = 0; r < 2; r++) {
     float x[OWN];
